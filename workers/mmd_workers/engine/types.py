@@ -1,0 +1,78 @@
+"""What goes into the engine and what comes out of it. The engine knows no network: it is stepped, and returns what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmd_workers.model.types import LoweredPrompt
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 mean no limit.
+
+    The draw for output token i depends on (seed, i) and the logits alone.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    eos_token_ids: frozenset[int] = frozenset()
+    suppress_token_ids: tuple[int, ...] = ()  # placeholders must never be sampled
+
+
+@dataclass(slots=True)
+class SequenceInput:
+    """A sequence to run. `cache_keys[i]` identifies the medium of placeholder token i for prefix hashing ("" for text).
+
+    `stop_after_prefill`: the engine samples the first token, keeps the KV blocks and reports `Prefilled` (P role).
+    `output_token_ids`: already generated elsewhere; they are part of what has to be prefilled (`prompt` covers them too).
+    """
+
+    sequence_id: str
+    prompt: LoweredPrompt
+    sampling: SamplingParams
+    media_spans: list[tuple[int, int, str]] = field(default_factory=list)  # start, length, feature id
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_after_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One output token. `index` counts from 0 over the whole output, migrations included."""
+
+    sequence_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KvReady:
+    """Prefill has completed the KV of tokens [start, end) of a `stop_after_prefill` sequence: they may travel now."""
+
+    sequence_id: str
+    start: int
+    end: int
+    last: bool
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did. `prefill_tokens` and `decode_sequences` describe the batch that ran."""
+
+    tokens: list[SampledToken] = field(default_factory=list)
+    kv_ready: list[KvReady] = field(default_factory=list)
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
+    prefill_tokens: int = 0
+    decode_sequences: int = 0
+    duration_seconds: float = 0.0

@@ -1,0 +1,28 @@
+"""The KV link: how key and value bytes go from one worker to one other. Knows no model: it moves contiguous tensors."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class KvLink(Protocol):
+    """One direction of one pair of workers, keyed by both pods' incarnations. After any error the link is dead: make another.
+
+    Chunks are at most 4 MB and each has a deadline of its own. Tensors are contiguous and live on the link's device.
+    """
+
+    epoch: int
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """Send one tensor; blocks until it has left. Raises LinkError when the peer is gone or a deadline passed."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> None:
+        """Receive into `tensor` ([...] of the agreed shape); blocks. Raises LinkError as `send` does."""
+        ...
+
+    def close(self) -> None:
+        """Free the pair; idempotent, never blocks for longer than a second."""
+        ...

@@ -1,0 +1,61 @@
+"""What is known of a medium before and after it is decoded. Knows no model and no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Modality = Literal["image", "video", "audio"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediumInfo:
+    """Facts read from headers and packet tables, without decoding a pixel or a sample.
+
+    `width`, `height`: pixels as displayed (EXIF orientation and rotation applied). `num_frames`, `fps`: video.
+    `num_samples`, `sample_rate_hz`: audio, of the mono waveform after resampling to `sample_rate_hz` as stored in the file;
+    the decoder pads or trims to exactly this count.
+    """
+
+    modality: Modality
+    digest: str  # sha256 hex of the bytes as received
+    num_bytes: int
+    container: str
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    fps: float = 0.0
+    duration_seconds: float = 0.0
+    num_samples: int = 0
+    sample_rate_hz: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    """RGB pixels, uint8 [height, width, 3], orientation applied."""
+
+    pixels: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedVideo:
+    """RGB frames, uint8 [frames, height, width, 3], at `indices` of the source, which had `source_fps`."""
+
+    frames: npt.NDArray[np.uint8]
+    indices: list[int]
+    source_fps: float
+    source_num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedAudio:
+    """Mono waveform, float32 [samples] in [-1, 1], at `sample_rate_hz`."""
+
+    waveform: npt.NDArray[np.float32]
+    sample_rate_hz: int
+
+
+Decoded = DecodedImage | DecodedVideo | DecodedAudio

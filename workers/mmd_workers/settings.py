@@ -1,0 +1,47 @@
+"""What a worker process is told at start: the pipeline configuration file and the identity of its pod. Nothing is read elsewhere."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, field
+
+from mmd_api.pipeline import PipelineConfig
+
+CONFIG_ENV = "MMD_PIPELINE_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Identity and addresses of this process. `incarnation` is new at every start."""
+
+    pipeline: PipelineConfig
+    pod: str
+    pod_ip: str
+    http_port: int
+    nats_url: str
+    threads: int
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    @classmethod
+    def from_environment(cls) -> WorkerSettings:
+        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS.
+
+        Raises:
+            RuntimeError: a variable is missing; the message names it.
+        """
+
+        def need(name: str) -> str:
+            value = os.environ.get(name)
+            if not value:
+                raise RuntimeError(f"environment variable {name} is not set; the operator and `mmd up` set it")
+            return value
+
+        return cls(
+            pipeline=PipelineConfig.load(need(CONFIG_ENV)),
+            pod=need("MMD_POD_NAME"),
+            pod_ip=need("MMD_POD_IP"),
+            http_port=int(need("MMD_HTTP_PORT")),
+            nats_url=need("MMD_NATS_URL"),
+            threads=int(os.environ.get("MMD_THREADS", "0")),
+        )
