@@ -165,3 +165,45 @@ class KvLayout:
         """Bytes of K and V of one token over all layers."""
         size = torch.empty((), dtype=getattr(torch, self.dtype)).element_size()
         return sum(2 * h * d * size for h, d in zip(self.num_kv_heads, self.head_dim, strict=True))
+
+
+class LanguageModel(Protocol):
+    """Embeddings, decoder stack and output head of a model, and nothing else of it.
+
+    The attention of `decoder` is replaced by the engine (AttentionInterface); this object knows no KV pool.
+    """
+
+    decoder: torch.nn.Module
+    kv_layout: KvLayout
+    loaded_bytes: int
+    hidden_size: int
+    vocab_size: int
+    position_axes: int  # 1 or 3
+    eos_token_ids: frozenset[int]
+    suppress_token_ids: tuple[int, ...]  # placeholders: never to be sampled
+    device: torch.device
+    dtype: torch.dtype
+
+    def lower(
+        self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
+    ) -> LoweredPrompt:
+        """Token embeddings, positions and extras of a prompt (plus tokens already generated elsewhere), features missing."""
+        ...
+
+    def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
+        """Scatter a feature into the prompt's rows and mark it no longer missing. Raises CountMismatchError."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Embeddings [n, hidden] and extras of generated tokens [n]."""
+        ...
+
+    def forward(
+        self, embeds: torch.Tensor, positions: torch.Tensor, extras: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Final hidden states [tokens, hidden] of a ragged batch: embeds [tokens, hidden], positions [axes, tokens]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [n, vocab] of hidden states [n, hidden], soft-capped where the model does."""
+        ...

@@ -281,6 +281,7 @@ class KvOffer:
     """Prefill to decode, as a request: room for this sequence, please. Sent before prefill starts (reserve, then produce).
 
     `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` must equal the decoder's own.
+    `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none).
     """
 
     request_id: str
@@ -292,6 +293,7 @@ class KvOffer:
     layout: dict[str, Any]
     link_endpoint: str
     lease_seconds: float
+    failed_epoch: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,19 @@ class KvGrant:
     link_endpoint: str = ""
     cached_tokens: int = 0
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvChunk:
+    """Prefill to decode, published just before the bytes are sent: KV of tokens [start, start + num_tokens), all layers, follows
+    on the link as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent.
+    """
+
+    lease_id: str
+    sequence: int
+    start: int
+    num_tokens: int
+    first_tag: int
 
 
 @dataclass(frozen=True, slots=True)
