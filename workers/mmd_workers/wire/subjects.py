@@ -44,17 +44,37 @@ class Subjects:
         """Request/reply: encoder sends an `EmbeddingOffer` to the pod that asked for the feature."""
         return f"{self.prefix}.embedding.{pod}"
 
-    def kv(self, pod: str) -> str:
-        """Request/reply: prefill worker sends `KvOffer` and `KvCommit` to a decode pod."""
-        return f"{self.prefix}.kv.{pod}"
+    def encode_failed(self, pod: str) -> str:
+        """`EncodeFailed` to the pod that asked for a feature."""
+        return f"{self.prefix}.encode-failed.{pod}"
+
+    def kv_offer(self, pod: str) -> str:
+        """Request/reply: prefill worker sends a `KvOffer` to a decode pod."""
+        return f"{self.prefix}.kv-offer.{pod}"
+
+    def kv_chunk(self, pod: str) -> str:
+        """Prefill worker announces a `KvChunk` to a decode pod, in the order sent."""
+        return f"{self.prefix}.kv-chunk.{pod}"
+
+    def kv_commit(self, pod: str) -> str:
+        """Request/reply: prefill worker sends the `KvCommit` of a sequence."""
+        return f"{self.prefix}.kv-commit.{pod}"
 
     def media(self, gateway: str) -> str:
         """Request/reply: encoder reads the bytes of a medium from the gateway that holds it."""
         return f"{self.prefix}.media.{gateway}"
 
-    def events(self, gateway: str) -> str:
-        """`TokenBatch`, `RequestFailed` and `PhaseReport` messages to one gateway."""
-        return f"{self.prefix}.events.{gateway}"
+    def tokens(self, gateway: str) -> str:
+        """`TokenBatch` to one gateway."""
+        return f"{self.prefix}.tokens.{gateway}"
+
+    def failures(self, gateway: str) -> str:
+        """`RequestFailed` to one gateway."""
+        return f"{self.prefix}.failures.{gateway}"
+
+    def phases(self, gateway: str) -> str:
+        """`PhaseReport` to one gateway."""
+        return f"{self.prefix}.phases.{gateway}"
 
     @property
     def cancel(self) -> str:
