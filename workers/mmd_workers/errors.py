@@ -75,3 +75,17 @@ class DeadlineError(MmdError):
     """The request's deadline passed."""
 
     code = "deadline_exceeded"
+
+
+class BackendUnavailableError(LinkError):
+    """This machine cannot run the configured KV backend; trying again does not help."""
+
+    code = "kv_backend_unavailable"
+    retryable = False
+
+
+class LeaseError(MmdError):
+    """A lease on KV blocks is over: its blocks may belong to another sequence. The request must be offered again."""
+
+    code = "lease_ended"
+    retryable = True

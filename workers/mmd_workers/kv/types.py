@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+PIECE_BYTES = 4 * 2**20  # the most that travels under one tag and one deadline
+
 
 class KvLink(Protocol):
     """One direction of one pair of workers, keyed by both pods' incarnations. After any error the link is dead: make another.

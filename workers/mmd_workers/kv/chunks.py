@@ -1,0 +1,147 @@
+"""How the KV of a range of tokens is cut into pieces for a link. Both sides derive the same plan from (layout, tokens).
+
+The layers' tensors, laid end to end in C order, are one string of bytes; piece i is its i-th stretch of `PIECE_BYTES`.
+Nothing is copied where a piece lies in one tensor, or in neighbouring tensors of one buffer (`empty_range`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+import torch
+
+from mmd_workers.errors import LinkError
+from mmd_workers.kv.types import PIECE_BYTES, KvLink
+
+
+class Layout(Protocol):
+    """Geometry of the KV, one entry per layer; `dtype` is torch's name without `torch.`."""
+
+    @property
+    def num_kv_heads(self) -> list[int]:
+        """KV heads of each layer."""
+        ...
+
+    @property
+    def head_dim(self) -> list[int]:
+        """Width of a head of each layer."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Element type of all layers."""
+        ...
+
+
+def num_pieces(layout: Layout, num_tokens: int) -> int:
+    """How many pieces, and so how many tags, a range of `num_tokens` takes."""
+    total = sum(prod(shape) for shape in _shapes(layout, num_tokens)) * _dtype(layout).itemsize
+    return -(-total // PIECE_BYTES)
+
+
+def empty_range(
+    layout: Layout, num_tokens: int, device: torch.device | str = "cpu", pin_memory: bool = False
+) -> list[torch.Tensor]:
+    """Uninitialised per-layer tensors [2, tokens, kv_heads, head_dim], neighbours in one buffer: gather KV into them to send
+    it without a further copy.
+    """
+    shapes = _shapes(layout, num_tokens)
+    sizes = [prod(shape) for shape in shapes]
+    buffer = torch.empty(sum(sizes), dtype=_dtype(layout), device=device, pin_memory=pin_memory)
+    return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
+
+
+def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order. Lazy: at most one copied piece lives
+    at a time if the caller keeps none.
+
+    Raises:
+        LinkError: a tensor is not contiguous.
+    """
+    flat = [_bytes_of(tensor) for tensor in tensors]
+    for segments in _plan(tuple(part.numel() for part in flat)):
+        parts = [flat[layer][start:stop] for layer, start, stop in segments]
+        yield parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def send_range(link: KvLink, tensors: Sequence[torch.Tensor], first_tag: int) -> int:
+    """Send the KV of one token range, tensors [2, tokens, kv_heads, head_dim] per layer; blocks until it has left.
+
+    Returns the first tag not used. Raises LinkError as `KvLink.send`.
+    """
+    tag = first_tag
+    for piece in split(tensors):
+        link.send(piece, tag)
+        tag += 1
+    return tag
+
+
+def recv_range(
+    link: KvLink, layout: Layout, num_tokens: int, first_tag: int, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """Receive what `send_range` sent: per-layer tensors [2, tokens, kv_heads, head_dim], views of one new buffer on `device`.
+
+    Raises LinkError as `KvLink.recv`.
+    """
+    tensors = empty_range(layout, num_tokens, device)
+    for tag, piece in enumerate(split(tensors), first_tag):
+        link.recv(piece, tag)
+    return tensors
+
+
+@lru_cache(maxsize=256)
+def _plan(sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """For every piece its segments (layer, first byte, last byte + 1) of layers of these sizes."""
+    pieces: list[tuple[tuple[int, int, int], ...]] = []
+    segments: list[tuple[int, int, int]] = []
+    room = PIECE_BYTES
+    for layer, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            segments.append((layer, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                pieces.append(tuple(segments))
+                segments, room = [], PIECE_BYTES
+    if segments:
+        pieces.append(tuple(segments))
+    return tuple(pieces)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One uint8 tensor of all parts: a view where they are neighbours in one storage, else a copy."""
+    storage = parts[0].untyped_storage().data_ptr()
+    end = parts[0].data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.numel()
+    return parts[0].as_strided((end - parts[0].data_ptr(),), (1,))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise LinkError(
+            f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; gather it into `empty_range` first"
+        )
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _shapes(layout: Layout, num_tokens: int) -> list[tuple[int, int, int, int]]:
+    return [
+        (2, num_tokens, heads, dim) for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
+    ]
+
+
+def _dtype(layout: Layout) -> torch.dtype:
+    dtype = getattr(torch, layout.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LinkError(
+            f"KV layout names an unknown dtype {layout.dtype!r}; peers must run the same pipeline revision"
+        )
+    return dtype

@@ -1,0 +1,392 @@
+"""Who is linked with whom: one link per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
+
+It knows neither NATS nor leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
+the side whose (pod, incarnation) sorts first is rank 0 and lends its store, so simultaneous calls meet.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from mmd_workers.errors import LinkError, OverloadedError
+from mmd_workers.kv import nccl
+from mmd_workers.kv.gloo import GlooLink
+from mmd_workers.kv.types import PIECE_BYTES
+
+MAX_KNOWN_PEERS = 4096
+MAX_RETIRED_INCARNATIONS = 16
+MAX_TAG = 2**30
+
+
+class Channel(Protocol):
+    """What a backend gives for one pair: a `KvLink` that can be aborted from another thread."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """See `KvLink.send`."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> None:
+        """See `KvLink.recv`."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End what is in flight as far as the backend can; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Free the pair; idempotent."""
+        ...
+
+
+class PairLink:
+    """The link with one peer incarnation at one epoch; a `KvLink`. The first error kills it for good.
+
+    A role that goes on using it from chunk to chunk does so inside `with link.held():`, else it may be evicted in between.
+    """
+
+    def __init__(
+        self, peer: str, peer_incarnation: str, epoch: int, channel: Channel, on_error: Callable[[str], None]
+    ) -> None:
+        self.peer = peer
+        self.peer_incarnation = peer_incarnation
+        self.epoch = epoch
+        self._channel = channel
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._users = 0
+        self._next_tag = 0
+        self._dead = ""
+
+    @property
+    def dead(self) -> str:
+        """Why the link is dead; empty while it lives."""
+        return self._dead
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an operation or a `held` block is going on."""
+        return self._users > 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the link from being evicted. Raises LinkError when it is dead already."""
+        with self._lock:
+            if self._dead:
+                raise LinkError(
+                    f"link to {self.peer} at epoch {self.epoch} is dead: {self._dead}; connect at the next epoch"
+                )
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+
+    def reserve_tags(self, count: int) -> int:
+        """First of `count` tags that no other transfer of this sender on this link uses; what `KvChunk.first_tag` carries."""
+        with self._lock:
+            if self._next_tag + count > MAX_TAG:
+                self._next_tag = 0
+            first = self._next_tag
+            self._next_tag += count
+            return first
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """Send one tensor of at most 4 MB; see `KvLink.send`."""
+        self._run(self._channel.send, tensor, tag)
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> None:
+        """Receive one tensor of at most 4 MB; see `KvLink.recv`."""
+        self._run(self._channel.recv, tensor, tag)
+
+    def fail(self, reason: str) -> None:
+        """Kill the link: free what waits on it as far as the backend can, refuse the rest."""
+        with self._lock:
+            if self._dead:
+                return
+            self._dead = reason
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        """Free the pair; idempotent. The manager forgets the link."""
+        self.fail("the link was closed")
+        self._channel.close()
+        self._on_error("the link was closed")
+
+    def _run(self, operation: Callable[[torch.Tensor, int], None], tensor: torch.Tensor, tag: int) -> None:
+        if tensor.nbytes > PIECE_BYTES or not tensor.is_contiguous():
+            raise ValueError(
+                f"a piece is contiguous and at most {PIECE_BYTES} bytes, not {tensor.nbytes}; cut it with chunks.split"
+            )
+        with self.held():
+            try:
+                operation(tensor, tag)
+            except LinkError as error:
+                self.fail(error.message)
+                self._on_error(error.message)
+                raise
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known of one pod: its incarnation, the newest epoch that failed, and the link (or attempt) at the next one."""
+
+    pod: str
+    incarnation: str
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_INCARNATIONS))
+    failed_epoch: int = -1
+    attempt: Future[PairLink] | None = None
+
+    @property
+    def link(self) -> PairLink | None:
+        attempt = self.attempt
+        if attempt is None or not attempt.done() or attempt.cancelled() or attempt.exception() is not None:
+            return None
+        return attempt.result()
+
+
+class LinkManager:
+    """All KV links of one worker process. Thread-safe; `connect` blocks, everything else returns at once."""
+
+    def __init__(
+        self,
+        backend: Literal["Gloo", "Nccl"],
+        pod: str,
+        incarnation: str,
+        host: str,
+        chunk_timeout_seconds: float = 2.0,
+        connect_timeout_seconds: float = 5.0,
+        device: torch.device | str = "cpu",
+        max_links: int = 64,
+    ) -> None:
+        """Start the store that peers meet at, on `host` alone and a free port.
+
+        Raises:
+            BackendUnavailableError: the backend cannot run here (NCCL without a CUDA device).
+            OSError: `host` is not an address of this machine.
+        """
+        self._device = torch.device(device)
+        if backend == "Nccl":
+            nccl.check_available(self._device)
+        self._backend = backend
+        self._self = (pod, incarnation)
+        self._host = host
+        self._chunk_timeout_seconds = chunk_timeout_seconds
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._max_links = max_links
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
+        self._dead_prefixes: deque[str] = deque(maxlen=1024)
+        self._closed = False
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self.endpoint = f"{host}:{port}"
+        self._store: TCPStore | None = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=connect_timeout_seconds),
+            master_listen_fd=listener.detach(),
+        )
+
+    def epoch_for(self, peer: str, peer_incarnation: str, failed_epoch: int) -> int:
+        """The epoch the granting side grants: the current one, or the next after the newest that either side saw fail.
+
+        Raises:
+            LinkError: the incarnation is an earlier one of this pod.
+        """
+        with self._lock:
+            known = self._adopt(peer, peer_incarnation)
+            self._fail_up_to(known, failed_epoch, f"{peer} saw epoch {failed_epoch} fail")
+            return known.failed_epoch + 1
+
+    def failed_epoch(self, peer: str, peer_incarnation: str) -> int:
+        """Newest epoch with this peer that must not be used again (-1: none): what `KvOffer.failed_epoch` carries."""
+        with self._lock:
+            return self._adopt(peer, peer_incarnation).failed_epoch
+
+    def connect(self, peer: str, peer_incarnation: str, peer_endpoint: str, epoch: int) -> PairLink:
+        """The link with this peer at this epoch, made if there is none. Blocks, `connect_timeout_seconds` at most: call it in a
+        thread. Both sides call it; concurrent calls share one attempt.
+
+        Raises:
+            LinkError: the peer did not come in time or was lost; an older epoch, or an earlier incarnation of the pod.
+            OverloadedError: `max_links` links are all in use.
+        """
+        with self._lock:
+            known = self._adopt(peer, peer_incarnation)
+            if epoch <= known.failed_epoch:
+                raise LinkError(
+                    f"epoch {epoch} with {peer} is over (newest failed: {known.failed_epoch}); offer again"
+                )
+            self._fail_up_to(known, epoch - 1, f"{peer} went on to epoch {epoch}")
+            attempt = known.attempt
+            if attempt is None:
+                self._make_room()
+                attempt = known.attempt = Future()
+                threading.Thread(
+                    target=self._make,
+                    args=(attempt, known, peer, peer_endpoint, epoch),
+                    name=f"kv-connect-{peer}",
+                    daemon=True,
+                ).start()
+        try:
+            return attempt.result(self._connect_timeout_seconds)
+        except FutureTimeoutError:
+            reason = f"{peer} at {peer_endpoint} was not linked within {self._connect_timeout_seconds} s"
+            with self._lock:
+                self._fail_up_to(known, epoch, reason)
+            raise LinkError(f"{reason}; make the pair at the next epoch") from None
+
+    def notify_lost(self, peer: str) -> None:
+        """The peer's heartbeat is gone: kill its link and free whoever waits for it, as far as the backend can."""
+        self._end(peer, f"{peer} was reported lost")
+
+    def drop(self, peer: str) -> None:
+        """Close the link with this peer, if there is one; the next one has the next epoch."""
+        self._end(peer, f"the link to {peer} was dropped")
+
+    def close(self) -> None:
+        """Close all links and the store; idempotent."""
+        with self._lock:
+            self._closed = True
+            for known in self._peers.values():
+                self._fail_up_to(known, known.failed_epoch + 1, "this worker closed its links")
+            self._peers.clear()
+            self._store = None
+
+    @property
+    def live_links(self) -> int:
+        """Links that are made or being made."""
+        with self._lock:
+            return sum(known.attempt is not None for known in self._peers.values())
+
+    def _end(self, peer: str, reason: str) -> None:
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is not None and known.attempt is not None:
+                self._fail_up_to(known, known.failed_epoch + 1, reason)
+
+    def _adopt(self, peer: str, incarnation: str) -> _Peer:
+        """The record of this pod, begun anew when it has a new incarnation. Called with the lock held."""
+        if self._closed:
+            raise LinkError("this worker has closed its KV links; place the request elsewhere")
+        known = self._peers.get(peer)
+        if known is None:
+            known = self._peers[peer] = _Peer(peer, incarnation)
+        elif known.incarnation != incarnation:
+            if incarnation in known.retired:
+                raise LinkError(f"{peer} has started anew as {known.incarnation}; {incarnation} is over")
+            self._fail_up_to(known, known.failed_epoch + 1, f"{peer} started anew")
+            known.retired.append(known.incarnation)
+            known = self._peers[peer] = _Peer(peer, incarnation, known.retired)
+        self._peers.move_to_end(peer)
+        if len(self._peers) > MAX_KNOWN_PEERS:
+            idle = next(
+                (name for name, other in self._peers.items() if other.attempt is None and name != peer), None
+            )
+            if idle is not None:
+                del self._peers[idle]
+        return known
+
+    def _fail_up_to(self, known: _Peer, epoch: int, reason: str) -> None:
+        """End all epochs up to `epoch`. Called with the lock held."""
+        if epoch <= known.failed_epoch:
+            return
+        if known.attempt is not None:
+            self._dead_prefixes.append(
+                self._prefix((known.pod, known.incarnation), known.failed_epoch + 1) + "/"
+            )
+        known.failed_epoch = epoch
+        attempt, link = known.attempt, known.link
+        known.attempt = None
+        if link is not None:
+            link.fail(reason)
+            link._channel.close()
+        elif attempt is not None and not attempt.done():
+            attempt.set_exception(LinkError(f"{reason}; make the pair at the next epoch"))
+
+    def _make_room(self) -> None:
+        """Evict the idle link that was used least recently when there are too many. Called with the lock held."""
+        taken = [known for known in self._peers.values() if known.attempt is not None]
+        if len(taken) < self._max_links:
+            return
+        for known in taken:
+            if known.link is not None and not known.link.in_use:
+                self._fail_up_to(known, known.failed_epoch + 1, "the idle link was evicted")
+                return
+        raise OverloadedError(f"all {self._max_links} KV links are in use; try another worker or later")
+
+    def _make(
+        self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
+    ) -> None:
+        """Body of a connecting thread: make the channel and settle the attempt, unless it was given up meanwhile."""
+        try:
+            channel = self._make_channel((peer, known.incarnation), peer_endpoint, epoch)
+        except (LinkError, RuntimeError, OSError, ValueError) as error:
+            reason = f"no link to {peer} at {peer_endpoint}: {str(error).strip()[:300]}"
+            with self._lock:
+                if known.attempt is attempt:
+                    self._fail_up_to(known, epoch, reason)
+            return
+        link = PairLink(peer, known.incarnation, epoch, channel, partial(self._on_error, known, epoch))
+        with self._lock:
+            if known.attempt is attempt:
+                attempt.set_result(link)
+                return
+        channel.abort("given up while connecting")
+        channel.close()
+
+    def _prefix(self, peer: tuple[str, str], epoch: int) -> str:
+        """Where the two sides of a link meet in rank 0's store."""
+        first, second = sorted((self._self, peer))
+        return "/".join(("kv", self._backend, *first, *second, str(epoch)))
+
+    def _make_channel(self, peer: tuple[str, str], peer_endpoint: str, epoch: int) -> Channel:
+        rank = 0 if self._self < peer else 1
+        host, _, port = (self.endpoint if rank == 0 else peer_endpoint).rpartition(":")
+        # A client of its own for every attempt, also to our own store: a client's blocking wait would hold up all others.
+        store = TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=self._connect_timeout_seconds)
+        )
+        prefix = self._prefix(peer, epoch)
+        try:
+            return GlooLink(
+                PrefixStore(prefix, store),
+                rank,
+                epoch,
+                self._host,
+                self._chunk_timeout_seconds,
+                self._connect_timeout_seconds,
+            )
+        finally:
+            if rank == 0:
+                self._sweep(store)
+
+    def _sweep(self, store: TCPStore) -> None:
+        """Delete from our store what dead links left there."""
+        with self._lock:
+            dead = tuple(self._dead_prefixes)
+            self._dead_prefixes.clear()
+        if dead:
+            for key in store.list_keys():
+                if key.startswith(dead):
+                    store.delete_key(key)
+
+    def _on_error(self, known: _Peer, epoch: int, reason: str) -> None:
+        with self._lock:
+            self._fail_up_to(known, epoch, reason)
