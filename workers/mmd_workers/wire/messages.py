@@ -315,9 +315,12 @@ class KvGrant:
 @dataclass(frozen=True, slots=True)
 class KvChunk:
     """Prefill to decode, published just before the bytes are sent: KV of tokens [start, start + num_tokens), all layers, follows
-    on the link as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent.
+    on the link of (`pod`, `epoch`) as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent; what is
+    announced is always sent, so the receiver takes it off the link even when nobody wants it any more.
     """
 
+    pod: str
+    epoch: int
     lease_id: str
     sequence: int
     start: int

@@ -1,0 +1,40 @@
+# Each target installs what it needs first; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench crds e2e clean
+
+help: ## List the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable '.[operator,worker,dev]'
+	touch $(STAMP)
+
+install: $(STAMP) ## Make a virtual environment in .venv with everything that development needs
+
+demo: install ## Start the whole pipeline on this machine and ask it about an image, a video and a sound
+	$(BIN)/mmd demo
+
+test: install ## Run every test that needs no cluster
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: install ## Style, types and the walls between packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
+	$(BIN)/python bench/layouts.py
+
+crds: install ## Generate the CRD and the reference page from the models
+	$(BIN)/python -m mmd_api.crd
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,120 @@
+"""Tokens on their way to gateways: one message per engine step and gateway, and the book of who asked for which sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from mmd_workers.engine.types import SampledToken, StepOutput
+from mmd_workers.errors import MmdError
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import (
+    GenerateRequest,
+    Phase,
+    PhaseReport,
+    RequestFailed,
+    TokenBatch,
+    TokenItem,
+    TokenLogprob,
+)
+
+log = logging.getLogger(__name__)
+
+
+def sequence_id(request_id: str, attempt: int) -> str:
+    """The engine's name of one attempt of a request."""
+    return f"{request_id}#{attempt}"
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A sequence on this pod: its request, and the phases that have ended."""
+
+    request: GenerateRequest
+    phases: list[Phase] = field(default_factory=list)
+
+
+class SequenceBook:
+    """Which sequences this pod works on, and for whom; the only writer of tokens, failures and phases to gateways."""
+
+    def __init__(self, bus: Bus, pod: str) -> None:
+        self._bus = bus
+        self._pod = pod
+        self._sequences: dict[str, Tracked] = {}
+        self._steps = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def open(self, request: GenerateRequest) -> Tracked:
+        """Start to answer for an attempt of a request."""
+        tracked = Tracked(request)
+        self._sequences[sequence_id(request.request_id, request.attempt)] = tracked
+        return tracked
+
+    def get(self, sequence: str) -> Tracked | None:
+        """The sequence, unless it has ended."""
+        return self._sequences.get(sequence)
+
+    def attempts(self, request_id: str, up_to: int) -> list[str]:
+        """Sequences of a request whose attempt is at most `up_to`."""
+        return [
+            name
+            for name, tracked in self._sequences.items()
+            if tracked.request.request_id == request_id and tracked.request.attempt <= up_to
+        ]
+
+    def all(self) -> list[str]:
+        """Names of every open sequence."""
+        return list(self._sequences)
+
+    async def publish(self, output: StepOutput) -> None:
+        """Send what a step made, grouped by gateway."""
+        self._steps += 1
+        by_gateway: dict[str, list[TokenItem]] = defaultdict(list)
+        for token in output.tokens:
+            if (tracked := self._sequences.get(token.sequence_id)) is not None:
+                by_gateway[tracked.request.gateway].append(_item(tracked.request, token))
+        for gateway, items in by_gateway.items():
+            await self._bus.publish(
+                self._bus.subjects.tokens(gateway), TokenBatch(self._pod, self._steps, items)
+            )
+
+    async def close(self, sequence: str) -> None:
+        """The sequence has left this pod in peace: report its phases and forget it."""
+        if (tracked := self._sequences.pop(sequence, None)) is not None and tracked.phases:
+            request = tracked.request
+            await self._bus.publish(
+                self._bus.subjects.phases(request.gateway),
+                PhaseReport(request.request_id, request.attempt, self._pod, tracked.phases),
+            )
+
+    async def fail(self, sequence: str, error: MmdError) -> None:
+        """Give the sequence up and say so to its gateway."""
+        if (tracked := self._sequences.pop(sequence, None)) is None:
+            return
+        request = tracked.request
+        log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, error.message)
+        await self._bus.publish(
+            self._bus.subjects.failures(request.gateway),
+            RequestFailed(
+                request.request_id, request.attempt, self._pod, error.code, error.message, error.retryable
+            ),
+        )
+
+    def forget(self, sequence: str) -> None:
+        """The gateway no longer cares."""
+        self._sequences.pop(sequence, None)
+
+
+def _item(request: GenerateRequest, token: SampledToken) -> TokenItem:
+    return TokenItem(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        index=token.index,
+        token_id=token.token_id,
+        finish_reason=token.finish_reason,
+        logprob=token.logprob,
+        top_logprobs=[TokenLogprob(token_id, value) for token_id, value in token.top_logprobs],
+    )

@@ -1,0 +1,273 @@
+"""The prefill role: takes placed requests, gathers their features, runs the prompt, and hands the sequence to a decoder.
+
+On a pod that also holds the decode role the sequence simply stays in the engine; on one that holds the encode role features
+come from the tower next door instead of the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from mmd_workers.decode.params import media_spans_of, sampling_of
+from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
+from mmd_workers.encoder.refs import layout_of
+from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
+from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_workers.model.types import Feature, LanguageModel, LoweredPrompt
+from mmd_workers.prefill.features import FeatureStore
+from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import Cancel, FeatureRef, GenerateRequest, Phase, Placed
+
+log = logging.getLogger(__name__)
+
+
+class FeatureSource(Protocol):
+    """Where features come from: the queue and an encoder pod, or the tower of this process."""
+
+    async def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+        """Have the feature made; it arrives in the store, or its failure does."""
+        ...
+
+    def times(self, feature_id: str) -> dict[str, float]:
+        """Unix times of the steps of a feature that has arrived; empty when it was here already."""
+        ...
+
+
+class PrefillService:
+    """One task per request from placement to hand-over."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        pod: str,
+        runner: EngineRunner,
+        model: LanguageModel,
+        store: FeatureStore,
+        source: FeatureSource,
+        book: SequenceBook,
+        sender: KvSender | None,
+        incarnations: Callable[[], Mapping[str, str]],
+        max_waiting: int,
+        overlap_tokens: int,
+    ) -> None:
+        self._bus = bus
+        self._pod = pod
+        self._runner = runner
+        self._model = model
+        self._store = store
+        self._source = source
+        self._book = book
+        self._sender = sender
+        self._incarnations = incarnations
+        self._max_waiting = max_waiting
+        self._overlap_tokens = overlap_tokens
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ranges: dict[str, Ranges] = {}
+        self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
+        self._draining = False
+
+    async def start(self) -> None:
+        """Take requests from now on."""
+        await self._bus.serve(self._bus.subjects.prefill(self._pod), GenerateRequest, self._place)
+
+    @property
+    def active(self) -> int:
+        """Requests between placement and hand-over."""
+        return len(self._tasks)
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests that have not reached the engine yet."""
+        return sum(
+            len(tracked.request.token_ids)
+            for name in self._tasks
+            if name not in self._first_token and (tracked := self._book.get(name)) is not None
+        )
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self._draining = True
+
+    async def _place(self, request: GenerateRequest) -> Placed:
+        def refuse(code: str, message: str) -> Placed:
+            return Placed(request.request_id, accepted=False, code=code, message=message)
+
+        if self._draining:
+            return refuse("draining", "this pod is draining")
+        if len(self._tasks) >= self._max_waiting:
+            return refuse("overloaded", f"{len(self._tasks)} requests wait here already")
+        name = sequence_id(request.request_id, request.attempt)
+        if name not in self._tasks:
+            tracked = self._book.open(request)
+            task = asyncio.create_task(self._run(name, tracked), name=f"prefill-{name}")
+            self._tasks[name] = task
+            task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        return Placed(request.request_id, accepted=True)
+
+    async def cancel(self, name: str) -> None:
+        """Stop work on a sequence, wherever it is."""
+        if (task := self._tasks.get(name)) is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def on_kv_ready(self, event: KvReady) -> None:
+        """The engine has completed the KV of a range."""
+        if (ranges := self._ranges.get(event.sequence_id)) is not None:
+            ranges.ready.append((event.start, event.end))
+            ranges.changed.set()
+
+    def on_token(self, token: SampledToken) -> None:
+        """The engine has sampled a token: the first one ends the prefill."""
+        if (first := self._first_token.get(token.sequence_id)) is not None and not first.done():
+            first.set_result(token)
+
+    def on_failed(self, sequence: str, error: MmdError) -> bool:
+        """The engine gave the sequence up. True if it was this service's to report."""
+        if (first := self._first_token.get(sequence)) is None or first.done():
+            return False
+        first.set_exception(error)
+        return True
+
+    async def _run(self, name: str, tracked: Tracked) -> None:
+        request = tracked.request
+        try:
+            async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+                await self._serve(name, tracked)
+        except TimeoutError:
+            await self._give_up(name, DeadlineError("the request's deadline passed before its prefill was done"))
+        except MmdError as error:
+            await self._give_up(name, error)
+        except asyncio.CancelledError:
+            self._book.forget(name)
+            await self._runner.call(lambda engine: engine.abort(name))
+            raise
+        except Exception as error:  # the request must not vanish, whatever went wrong
+            log.exception("prefill of %s crashed", name)
+            await self._give_up(name, MmdError(f"internal error in prefill: {type(error).__name__}: {error}"))
+        finally:
+            self._store.release(name)
+            self._ranges.pop(name, None)
+            self._first_token.pop(name, None)
+
+    async def _give_up(self, name: str, error: MmdError) -> None:
+        await self._runner.call(lambda engine: engine.abort(name))
+        await self._book.fail(name, error)
+
+    async def _serve(self, name: str, tracked: Tracked) -> None:
+        request = tracked.request
+        placed = time.time()
+        prompt = await self._runner.call(
+            lambda _: self._model.lower(
+                request.token_ids, [layout_of(ref) for ref in request.features], request.output_token_ids
+            )
+        )
+        arrivals = await self._gather_features(name, request)
+        decoder = self._sender if request.decode_pods else None
+        overlapping = arrivals and prompt.filled_until < self._overlap_tokens
+        if overlapping:  # too little text before the first medium to be worth a decoder's blocks meanwhile
+            await asyncio.gather(*arrivals)
+        reservation = await decoder.reserve(request, self._incarnations()) if decoder else None
+        ranges = self._ranges[name] = Ranges()
+        first = self._first_token[name] = asyncio.get_running_loop().create_future()
+        added = time.time()
+        await self._runner.call(
+            lambda engine: engine.add(
+                SequenceInput(
+                    sequence_id=name,
+                    prompt=prompt,
+                    sampling=sampling_of(request, self._model),
+                    media_spans=media_spans_of(request),
+                    output_token_ids=request.output_token_ids,
+                    stop_after_prefill=decoder is not None,
+                )
+            )
+        )
+        filling = asyncio.gather(
+            *(self._fill(name, number, ref, arrival) for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True)))
+        )
+        handing: asyncio.Task[None] | None = None
+        if decoder and reservation:
+            handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
+        try:
+            await filling
+            token = await first
+            done = time.time()
+            tracked.phases += [
+                Phase("queue", placed, added, {"pod": self._pod}),
+                *self._feature_phases(request),
+                Phase("prefill", added, done, {"tokens": len(request.token_ids)}),
+            ]
+            if decoder is None:
+                return  # the sequence decodes here; the book closes it at its last token
+            if token.finish_reason is not None:
+                await self._bus.publish(self._bus.subjects.cancel, Cancel(request.request_id, request.attempt))
+            else:
+                output = [*request.output_token_ids, token.token_id]
+                ranges.finished = Finished(output, prompt.next_position)
+                ranges.changed.set()
+                assert handing is not None
+                await self._finish_hand_over(decoder, request, name, handing, ranges)
+            await self._runner.call(lambda engine: engine.release(name))
+            await self._book.close(name)
+        finally:
+            for task in (filling, handing):
+                if task is not None and not task.done():
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, MmdError):
+                        await task
+
+    async def _finish_hand_over(
+        self,
+        decoder: KvSender,
+        request: GenerateRequest,
+        name: str,
+        handing: asyncio.Task[None],
+        ranges: Ranges,
+    ) -> None:
+        """Wait for the commit; while the KV is still ours alone, try the next decoder."""
+        while True:
+            try:
+                await handing
+                return
+            except (LinkError, OverloadedError) as error:
+                log.warning("hand-over of %s failed, trying again: %s", name, error.message)
+                reservation = await decoder.reserve(request, self._incarnations())
+                handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
+
+    async def _gather_features(self, name: str, request: GenerateRequest) -> list[asyncio.Future[Feature]]:
+        """Admit the request's features and have the new ones made."""
+        if not request.features:
+            return []
+        needs = {ref.feature_id: self._model.feature_bytes(ref.modality, ref.num_tokens) for ref in request.features}
+        new = set(await self._store.admit(name, needs))
+        arrivals = [asyncio.shield(self._store.arrival(ref.feature_id)) for ref in request.features]
+        for ref in request.features:
+            if ref.feature_id in new:
+                new.discard(ref.feature_id)
+                self._store.encoding(ref.feature_id)
+                await self._source.request(ref, request)
+        return arrivals
+
+    async def _fill(self, name: str, number: int, ref: FeatureRef, arrival: asyncio.Future[Feature]) -> None:
+        feature = await arrival
+        await self._runner.call(lambda engine: engine.fill(name, number, feature))
+        self._store.merged(ref.feature_id)
+
+    def _feature_phases(self, request: GenerateRequest) -> list[Phase]:
+        phases = []
+        for ref in request.features:
+            times = self._source.times(ref.feature_id)
+            detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
+            if "start" in times and "encoded" in times:
+                phases.append(Phase("encode", times["start"], times["encoded"], detail))
+            if "offered" in times and "arrived" in times:
+                phases.append(Phase("embedding_transfer", times["offered"], times["arrived"], detail))
+        return phases
