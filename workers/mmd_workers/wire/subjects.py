@@ -32,6 +32,10 @@ class Subjects:
         """Subject of encode jobs of one modality (`*` for all)."""
         return f"{self.prefix}.job.encode.{modality}"
 
+    def encode_work(self, modality: Modality | str, work: int | str) -> str:
+        """Subject of encode jobs of one modality and size, so that the stream's counts by subject tell the queued work."""
+        return f"{self.encode_job(modality)}.{work}"
+
     def heartbeat(self, pod: str) -> str:
         """Where a pod says how it is (`*` for all pods)."""
         return f"{self.prefix}.heartbeat.{pod}"

@@ -1,0 +1,201 @@
+import asyncio
+import logging
+
+import pytest
+
+from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_workers.wire.bus import Bus, Refusal
+from mmd_workers.wire.codec import Frame, WireError
+from mmd_workers.wire.messages import Cancel, MediaRead, MediaSlice, Placed
+
+
+async def test_messages_arrive_in_order(connect):
+    here, there = await connect("here"), await connect("there")
+    got: asyncio.Queue[Cancel] = asyncio.Queue()
+    await there.subscribe("a.b", Cancel, got.put)
+    await there.flush()
+    for i in range(200):
+        await here.publish("a.b", Cancel("r", i))
+    async with asyncio.timeout(5):
+        assert [(await got.get()).attempt for _ in range(200)] == list(range(200))
+
+
+async def test_a_request_is_answered(connect):
+    here, there = await connect("here"), await connect("there")
+
+    async def place(cancel: Cancel) -> Placed:
+        return Placed(cancel.request_id, accepted=True)
+
+    await there.serve("place", Cancel, place)
+    await there.flush()
+    assert await here.request("place", Cancel("r7", 0), Placed, timeout=2) == Placed("r7", True)
+
+
+async def test_nobody_there_is_a_lost_peer_at_once(connect):
+    here = await connect("here")
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(PeerLostError, match="nobody serves"):
+        await here.request("nobody.home", Cancel("r", 0), Placed, timeout=5)
+    assert asyncio.get_running_loop().time() - start < 1
+
+
+async def test_no_reply_in_time_is_a_deadline(connect):
+    here = await connect("here")
+    never = asyncio.Event()
+
+    async def hang(_: Cancel) -> Placed:
+        await never.wait()
+        raise AssertionError
+
+    await here.serve("slow", Cancel, hang)
+    with pytest.raises(DeadlineError, match="slow within 0.1 s"):
+        await here.request("slow", Cancel("r", 0), Placed, timeout=0.1)
+
+
+async def test_an_error_of_the_server_is_raised_at_the_requester(connect):
+    here, there = await connect("here"), await connect("there")
+
+    async def full(_: Cancel) -> Placed:
+        raise OverloadedError("no blocks: try elsewhere")
+
+    async def broken(_: Cancel) -> Placed:
+        raise ZeroDivisionError("oops")
+
+    await there.serve("full", Cancel, full)
+    await there.serve("broken", Cancel, broken)
+    await there.flush()
+    with pytest.raises(OverloadedError, match="no blocks"):
+        await here.request("full", Cancel("r", 0), Placed, timeout=2)
+    with pytest.raises(MmdError, match="ZeroDivisionError while serving broken"):
+        await here.request("broken", Cancel("r", 0), Placed, timeout=2)
+    assert there.handler_errors == 1
+
+
+async def test_requests_are_served_side_by_side(connect):
+    here = await connect("here")
+    both = asyncio.Barrier(2)
+
+    async def meet(cancel: Cancel) -> Placed:
+        await both.wait()
+        return Placed(cancel.request_id, True)
+
+    await here.serve("meet", Cancel, meet)
+    replies = await asyncio.gather(*(here.request("meet", Cancel(n, 0), Placed, timeout=2) for n in "ab"))
+    assert [reply.request_id for reply in replies] == ["a", "b"]
+
+
+async def test_bad_messages_are_counted_and_do_not_end_the_subscription(connect, caplog):
+    here = await connect("here")
+    got: asyncio.Queue[Cancel] = asyncio.Queue()
+    await here.subscribe("x", Cancel, got.put)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            await here.client.publish("x", b"\xc1garbage")
+        await here.publish("x", Refusal("another", "type"))
+        await here.publish("x", Cancel("good", 1))
+        async with asyncio.timeout(2):
+            assert await got.get() == Cancel("good", 1)
+    assert here.bad_messages == 51
+    assert sum("refused" in record.message for record in caplog.records) == 1
+
+
+async def test_a_bad_request_is_refused_not_timed_out(connect):
+    here = await connect("here")
+
+    async def answer(_: Cancel) -> Placed:
+        raise AssertionError
+
+    await here.serve("x", Cancel, answer)
+    with pytest.raises(WireError, match="request_id"):
+        await here.request("x", Refusal("not", "a cancel"), Placed, timeout=2)
+
+
+async def test_a_handler_that_raises_does_not_end_the_subscription(connect):
+    here = await connect("here")
+    got: asyncio.Queue[Cancel] = asyncio.Queue()
+
+    async def handle(cancel: Cancel) -> None:
+        if cancel.attempt == 0:
+            raise RuntimeError("once")
+        await got.put(cancel)
+
+    await here.subscribe("x", Cancel, handle)
+    for i in range(2):
+        await here.publish("x", Cancel("r", i))
+    async with asyncio.timeout(2):
+        assert (await got.get()).attempt == 1
+
+
+async def test_a_reply_can_carry_bytes(connect):
+    here = await connect("here")
+
+    async def read(request: MediaRead) -> Frame:
+        return Frame(
+            MediaSlice(request.digest, request.offset, 10), memoryview(b"0123456789")[request.offset :]
+        )
+
+    await here.serve("m", MediaRead, read)
+    header, view = await here.request_frame("m", MediaRead("d", 4, 6), MediaSlice, timeout=2)
+    assert (header.offset, bytes(view)) == (4, b"456789")
+
+
+async def test_subscriptions_and_requests_survive_a_server_restart(own_nats_server, connect):
+    here, there = await connect("here"), await connect("there")
+    got: asyncio.Queue[Cancel] = asyncio.Queue()
+    back = {bus: asyncio.Event() for bus in (here, there)}
+    for bus, event in back.items():
+
+        async def hook(event=event) -> None:
+            event.set()
+
+        bus.on_reconnect(hook)
+    await there.subscribe("x", Cancel, got.put)
+    await there.flush()
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    async with asyncio.timeout(10):
+        for event in back.values():
+            await event.wait()
+        await there.flush()
+        await here.publish("x", Cancel("after", 1))
+        assert await got.get() == Cancel("after", 1)
+
+
+async def test_no_server_is_a_typed_error_within_the_time_given(subjects):
+    with pytest.raises(PeerLostError, match="is it running"):
+        await Bus.connect("nats://127.0.0.1:1", "lonely", subjects, timeout=0.3)
+
+
+async def test_closing_finishes_the_requests_in_hand(connect):
+    here, there = await connect("here"), await connect("there")
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(cancel: Cancel) -> Placed:
+        begun.set()
+        await go_on.wait()
+        return Placed(cancel.request_id, True)
+
+    await there.serve("x", Cancel, slow)
+    await there.flush()
+    reply = asyncio.create_task(here.request("x", Cancel("r", 0), Placed, timeout=5))
+    await begun.wait()
+    closing = asyncio.create_task(there.close())
+    go_on.set()
+    assert (await reply).accepted
+    await closing
+    with pytest.raises(PeerLostError):
+        await there.publish("x", Cancel("r", 0))
+
+
+async def test_bulk_has_a_connection_of_its_own(connect):
+    here = await connect("here")
+    bulk = await here.bulk()
+    assert bulk is await here.bulk()
+    got: asyncio.Queue[Cancel] = asyncio.Queue()
+    await here.subscribe("x", Cancel, got.put)
+    await here.flush()
+    await bulk.run(bulk.bus.publish("x", Cancel("from the other thread", 1)))
+    async with asyncio.timeout(2):
+        assert (await got.get()).attempt == 1
+    await here.close()
+    assert not any(thread.name.startswith("here-bulk") for thread in __import__("threading").enumerate())

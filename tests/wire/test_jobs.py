@@ -1,0 +1,209 @@
+import asyncio
+import time
+
+import pytest
+
+from mmd_workers.errors import OverloadedError
+from mmd_workers.wire.jobs import MODALITIES, EncodeQueue, QueueLimits, round_work
+from mmd_workers.wire.messages import EncodeFailed, EncodeJob, FeatureRef
+
+SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
+
+
+def job(name: str, modality: str = "image", work: int = 64) -> EncodeJob:
+    feature = FeatureRef(name, name, modality, 10, 4, [[0, 4]], {}, {}, work)  # type: ignore[arg-type]
+    return EncodeJob(name, feature, "gw-0", "prefill-0", "inc", time.time() + 60, time.time(), f"r-{name}")
+
+
+@pytest.fixture
+async def queue(connect):
+    queue = EncodeQueue(await connect("encoder"), SHORT)
+    await queue.ensure()
+    yield queue
+    await queue.close()
+
+
+async def test_a_job_is_delivered_once_and_leaves_when_acknowledged(queue):
+    await queue.publish(job("a"))
+    (delivery,) = await queue.pull(MODALITIES, batch=4, wait=2)
+    assert (delivery.job.job_id, delivery.attempt) == ("a", 1)
+    await delivery.ack()
+    assert (await queue.depth())["image"].jobs == 0
+    assert await queue.pull(MODALITIES, batch=4, wait=0.1) == []
+
+
+async def test_a_waiting_pull_hears_of_a_new_job_at_once(queue):
+    waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=10))
+    await asyncio.sleep(0.3)
+    begin = time.monotonic()
+    await queue.publish(job("a"))
+    (delivery,) = await waits
+    assert time.monotonic() - begin < 0.2
+    await delivery.ack()
+
+
+async def test_the_same_job_is_queued_once(queue):
+    for _ in range(3):
+        await queue.publish(job("same"))
+    assert (await queue.depth())["image"].jobs == 1
+
+
+async def test_a_job_of_a_dead_encoder_goes_to_another(queue, connect):
+    dies, lives = await connect("dies"), EncodeQueue(await connect("lives"), SHORT)
+    await queue.publish(job("a"))
+    (lost,) = await EncodeQueue(dies, SHORT).pull(MODALITIES, batch=1, wait=2)
+    assert lost.attempt == 1
+    await dies.close()
+    (again,) = await lives.pull(MODALITIES, batch=1, wait=10)
+    assert (again.job.job_id, again.attempt) == ("a", 2)
+    await again.ack()
+
+
+async def test_a_job_kept_alive_is_not_delivered_twice(queue, connect):
+    other = EncodeQueue(await connect("other"), SHORT)
+    await queue.publish(job("long"))
+    (delivery,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    async with delivery.keep_alive():
+        assert await other.pull(MODALITIES, batch=1, wait=2.5 * SHORT.ack_wait_seconds) == []
+    await delivery.ack()
+    assert (await queue.depth())["image"].jobs == 0
+
+
+async def test_a_job_given_back_comes_again_after_the_delay(queue):
+    await queue.publish(job("a"))
+    (first,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    begin = time.monotonic()
+    await first.retry(0.4)
+    (second,) = await queue.pull(MODALITIES, batch=1, wait=5)
+    assert 0.3 < time.monotonic() - begin < 0.95
+    assert second.attempt == 2
+    await second.ack()
+
+
+async def test_poison_is_terminated_with_its_reason_and_never_comes_back(queue, connect):
+    bus = await connect("spy")
+    reasons: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def spy(message) -> None:
+        await reasons.put(message.data)
+
+    stream = bus.subjects.encode_stream
+    await bus.client.subscribe(f"$JS.EVENT.ADVISORY.CONSUMER.MSG_TERMINATED.{stream}.*", cb=spy)
+    await bus.flush()
+    await queue.publish(job("bad"))
+    (delivery,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    await delivery.terminate("not a\r\nPNG")
+    async with asyncio.timeout(5):
+        assert b"not a  PNG" in await reasons.get()
+    assert await queue.pull(MODALITIES, batch=1, wait=2 * SHORT.ack_wait_seconds) == []
+    assert (await queue.depth())["image"].jobs == 0
+
+
+async def test_the_receiver_hears_of_a_job_that_nobody_finishes(queue, connect):
+    receiver = await connect("prefill-0")
+    failed: asyncio.Queue[EncodeFailed] = asyncio.Queue()
+    await receiver.subscribe(receiver.subjects.encode_failed("prefill-0"), EncodeFailed, failed.put)
+    await receiver.flush()
+    await queue.publish(job("crasher", "video"))
+    for attempt in (1, 2):
+        (delivery,) = await queue.pull(MODALITIES, batch=1, wait=5)
+        assert delivery.attempt == attempt
+        await delivery.retry(0.01)
+    assert await queue.pull(MODALITIES, batch=1, wait=2) == []
+    async with asyncio.timeout(2):
+        told = await failed.get()
+    assert (told.job_id, told.code, told.retryable) == ("crasher", "too_many_attempts", False)
+    assert "2 encoders" in told.message
+    assert (await queue.depth())["video"].jobs == 0
+
+
+async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):
+    small = EncodeQueue(await connect("small"), QueueLimits(max_jobs=3))
+    await small.ensure()
+    for i in range(3):
+        await small.publish(job(f"j{i}"))
+    with pytest.raises(OverloadedError, match="full"):
+        await small.publish(job("j3"))
+    assert (await small.depth())["image"].jobs == 3
+
+
+async def test_publishing_makes_a_queue_that_is_not_there(connect):
+    queue = EncodeQueue(await connect("early"))
+    await queue.publish(job("a"))
+    assert (await queue.depth())["image"].jobs == 1
+
+
+async def test_images_and_audio_do_not_wait_behind_videos(queue):
+    for i in range(20):
+        await queue.publish(job(f"v{i}", "video", 100_000))
+    await queue.publish(job("i", "image"))
+    await queue.publish(job("s", "audio"))
+    got = await queue.pull(MODALITIES, batch=3, wait=2)
+    assert sorted(delivery.job.feature.modality for delivery in got) == ["audio", "image", "video"]
+    ones = [(await queue.pull(MODALITIES, batch=1, wait=2))[0].job.feature.modality for _ in range(3)]
+    assert ones == ["video"] * 3
+
+
+async def test_every_modality_gets_its_turn_one_job_at_a_time(queue):
+    for modality in MODALITIES:
+        for i in range(6):
+            await queue.publish(job(f"{modality}{i}", modality))
+    got = [(await queue.pull(MODALITIES, batch=1, wait=2))[0].job.feature.modality for _ in range(6)]
+    assert {modality: got.count(modality) for modality in MODALITIES} == dict.fromkeys(MODALITIES, 2)
+
+
+async def test_a_batch_is_filled_from_one_modality_when_the_others_are_empty(queue):
+    for i in range(8):
+        await queue.publish(job(f"v{i}", "video"))
+    assert len(await queue.pull(MODALITIES, batch=6, wait=2)) == 6
+
+
+async def test_the_depth_is_work_and_includes_what_is_in_hand(queue):
+    await queue.publish(job("small", "image", 64))
+    await queue.publish(job("large", "image", 12_345))
+    await queue.publish(job("film", "video", 1_000_000))
+    await queue.pull(["video"], batch=1, wait=2)
+    depth = await queue.depth()
+    assert (depth["image"].jobs, depth["image"].work, depth["image"].running_jobs) == (2, 64 + 13_000, 0)
+    assert (depth["video"].jobs, depth["video"].work, depth["video"].running_jobs) == (1, 1_000_000, 1)
+    assert depth["audio"].jobs == 0
+
+
+@pytest.mark.parametrize("work", [0, 1, 99, 100, 101, 999, 1000, 12_345, 9_999_999])
+def test_rounded_work_is_never_less_and_at_most_a_tenth_more(work):
+    assert work <= round_work(work) <= work * 1.1
+
+
+async def test_nothing_is_lost_when_the_server_restarts(own_nats_server, connect):
+    here = EncodeQueue(await connect("here"), SHORT)
+    there = EncodeQueue(await connect("there"), SHORT)
+    await here.ensure()
+    names = {f"j{i}" for i in range(10)}
+    for name in sorted(names):
+        await here.publish(job(name))
+    in_hand = await there.pull(MODALITIES, batch=3, wait=2)
+    waits = asyncio.create_task(there.pull(["audio"], batch=1, wait=30))
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    done: set[str] = set()
+    async with asyncio.timeout(30):
+        while done != names:
+            for delivery in await here.pull(["image"], batch=4, wait=2):
+                done.add(delivery.job.job_id)
+                await delivery.ack()
+        await here.publish(job("late", "audio"))
+        (late,) = await waits
+    assert late.job.job_id == "late"
+    assert len(in_hand) == 3
+
+
+async def test_a_queue_whose_server_forgot_everything_is_made_anew(own_nats_server, connect):
+    queue = EncodeQueue(await connect("here"), QueueLimits(memory_storage=True))
+    await queue.ensure()
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=30))
+    async with asyncio.timeout(20):
+        await queue.publish(job("a"))
+        (delivery,) = await waits
+    assert delivery.job.job_id == "a"

@@ -1,0 +1,88 @@
+"""A second NATS connection on a thread and event loop of its own, for chunks and media. Knows no message.
+
+Code that moves bulk runs on that loop (`run`); it reaches back to the loop that started it through `home`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.subjects import Subjects
+
+T = TypeVar("T")
+
+
+class Bulk:
+    """`bus` belongs to the bulk loop: touch it only in code started by `run` or `post`."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop, name: str) -> None:
+        self.bus: Bus
+        self._home = home
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls, url: str, client_name: str, subjects: Subjects, credentials: str | None = None
+    ) -> Bulk:
+        """Start the thread and connect.
+
+        Raises:
+            PeerLostError: as `Bus.connect`.
+        """
+        bulk = cls(asyncio.get_running_loop(), client_name)
+        bulk._thread.start()
+        try:
+            bulk.bus = await bulk.run(Bus.connect(url, client_name, subjects, credentials))
+        except BaseException:
+            bulk._stop_thread()
+            raise
+        return bulk
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the bulk loop and wait for it here; cancelling this cancels it there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Call `function` on the bulk loop, soon; from any thread. Nothing happens once closed."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(function, *args)
+
+    async def home(self, function: Callable[..., Any], *args: object) -> Any:
+        """From the bulk loop: call `function` (plain or async) on the loop that started this, and wait for its result."""
+
+        async def call() -> Any:
+            result = function(*args)
+            return await result if inspect.isawaitable(result) else result
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
+
+    async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
+        """Drain and close the connection, cancel what still runs, end the thread. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self.run(self.bus.close(timeout))
+            await self.run(self._cancel_rest())
+        finally:
+            self._stop_thread()
+
+    async def _cancel_rest(self) -> None:
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.wait(rest, timeout=1.0) if rest else None
+
+    def _stop_thread(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            self._loop.close()

