@@ -1,0 +1,1 @@
+"""Continuous batching over a block-paged KV pool: sequences in, tokens out. Knows no network."""

@@ -42,6 +42,9 @@ class SequenceInput:
     media_spans: list[tuple[int, int, str]] = field(default_factory=list)  # start, length, feature id
     output_token_ids: list[int] = field(default_factory=list)
     stop_after_prefill: bool = False
+    skip_kv_tokens: int = (
+        0  # with stop_after_prefill: leading tokens whose KV the receiver has; not announced
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,40 @@ class StepOutput:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     duration_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What another engine needs to go on with a sequence, beside the KV of its first `kv_tokens` tokens (`read_kv`).
+
+    `next_position` is the rotary position of the last output token, the only one without KV.
+    """
+
+    sequence_id: str
+    token_ids: list[int]  # the prompt, without outputs
+    output_token_ids: list[int]
+    next_position: int
+    kv_tokens: int
+    media_spans: list[tuple[int, int, str]]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How loaded the engine is. `blocks_free` includes cached blocks that nobody refers to; `blocks_reserved` are granted to
+    sequences that have not been attached yet. The estimates are running averages, 0 before the first step.
+    """
+
+    blocks_total: int
+    blocks_free: int
+    blocks_reserved: int
+    block_tokens: int
+    waiting_sequences: int
+    running_sequences: int
+    held_sequences: int
+    reserved_sequences: int
+    max_sequences: int
+    waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
+    preemptions: int
+    prefill_tokens_per_second: float
+    step_seconds: float  # of steps that decode

@@ -1,0 +1,221 @@
+"""Attention over the block-paged KV pool, registered with transformers as `mmd_paged`, so that one engine serves every decoder.
+
+Each layer writes its keys and values to the pool and attends to what its rows' sequences have there. The batch being run is found
+in a context variable. Knows no architecture: what it cannot compute exactly (sinks, position biases) it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from mmd_workers.engine.batch import Batch
+from mmd_workers.errors import UnsupportedModelError
+from mmd_workers.model.types import KvLayout
+
+NAME = "mmd_paged"
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Kernel(Protocol):
+    """Computes attention of one layer after its KV has been written."""
+
+    def __call__(
+        self,
+        batch: Batch,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Query [rows, heads, dim] to output [rows, heads, dim]."""
+        ...
+
+
+_running: contextvars.ContextVar[tuple[Batch, Kernel]] = contextvars.ContextVar("mmd_paged_batch")
+
+
+@contextlib.contextmanager
+def running(batch: Batch, kernel: Kernel) -> Iterator[None]:
+    """Make `batch` the one that attention layers of this thread work on."""
+    token = _running.set((batch, kernel))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls: query [1, heads, rows, dim], key and value [1, kv_heads, rows, dim].
+
+    Returns [1, rows, heads, dim].
+
+    Raises:
+        UnsupportedModelError: the layer has sinks or a position bias.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            "attention sinks and position biases are not served by the paged attention"
+        )
+    batch, kernel = _running.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pool = batch.pool
+    pool.keys[layer].flatten(0, 1).index_copy_(0, batch.write_slots, key[0].transpose(0, 1))
+    pool.values[layer].flatten(0, 1).index_copy_(0, batch.write_slots, value[0].transpose(0, 1))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    rows = query[0].transpose(0, 1)
+    return kernel(batch, layer, rows, scale, sliding_window, softcap)[None], None
+
+
+AttentionInterface.register(NAME, paged_attention)
+# No mask function is registered under this name: transformers then makes no mask at all, which is what the batch needs.
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Grouped-query attention: query [n, kv_heads, groups * rows, dim], key/value [n, kv_heads, context, dim], bool mask or None.
+
+    Soft-capped scores are computed by hand (float32 softmax, as the models' own eager attention does).
+    """
+    if softcap is None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value)
+
+
+def torch_kernel(
+    batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Exact on any device and dtype: single rows as one padded batch, each chunk on its own."""
+    keys = batch.pool.keys[layer].flatten(0, 1)
+    values = batch.pool.values[layer].flatten(0, 1)
+    heads, dim = query.shape[1], query.shape[2]
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    out = torch.empty(query.shape[0], heads, values.shape[-1], dtype=query.dtype, device=query.device)
+    if batch.num_single:
+        slots = batch.single_slots()
+        grouped = query[: batch.num_single].reshape(batch.num_single, kv_heads, groups, dim)
+        mask = batch.single_mask(window)[:, None, None]
+        result = attend(
+            grouped, keys[slots].transpose(1, 2), values[slots].transpose(1, 2), mask, scale, softcap
+        )
+        out[: batch.num_single] = result.reshape(batch.num_single, heads, -1)
+    for number, chunk in enumerate(batch.chunks()):
+        chunk_mask = batch.chunk_mask(number, window)
+        context_keys = keys[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
+        context_values = values[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
+        rows = query[chunk.start : chunk.end].transpose(0, 1)[None]
+        if chunk_mask is None and softcap is None:
+            result = functional.scaled_dot_product_attention(
+                rows, context_keys, context_values, is_causal=True, scale=scale
+            )
+        else:
+            if chunk_mask is None:
+                size = chunk.end - chunk.start
+                chunk_mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+            result = attend(rows, context_keys, context_values, chunk_mask, scale, softcap)
+        out[chunk.start : chunk.end] = result[0].transpose(0, 1)
+    return out
+
+
+def varlen_kernel(
+    batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """PyTorch's own FlashAttention over block tables (half precision on CUDA). What it lacks goes to `torch_kernel`."""
+    if softcap is not None or batch.has_atomic_ranges:
+        return torch_kernel(batch, layer, query, scale, window, softcap)
+    out = varlen_attn(
+        query.contiguous(),
+        batch.pool.keys[layer],
+        batch.pool.values[layer],
+        batch.query_starts,
+        None,
+        batch.max_query,
+        batch.max_context,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+        seqused_k=batch.context_lengths,
+        block_table=batch.block_table,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def varlen_works(layout: KvLayout, block_tokens: int, device: torch.device) -> bool:
+    """Try PyTorch's paged FlashAttention on every geometry of `layout`: it depends on GPU, dtype, head and block size."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    for kv_heads, dim in set(zip(layout.num_kv_heads, layout.head_dim, strict=True)):
+        pages = torch.zeros(2, block_tokens, kv_heads, dim, dtype=dtype, device=device)
+        ints = {"dtype": torch.int32, "device": device}
+        try:
+            varlen_attn(
+                torch.zeros(1, kv_heads, dim, dtype=dtype, device=device),
+                pages,
+                pages,
+                torch.tensor([0, 1], **ints),  # type: ignore[arg-type]
+                None,
+                1,
+                block_tokens,
+                window_size=(-1, 0),
+                enable_gqa=True,
+                seqused_k=torch.tensor([1], **ints),  # type: ignore[arg-type]
+                block_table=torch.tensor([[0, 1]], **ints),  # type: ignore[arg-type]
+            )
+        except (RuntimeError, ValueError):
+            return False
+    return True
+
+
+def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> Kernel:
+    """The fastest kernel that can serve this layout here."""
+    return varlen_kernel if varlen_works(layout, block_tokens, device) else torch_kernel
+
+
+def install(decoder: torch.nn.Module) -> None:
+    """Make a transformers decoder use the paged attention.
+
+    Raises:
+        UnsupportedModelError: it has layers that keep no plain KV, chunked attention or sinks; the message names them.
+    """
+    config = decoder.config
+    unserved = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if unserved:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has layers of type {', '.join(sorted(unserved))}; "
+            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be served from a paged KV pool"
+        )
+    if any(getattr(module, "sinks", None) is not None for module in decoder.modules()):
+        raise UnsupportedModelError(f"{type(decoder).__name__} has attention sinks, which are not served")
+    decoder.set_attn_implementation(NAME)  # type: ignore[operator]

@@ -1,0 +1,126 @@
+"""One ragged batch: which KV slots its tokens write and which ones they attend to. Built once a step, read by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.scheduler import Work
+
+
+def _to(device: torch.device, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows [start, end) of the batch: the tokens [past, past + end - start) of one sequence, attending to `slots` [past + rows]."""
+
+    start: int
+    end: int
+    past: int
+    slots: torch.Tensor
+    atomic_ranges: list[tuple[int, int]]
+
+
+class Batch:
+    """Rows of single tokens first (`num_single`), then chunks. Masks are made once for each window and shared by the layers.
+
+    `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths` and `query_starts` (cumulative): int32,
+    over singles and chunks in row order.
+    """
+
+    def __init__(self, pool: KvPool, work: Items[Work]) -> None:
+        """`work` in row order: items of one token must come first."""
+        self.pool = pool
+        device = pool.device
+        lengths = [item.end - item.start for item in work]
+        self.num_single = sum(1 for length in lengths if length == 1)
+        self.num_rows = sum(lengths)
+        self.max_query = max(lengths)
+        self.max_context = max(item.end for item in work)
+        self.has_atomic_ranges = any(
+            start < item.end and stop > item.start + 1
+            for item in work
+            for start, stop in item.sequence.atomic_ranges
+        )
+        slots: list[int] = []
+        starts = [0]
+        for item, length in zip(work, lengths, strict=True):
+            slots += pool.slots(item.sequence.blocks, item.start, item.end)
+            starts.append(starts[-1] + length)
+        self.write_slots = _to(device, slots, torch.int64)
+        self.query_starts = _to(device, starts, torch.int32)
+        self.last_rows = [start - 1 for start in starts[1:]]
+        self.context_lengths = _to(device, [item.end for item in work], torch.int32)
+        columns = -(-self.max_context // pool.block_tokens)
+        rows = [item.sequence.blocks[:columns] for item in work]
+        self.block_table = _to(device, [row + [0] * (columns - len(row)) for row in rows], torch.int32)
+        self._work = work
+        self._starts = starts
+        self._chunks: list[Chunk] | None = None
+        self._single_slots: torch.Tensor | None = None
+        self._single_masks: dict[int | None, torch.Tensor] = {}
+        self._chunk_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+
+    def single_slots(self) -> torch.Tensor:
+        """Slots of the single rows' contexts, padded: int64 [num_single, longest]."""
+        if self._single_slots is None:
+            size, device = self.pool.block_tokens, self.pool.device
+            longest = max(item.end for item in self._work[: self.num_single])
+            table = self.block_table[: self.num_single, : -(-longest // size)].long()
+            grid = table[:, :, None] * size + torch.arange(size, device=device)
+            self._single_slots = grid.flatten(1)[:, :longest]
+        return self._single_slots
+
+    def single_mask(self, window: int | None) -> torch.Tensor:
+        """Which of `single_slots` each row sees: bool [num_single, longest]."""
+        mask = self._single_masks.get(window)
+        if mask is None:
+            positions = torch.arange(self.single_slots().shape[1], device=self.pool.device)
+            lengths = self.context_lengths[: self.num_single, None]
+            mask = positions < lengths
+            if window is not None:
+                mask = mask & (positions >= lengths - window)
+            self._single_masks[window] = mask
+        return mask
+
+    def chunks(self) -> list[Chunk]:
+        """The rows after the singles, one entry for each sequence."""
+        if self._chunks is None:
+            size, device = self.pool.block_tokens, self.pool.device
+            self._chunks = []
+            offsets = torch.arange(size, device=device)
+            for number in range(self.num_single, len(self._work)):
+                item = self._work[number]
+                table = self.block_table[number, : -(-item.end // size)].long()
+                slots = (table[:, None] * size + offsets).flatten()[: item.end]
+                start, end = self._starts[number], self._starts[number + 1]
+                self._chunks.append(Chunk(start, end, item.start, slots, item.sequence.atomic_ranges))
+        return self._chunks
+
+    def chunk_mask(self, number: int, window: int | None) -> torch.Tensor | None:
+        """Which of a chunk's context each of its rows sees: bool [rows, context]; None: plain causal from position 0."""
+        key = (number, window)
+        if key not in self._chunk_masks:
+            self._chunk_masks[key] = self._make_chunk_mask(self.chunks()[number], window)
+        return self._chunk_masks[key]
+
+    def _make_chunk_mask(self, chunk: Chunk, window: int | None) -> torch.Tensor | None:
+        context = chunk.slots.shape[0]
+        inside = [(a, b) for a, b in chunk.atomic_ranges if a < context and b > chunk.past]
+        if chunk.past == 0 and not inside and (window is None or window >= context):
+            return None
+        device = self.pool.device
+        queries = torch.arange(chunk.past, context, device=device)[:, None]
+        keys = torch.arange(context, device=device)[None]
+        mask = keys <= queries
+        if window is not None:
+            mask = mask & (keys > queries - window)
+        for start, stop in inside:  # bidirectional inside, whatever the window
+            mask = mask | ((queries >= start) & (queries < stop) & (keys >= start) & (keys < stop))
+        return mask

@@ -1,0 +1,111 @@
+"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Knows no tensor and no sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from mmd_workers.errors import OverloadedError
+
+MediaSpan = tuple[int, int, str]  # start, length, feature id
+
+
+def block_hash(
+    parent: bytes, token_ids: Sequence[int], start: int, media_spans: Sequence[MediaSpan]
+) -> bytes:
+    """Identity of a full block: its parent's identity, its token ids, and every feature that overlaps it.
+
+    `start` is the position of the block's first token. A span is hashed with its offset to the block, so the same placeholder ids
+    over another medium, or another part of the same medium, never meet.
+    """
+    digest = hashlib.blake2b(parent, digest_size=16)
+    digest.update(b"".join(token.to_bytes(8, "little", signed=True) for token in token_ids))
+    end = start + len(token_ids)
+    for span_start, length, feature_id in media_spans:
+        if span_start < end and span_start + length > start:
+            digest.update(f"|{span_start - start}:{length}:{feature_id}".encode())
+    return digest.digest()
+
+
+class BlockPool:
+    """Bookkeeping of `num_blocks` blocks. Each is free, referenced (count ≥ 1), or cached (unreferenced, content still valid).
+
+    Blocks are handed out free ones first, then the least recently used cached ones, whose identity is forgotten then.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._free: deque[int] = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out now: free ones and unreferenced cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference; all or none.
+
+        Raises:
+            OverloadedError: fewer are available.
+        """
+        if count > self.available:
+            raise OverloadedError(
+                f"{count} KV blocks are needed and {self.available} of {self.num_blocks} are available; "
+                "try again when a sequence has finished, or give the pool more memory"
+            )
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block. Later blocks of a sequence become the first to be evicted."""
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise AssertionError(f"block {block} is released more often than it was taken")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, identity: bytes) -> None:
+        """Make a referenced, fully written block findable. A second block of the same identity stays private."""
+        if identity not in self._block_of and block not in self._hash_of:
+            self._block_of[identity] = block
+            self._hash_of[block] = identity
+
+    def match(self, identities: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `identities`, one reference added to each."""
+        blocks: list[int] = []
+        for identity in identities:
+            block = self._block_of.get(identity)
+            if block is None:
+                break
+            self._cached.pop(block, None)
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def sample_identities(self, limit: int) -> list[str]:
+        """Hex identities of up to `limit` of the most recently registered blocks, for prefix locality in routing."""
+        newest = list(self._block_of)[-limit:] if limit else []
+        return [identity.hex() for identity in reversed(newest)]

@@ -1,0 +1,485 @@
+"""The engine: sequences in, tokens out, one step at a time. Knows no network and no clock but its own stopwatch; not thread safe.
+
+A step goes through the files in this order: scheduler (what runs) → batch (where its KV stands) → model with `attention` → sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from mmd_workers.engine import attention
+from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.blocks import BlockPool, MediaSpan
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.sampler import Draw, Sampled, sample
+from mmd_workers.engine.scheduler import Scheduler, Work
+from mmd_workers.engine.sequence import Sequence, State
+from mmd_workers.engine.types import (
+    EngineStats,
+    FinishReason,
+    Handover,
+    KvReady,
+    SampledToken,
+    SamplingParams,
+    SequenceInput,
+    StepOutput,
+)
+from mmd_workers.errors import CapacityError, CountMismatchError, MmdError, OverloadedError
+from mmd_workers.model.types import Feature, LanguageModel
+
+AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
+
+
+class StepFailedError(MmdError):
+    """The step that this sequence was part of failed; its tokens so far are good, place it again."""
+
+    code = "step_failed"
+    retryable = True
+
+
+class BadLogitsError(MmdError):
+    """The model returned no finite logit for this sequence: its weights or features are broken."""
+
+    code = "bad_logits"
+
+
+@dataclass(slots=True)
+class _Reservation:
+    blocks: list[int]
+    kv_tokens: int  # at most this many may be written
+    written: int = 0
+
+
+class Engine:
+    """Continuous batching over a paged KV pool for one `LanguageModel`, whose decoder it gives its own attention."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        kv_cache_bytes: int,
+        block_tokens: int,
+        max_sequences: int,
+        chunk_tokens: int,
+        prefix_cache: bool,
+        max_model_len: int,
+    ) -> None:
+        """Allocate the pool and take over the decoder's attention.
+
+        Raises:
+            UnsupportedModelError: the decoder cannot be served from a paged KV pool.
+            CapacityError: `kv_cache_bytes` holds not one block.
+        """
+        attention.install(model.decoder)
+        self.model = model
+        self.max_model_len = max_model_len
+        self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)
+        self.kernel = attention.select_kernel(model.kv_layout, block_tokens, model.device)
+        self.blocks = BlockPool(self.kv.num_blocks, block_tokens)
+        self.scheduler = Scheduler(
+            self.blocks, max_sequences=max_sequences, chunk_tokens=chunk_tokens, prefix_cache=prefix_cache
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._arrivals = 0
+        self._prefill_tokens_per_second = 0.0
+        self._step_seconds = 0.0
+
+    # --- sequences ------------------------------------------------------------------------------------------------
+
+    def add(self, item: SequenceInput) -> None:
+        """Queue a sequence. Its features may follow by `fill`.
+
+        Raises:
+            CapacityError: it can never fit into the context or the pool.
+            ValueError: the id is in use, or nothing is left to generate.
+        """
+        self._check_new(item.sequence_id)
+        prompt, sampling = item.prompt, item.sampling
+        left = sampling.max_tokens - len(item.output_token_ids)
+        if left < 1:
+            raise ValueError(
+                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} are already there"
+            )
+        self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left)
+        sequence = Sequence(
+            sequence_id=item.sequence_id,
+            arrival=self._next_arrival(),
+            token_ids=list(prompt.token_ids),
+            prompt_length=len(prompt.token_ids),
+            next_position=prompt.next_position,
+            sampling=sampling,
+            media_spans=list(item.media_spans),
+            prompt=prompt,
+            num_outputs=len(item.output_token_ids),
+            stop_after_prefill=item.stop_after_prefill,
+            announced=item.skip_kv_tokens,
+        )
+        self._sequences[item.sequence_id] = sequence
+        self.scheduler.add(sequence)
+
+    def fill(self, sequence_id: str, medium: int, feature: Feature) -> bool:
+        """Give a sequence the feature of its medium; False: the sequence is not here any more, or needs it no more.
+
+        Raises:
+            CountMismatchError: the feature has another number of tokens than the prompt's layout.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.prompt is None or medium not in sequence.prompt.missing:
+            return False
+        with torch.inference_mode():
+            self.model.fill(sequence.prompt, medium, feature)
+        return True
+
+    def abort(self, sequence_id: str) -> None:
+        """Forget a sequence or a reservation in any state and free its blocks; unknown ids are none of ours."""
+        reservation = self._reservations.pop(sequence_id, None)
+        if reservation is not None:
+            self.blocks.release(reservation.blocks)
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self.scheduler.remove(sequence)
+
+    def release(self, sequence_id: str) -> None:
+        """The KV of a handed-over sequence has arrived elsewhere: free it here."""
+        self.abort(sequence_id)
+
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs; a step may still find that all of them wait for features or blocks."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    # --- moving KV ------------------------------------------------------------------------------------------------
+
+    def read_kv(self, sequence_id: str, start: int, end: int) -> list[torch.Tensor]:
+        """KV of the tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim].
+
+        Raises:
+            KeyError: unknown sequence.
+            CountMismatchError: not all of these tokens have KV yet.
+        """
+        sequence = self._sequences[sequence_id]
+        if not 0 <= start <= end <= sequence.computed:
+            raise CountMismatchError(
+                f"KV of tokens [{start}, {end}) was asked for, {sequence.computed} are computed; wait for KvReady"
+            )
+        with torch.no_grad():
+            return self.kv.read(sequence.blocks, start, end)
+
+    def reserve(self, sequence_id: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and `max_tokens` more to be generated.
+
+        Raises:
+            CapacityError: this can never fit.
+            OverloadedError: no blocks or no place for a sequence now.
+        """
+        self._check_new(sequence_id)
+        self._check_fits(prompt_tokens, max_tokens)
+        places = self.scheduler.max_sequences - len(self.scheduler.running) - len(self._reservations)
+        if places < 1:
+            raise OverloadedError(
+                f"all {self.scheduler.max_sequences} places for sequences are taken; try another decode worker"
+            )
+        total = min(prompt_tokens + max_tokens, self.max_model_len)
+        blocks = self.blocks.allocate(self.blocks.blocks_for(total))
+        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens)
+
+    def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write KV of the tokens from `start` on (the layout of `read_kv`) to reserved blocks; ranges come in order.
+
+        Raises:
+            KeyError: nothing is reserved under this id.
+            CountMismatchError: a gap, more tokens than reserved, or another model's geometry.
+        """
+        reservation = self._reservations[sequence_id]
+        end = start + int(tensors[0].shape[1])
+        if start > reservation.written or end > reservation.kv_tokens:
+            raise CountMismatchError(
+                f"KV of tokens [{start}, {end}) arrived after {reservation.written} of {reservation.kv_tokens}"
+            )
+        with torch.no_grad():
+            self.kv.write(reservation.blocks, start, tensors)
+        reservation.written = max(reservation.written, end)
+
+    def attach(
+        self,
+        sequence_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        output_token_ids: list[int],
+        next_position: int,
+        media_spans: Items[MediaSpan],
+    ) -> None:
+        """Start decoding a reserved sequence whose KV has been written.
+
+        `token_ids` is the prompt without outputs; `output_token_ids` ends with the one token that has no KV yet, whose rotary
+        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it).
+
+        Raises:
+            KeyError: nothing is reserved under this id.
+            CountMismatchError: KV of some token has not been written. The reservation stays.
+        """
+        reservation = self._reservations[sequence_id]
+        known = list(token_ids) + list(output_token_ids)
+        if not output_token_ids or reservation.written < len(known) - 1:
+            raise CountMismatchError(
+                f"{len(known) - 1} tokens need KV and {reservation.written} have it; send the rest before committing"
+            )
+        del self._reservations[sequence_id]
+        sequence = Sequence(
+            sequence_id=sequence_id,
+            arrival=self._next_arrival(),
+            token_ids=known,
+            prompt_length=len(known) - 1,
+            next_position=next_position,
+            sampling=sampling,
+            media_spans=list(media_spans),
+            prompt=None,
+            num_outputs=len(output_token_ids),
+            blocks=reservation.blocks,
+        )
+        self._sequences[sequence_id] = sequence
+        self.scheduler.start(sequence)
+        self.scheduler.finish_chunk(Work(sequence, 0, len(known) - 1))
+
+    def export(self, sequence_id: str) -> Handover:
+        """Stop a decoding sequence so that it can move: its KV stays readable until `release`, or until `resume` goes on here.
+
+        Raises:
+            KeyError: unknown sequence.
+            OverloadedError: it has not reached decode (again) yet; place the request anew instead, or ask later.
+        """
+        sequence = self._sequences[sequence_id]
+        if sequence.state is not State.RUNNING or not sequence.decoding:
+            raise OverloadedError(f"sequence {sequence_id} is not decoding now: its KV is incomplete")
+        self.scheduler.hold(sequence)
+        prompt_tokens = sequence.num_tokens - sequence.num_outputs
+        return Handover(
+            sequence_id=sequence_id,
+            token_ids=sequence.token_ids[:prompt_tokens],
+            output_token_ids=sequence.output_token_ids,
+            next_position=sequence.position(sequence.num_tokens - 1),
+            kv_tokens=sequence.computed,
+            media_spans=list(sequence.media_spans),
+            sampling=sequence.sampling,
+        )
+
+    def resume(self, sequence_id: str) -> None:
+        """Go on with an exported sequence here, because its move failed. Raises KeyError when it is unknown."""
+        self.scheduler.start(self._sequences[sequence_id])
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Run one batch. Empty output: nothing can run until something is added, filled or released.
+
+        When the model fails, the sequences of this batch are dropped and reported in `failed`; a broken accelerator
+        (torch.AcceleratorError) is raised: the engine is then of no more use.
+        """
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule(len(self._reservations))
+        chunks = schedule.prefills
+        work = schedule.decodes + sorted(chunks, key=lambda item: item.end - item.start > 1)
+        output = StepOutput(
+            prefill_tokens=sum(item.end - item.start for item in chunks),
+            decode_sequences=len(schedule.decodes),
+        )
+        if not work:
+            return output
+        try:
+            sampled = self._run(work)
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError) as error:
+            for item in work:
+                self.abort(item.sequence.sequence_id)
+                failure = StepFailedError(f"the model failed in this step ({error}); place the request again")
+                failure.__cause__ = error
+                output.failed.append((item.sequence.sequence_id, failure))
+            return output
+        for item in work:
+            self.scheduler.finish_chunk(item)
+            self._report(item, sampled, output)
+        output.duration_seconds = time.perf_counter() - started
+        self._measure(output)
+        return output
+
+    def _run(self, work: list[Work]) -> dict[str, Sampled | None]:
+        batch = Batch(self.kv, work)
+        with torch.inference_mode():
+            embeds, positions, extras = self._inputs(work)
+            with attention.running(batch, self.kernel):
+                hidden = self.model.forward(embeds, positions, extras)
+            sampling = [number for number, item in enumerate(work) if item.samples]
+            if not sampling:
+                return {}
+            rows = torch.tensor([batch.last_rows[number] for number in sampling], device=hidden.device)
+            draws = [
+                Draw(s.sampling, s.num_outputs, self.model.suppress_token_ids)
+                for s in (work[number].sequence for number in sampling)
+            ]
+            results = sample(self.model.logits(hidden[rows]), draws)
+        return {
+            work[number].sequence.sequence_id: result
+            for number, result in zip(sampling, results, strict=True)
+        }
+
+    def _inputs(self, work: list[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: prompt rows as lowered, the others embedded."""
+        model, device = self.model, self.model.device
+        generated: list[int] = []
+        generated_positions: list[int] = []
+        segments: list[tuple[Sequence | None, int, int]] = []  # rows of a prompt, or of the generated ones
+        for item in work:
+            sequence = item.sequence
+            cut = min(max(sequence.prompt_length, item.start), item.end)
+            if item.start < cut:
+                segments.append((sequence, item.start, cut))
+            if cut < item.end:
+                first = len(generated)
+                generated += sequence.token_ids[cut : item.end]
+                generated_positions += [sequence.position(index) for index in range(cut, item.end)]
+                segments.append((None, first, len(generated)))
+        own_embeds, own_positions = torch.empty(0), torch.empty(0)
+        own_extras: dict[str, torch.Tensor] = {}
+        if generated:
+            own_embeds, own_extras = model.embed(torch.tensor(generated, device=device))
+            own_positions = torch.tensor(generated_positions, device=device).expand(model.position_axes, -1)
+            if len(segments) == sum(segment[0] is None for segment in segments):
+                return own_embeds, own_positions, own_extras
+        parts: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
+        for owner, start, end in segments:
+            if owner is None:
+                source = own_embeds, own_positions, own_extras
+            else:
+                assert owner.prompt is not None
+                source = owner.prompt.embeds, owner.prompt.positions, owner.prompt.extras
+            embeds, positions, extras = source
+            rows = {name: tensor[start:end].to(device, non_blocking=True) for name, tensor in extras.items()}
+            parts.append(
+                (
+                    embeds[start:end].to(device=device, dtype=model.dtype, non_blocking=True),
+                    positions[:, start:end].to(device, non_blocking=True).expand(model.position_axes, -1),
+                    rows,
+                )
+            )
+        joined: dict[str, torch.Tensor] = {}
+        samples = {name: tensor for _, _, extras in parts for name, tensor in extras.items()}
+        for name, like in samples.items():
+            joined[name] = torch.cat(
+                [
+                    extras[name] if name in extras else like.new_zeros(embeds.shape[0], *like.shape[1:])
+                    for embeds, _, extras in parts
+                ]
+            )
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1), joined
+
+    def _report(self, item: Work, sampled: dict[str, Sampled | None], output: StepOutput) -> None:
+        sequence = item.sequence
+        prompt_tokens = sequence.computed
+        if item.samples:
+            result = sampled[sequence.sequence_id]
+            if result is None:
+                self.abort(sequence.sequence_id)
+                output.failed.append(
+                    (
+                        sequence.sequence_id,
+                        BadLogitsError(
+                            "the model's logits are not finite; check its weights and the features it got"
+                        ),
+                    )
+                )
+                return
+            sequence.token_ids.append(result.token_id)
+            sequence.num_outputs += 1
+            reason = self._finish_reason(sequence)
+            output.tokens.append(
+                SampledToken(
+                    sequence_id=sequence.sequence_id,
+                    index=sequence.num_outputs - 1,
+                    token_id=result.token_id,
+                    finish_reason=reason,
+                    logprob=result.logprob,
+                    top_logprobs=result.top_logprobs,
+                )
+            )
+            if sequence.stop_after_prefill:
+                self.scheduler.hold(sequence)
+                sequence.prompt = None
+            elif reason is not None:
+                self.abort(sequence.sequence_id)
+        if sequence.stop_after_prefill and (item.samples or prompt_tokens > sequence.announced):
+            start = min(sequence.announced, prompt_tokens)
+            output.kv_ready.append(KvReady(sequence.sequence_id, start, prompt_tokens, last=item.samples))
+            sequence.announced = prompt_tokens
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        sampling = sequence.sampling
+        stops = sampling.eos_token_ids or self.model.eos_token_ids
+        if not sampling.ignore_eos and sequence.token_ids[-1] in stops:
+            return "stop"
+        if sequence.num_outputs >= sampling.max_tokens or sequence.num_tokens >= self.max_model_len:
+            return "length"
+        return None
+
+    # --- load -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The load as of now."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        return EngineStats(
+            blocks_total=self.blocks.num_blocks,
+            blocks_free=self.blocks.available,
+            blocks_reserved=sum(len(r.blocks) for r in self._reservations.values()),
+            block_tokens=self.blocks.block_tokens,
+            waiting_sequences=len(waiting),
+            running_sequences=len(running),
+            held_sequences=len(self._sequences) - len(running) - len(waiting),
+            reserved_sequences=len(self._reservations),
+            max_sequences=self.scheduler.max_sequences,
+            waiting_tokens=sum(s.remaining for s in (*waiting, *running) if not s.decoding),
+            preemptions=self.scheduler.preemptions,
+            prefill_tokens_per_second=self._prefill_tokens_per_second,
+            step_seconds=self._step_seconds,
+        )
+
+    def prefix_blocks(self, limit: int) -> list[str]:
+        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
+        return self.blocks.sample_identities(limit)
+
+    def _measure(self, output: StepOutput) -> None:
+        def average(old: float, new: float) -> float:
+            return new if old == 0.0 else old + AVERAGE_WEIGHT * (new - old)
+
+        if output.prefill_tokens:
+            decode_part = self._step_seconds if output.decode_sequences else 0.0
+            seconds = max(output.duration_seconds - decode_part, output.duration_seconds / 2)
+            self._prefill_tokens_per_second = average(
+                self._prefill_tokens_per_second, output.prefill_tokens / seconds
+            )
+        elif output.decode_sequences:
+            self._step_seconds = average(self._step_seconds, output.duration_seconds)
+
+    def _next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def _check_new(self, sequence_id: str) -> None:
+        if sequence_id in self._sequences or sequence_id in self._reservations:
+            raise ValueError(f"sequence {sequence_id} exists already")
+
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {prompt_tokens} tokens, the context {self.max_model_len}: shorten it by "
+                f"{prompt_tokens + 1 - self.max_model_len} tokens"
+            )
+        total = min(prompt_tokens + max_tokens, self.max_model_len)
+        if self.blocks.blocks_for(total) > self.blocks.num_blocks:
+            raise CapacityError(
+                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, the pool has "
+                f"{self.blocks.num_blocks}: lower max_tokens, or give the pool more memory"
+            )

@@ -1,0 +1,81 @@
+"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Knows no sequence and no scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mmd_workers.errors import CapacityError, CountMismatchError
+from mmd_workers.model.types import KvLayout
+
+
+class KvPool:
+    """Keys and values of every layer: `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim].
+
+    The canonical layout, in which KV travels between pools of any block size, is a list with one contiguous
+    [2, tokens, kv_heads, head_dim] tensor for each layer (keys first).
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, block_tokens: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.device = device
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        shapes = [
+            (num_blocks, block_tokens, heads, dim)
+            for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
+        ]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+    @classmethod
+    def of_bytes(cls, layout: KvLayout, num_bytes: int, block_tokens: int, device: torch.device) -> KvPool:
+        """A pool of as many blocks as fit into `num_bytes`.
+
+        Raises:
+            CapacityError: not one block fits.
+        """
+        block_bytes = layout.bytes_per_token() * block_tokens
+        if num_bytes < block_bytes:
+            raise CapacityError(
+                f"kv_cache_bytes is {num_bytes}, but one block takes {block_bytes} bytes: raise it"
+            )
+        return cls(layout, num_bytes // block_bytes, block_tokens, device)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Flat token slots (block * block_tokens + offset) of the tokens [start, end) of a sequence with these blocks."""
+        size = self.block_tokens
+        return [blocks[position // size] * size + position % size for position in range(start, end)]
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
+        """KV of the tokens [start, end) in the canonical layout, copied."""
+        index = torch.tensor(self.slots(blocks, start, end), device=self.device)
+        return [
+            torch.stack((keys.flatten(0, 1)[index], values.flatten(0, 1)[index]))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+
+    def write(self, blocks: Sequence[int], start: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Write canonical tensors to the tokens from `start` on; returns how many tokens they held.
+
+        Raises:
+            CountMismatchError: the tensors do not have this pool's layers, heads or dimensions.
+        """
+        num_tokens = int(tensors[0].shape[1]) if tensors else 0
+        expected = [
+            (2, num_tokens, heads, dim)
+            for heads, dim in zip(self.layout.num_kv_heads, self.layout.head_dim, strict=True)
+        ]
+        got = [tuple(tensor.shape) for tensor in tensors]
+        if got != expected:
+            raise CountMismatchError(
+                f"KV of shapes {got} does not fit this pool ({expected}); both peers must run the same model"
+            )
+        index = torch.tensor(self.slots(blocks, start, start + num_tokens), device=self.device)
+        for layer, tensor in enumerate(tensors):
+            tensor = tensor.to(device=self.device, dtype=self.keys[layer].dtype, non_blocking=True)
+            self.keys[layer].flatten(0, 1).index_copy_(0, index, tensor[0])
+            self.values[layer].flatten(0, 1).index_copy_(0, index, tensor[1])
+        return num_tokens
