@@ -1,0 +1,266 @@
+"""What probe promises from headers, decode delivers to the pixel and sample."""
+
+import dataclasses
+import io
+import logging
+
+import av
+import numpy as np
+import pytest
+from media_samples import (
+    AUDIO_KINDS,
+    VIDEO_KINDS,
+    audio_bytes,
+    image_bytes,
+    number_of,
+    picture,
+    png_claiming,
+    tone,
+    video_bytes,
+)
+from PIL import Image, ImageOps
+
+from mmd_api.spec import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
+from mmd_workers.errors import BadMediaError
+from mmd_workers.media import decode as decode_module
+from mmd_workers.media.decode import decode_audio, decode_image, decode_video
+from mmd_workers.media.probe import probe, resampled_num_samples
+
+POLICY = MediaPolicy()
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_an_image_decodes_to_the_size_its_header_says(fmt):
+    data = image_bytes(fmt)
+    info = probe(data, "image", POLICY)
+    assert (info.width, info.height, info.container) == (64, 48, fmt.lower())
+    pixels = decode_image(data, info).pixels
+    assert pixels.shape == (48, 64, 3)
+    assert pixels.dtype == np.uint8
+    assert np.abs(pixels[4:20, 4:28].astype(int).mean((0, 1)) - [255, 0, 0]).max() < 12
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_exif_orientation_is_in_the_promised_size_and_in_the_pixels(turn):
+    data = image_bytes("PNG", orientation=turn)
+    info = probe(data, "image", POLICY)
+    assert (info.width, info.height) == ((48, 64) if turn >= 5 else (64, 48))
+    oracle = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(data, info).pixels, oracle)
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "WEBP", "PNG"])
+def test_of_an_animated_image_the_first_frame_counts(fmt):
+    first, second = picture(), 255 - picture()
+    extra = {"lossless": True} if fmt == "WEBP" else {}
+    data = image_bytes(fmt, first, save_all=True, append_images=[Image.fromarray(second)], duration=100, **extra)
+    np.testing.assert_array_equal(decode_image(data, probe(data, "image", POLICY)).pixels, first)
+
+
+def test_a_one_pixel_image_and_an_image_with_transparency_are_rgb():
+    for mode, size in (("L", (1, 1)), ("RGBA", (9, 5)), ("P", (7, 7)), ("CMYK", (8, 8))):
+        out = io.BytesIO()
+        Image.new(mode, size).save(out, "JPEG" if mode == "CMYK" else "PNG")
+        data = out.getvalue()
+        assert decode_image(data, probe(data, "image", POLICY)).pixels.shape == (size[1], size[0], 3)
+
+
+@pytest.mark.parametrize(("codec", "container", "options"), VIDEO_KINDS)
+def test_every_frame_of_a_video_is_counted_and_found_by_its_index(codec, container, options):
+    data = video_bytes(codec, container, options=options)
+    info = probe(data, "video", POLICY)
+    assert (info.num_frames, info.width, info.height) == (60, 64, 48)
+    assert info.fps == pytest.approx(30, rel=0.001)
+    assert info.duration_seconds == pytest.approx(2, rel=0.001)
+    for wanted in (list(range(60)), [0, 29, 59], [59], [3, 3, 41], [17]):
+        clip = decode_video(data, info, wanted)
+        assert clip.frames.shape == (len(wanted), 48, 64, 3)
+        assert [number_of(f) for f in clip.frames] == wanted
+        assert (clip.indices, clip.source_num_frames) == (wanted, 60)
+
+
+def test_far_apart_frames_are_found_without_decoding_the_runs_between(monkeypatch):
+    data = video_bytes(options={"g": "10", "sc_threshold": "0"}, frames=90)
+    info = probe(data, "video", POLICY)
+    monkeypatch.setattr(decode_module, "_decode_scan", lambda *_: pytest.fail("scanned the whole video"))
+    assert [number_of(f) for f in decode_video(data, info, [5, 47, 89]).frames] == [5, 47, 89]
+
+
+@pytest.mark.parametrize("options", [{"g": "12", "bf": "3", "x264-params": "open-gop=1"}, {"g": "12", "bf": "0"}])
+def test_skipping_gives_the_very_pixels_of_a_full_decode(options):
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 255, (60, 48, 64, 3), dtype=np.uint8)
+    data = video_bytes(options=options, draw=lambda i, w, h: noise[i])
+    info = probe(data, "video", POLICY)
+    everything = decode_video(data, info, list(range(60))).frames
+    for wanted in ([30], [11, 13, 50], [59]):
+        np.testing.assert_array_equal(decode_video(data, info, wanted).frames, everything[wanted])
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_a_turned_video_is_promised_and_decoded_as_displayed(degrees):
+    data = video_bytes(rotation=degrees, draw=lambda i, w, h: picture(w, h))
+    info = probe(data, "video", POLICY)
+    with av.open(io.BytesIO(data)) as opened:
+        frame = next(opened.decode(video=0))
+        oracle = np.rot90(frame.to_ndarray(format="rgb24"), k=frame.rotation // 90)
+        assert frame.rotation % 360 != 0
+    np.testing.assert_array_equal(decode_video(data, info, [0]).frames[0], oracle)
+    assert (info.height, info.width) == oracle.shape[:2]
+
+
+def test_frames_hidden_by_an_edit_list_are_not_counted():
+    data = bytearray(video_bytes(options={"bf": "0"}, fps=30))
+    at = data.index(b"elst") + 4
+    # version/flags 4, count 4, then duration 4 and media time 4: start half a second in
+    media_timescale = int.from_bytes(data[data.index(b"mdhd") + 16 :][:4], "big")
+    data[at + 12 : at + 16] = (media_timescale // 2).to_bytes(4, "big")
+    info = probe(bytes(data), "video", POLICY)
+    assert info.num_frames == 45
+    assert [number_of(f) for f in decode_video(bytes(data), info, [0, 44]).frames] == [15, 59]
+
+
+def test_a_container_that_lied_by_one_frame_repeats_its_last_and_says_so(caplog):
+    data = video_bytes(frames=20)
+    info = dataclasses.replace(probe(data, "video", POLICY), num_frames=21)
+    with caplog.at_level(logging.WARNING):
+        clip = decode_video(data, info, [0, 19, 20])
+    assert [number_of(f) for f in clip.frames] == [0, 19, 19]
+    assert "repeated" in caplog.text
+    with pytest.raises(BadMediaError, match="only 20 can be decoded"):
+        decode_video(data, dataclasses.replace(info, num_frames=22), [21])
+
+
+@pytest.mark.parametrize(("codec", "fmt", "container", "rate"), AUDIO_KINDS)
+def test_audio_has_exactly_the_samples_that_were_counted(codec, fmt, container, rate):
+    true = rate * 2 + 77
+    data = audio_bytes(codec, fmt, container, rate, true)
+    info = probe(data, "audio", POLICY)
+    assert info.sample_rate_hz == rate
+    assert abs(info.num_samples - true) <= (0 if container != "adts" else 2048)  # ADTS cannot tell its padding
+    wanted = resampled_num_samples(info.num_samples, rate, 16000)
+    heard = decode_audio(data, info, 16000, wanted).waveform
+    assert heard.shape == (wanted,)
+    assert heard.dtype == np.float32
+    source = decode_audio(data, info, rate, info.num_samples).waveform
+    assert source.shape == (info.num_samples,)
+    spectrum = np.abs(np.fft.rfft(heard))
+    assert abs(spectrum.argmax() * 16000 / len(heard) - 440) < 2
+    if container not in ("adts",):
+        middle = slice(rate // 2, rate)
+        assert np.abs(source[middle] - tone(true, rate)[middle]).max() < 0.05
+
+
+def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():
+    left, right = tone(8000, 16000), tone(8000, 16000, 880)
+    data = audio_bytes("pcm_f32le", "flt", "wav", 16000, waveform=np.stack([left, right]), layout="stereo")
+    info = probe(data, "audio", POLICY)
+    np.testing.assert_allclose(decode_audio(data, info, 16000, 8000).waveform, (left + right) / 2, atol=1e-7)
+
+
+def test_sound_outside_the_range_is_bounded_and_nan_becomes_silence():
+    wild = np.array([np.nan, np.inf, -np.inf, 3, -3] * 400, np.float32)
+    data = audio_bytes("pcm_f32le", "flt", "wav", 16000, waveform=wild)
+    heard = decode_audio(data, probe(data, "audio", POLICY), 16000, 2000).waveform
+    assert heard[:5].tolist() == [0, 0, 0, 1, -1]
+
+
+def test_audio_is_cut_or_padded_to_the_asked_length():
+    data = audio_bytes(num_samples=1000)
+    info = probe(data, "audio", POLICY)
+    assert decode_audio(data, info, 44100, 300).waveform.shape == (300,)
+    padded = decode_audio(data, info, 44100, 1500).waveform
+    assert padded.shape == (1500,)
+    assert not padded[1000:].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "modality", "policy", "words"),
+    [
+        (lambda: image_bytes("PNG"), "image", {"image": ImagePolicy(max_pixels=1024)}, "3072.*1024.*spec.gateway.media.image.maxPixels"),
+        (lambda: png_claiming(50_000, 50_000), "image", {}, "2500000000.*spec.gateway.media.image.maxPixels"),
+        (lambda: b"\xff\xd8\xff" + bytes(2000), "image", {"image": ImagePolicy(max_bytes=1024)}, "2003 bytes.*1024.*image.maxBytes"),
+        (lambda: video_bytes(frames=60), "video", {"video": VideoPolicy(max_duration_seconds=1)}, "2 seconds.*video.maxDurationSeconds"),
+        (lambda: video_bytes(frames=3), "video", {"image": ImagePolicy(max_pixels=1024)}, "pixels.*image.maxPixels"),
+        (lambda: audio_bytes(num_samples=99999), "audio", {"audio": AudioPolicy(max_duration_seconds=1)}, "seconds.*audio.maxDurationSeconds"),
+    ],
+)  # fmt: skip
+def test_every_limit_names_itself_the_value_and_the_field(make, modality, policy, words):
+    with pytest.raises(BadMediaError, match=words):
+        probe(make(), modality, MediaPolicy(**policy))
+
+
+def test_the_bytes_decide_what_a_medium_is():
+    with pytest.raises(BadMediaError, match="declared as video, but the bytes are png"):
+        probe(image_bytes("PNG"), "video", POLICY)
+    with pytest.raises(BadMediaError, match="declared as image, but the bytes are mp4"):
+        probe(video_bytes(frames=3), "image", POLICY)
+    with pytest.raises(BadMediaError, match="no known format"):
+        probe(b"#EXTM3U\nfile:///etc/passwd\n", "video", POLICY)
+    with pytest.raises(BadMediaError, match="no video stream"):
+        probe(audio_bytes("aac", "fltp", "mp4"), "video", POLICY)
+    with pytest.raises(BadMediaError, match="empty"):
+        probe(b"", "audio", POLICY)
+
+
+def _measure_and_decode(data, modality):
+    info = probe(data, modality, POLICY)
+    if modality == "image":
+        decode_image(data, info)
+    elif modality == "video":
+        decode_video(data, info, list(range(info.num_frames)))
+    else:
+        decode_audio(data, info, 16000, 16000)
+
+
+@pytest.mark.parametrize(
+    ("make", "modality"),
+    [
+        (lambda: image_bytes("PNG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)), "image"),
+        (lambda: image_bytes("JPEG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)), "image"),
+        (lambda: image_bytes("BMP"), "image"),
+        (lambda: video_bytes(), "video"),
+        (lambda: video_bytes(mux={"movflags": "faststart"}), "video"),
+        (lambda: audio_bytes(), "audio"),
+        (lambda: audio_bytes("flac", "s16", "flac"), "audio"),
+        (lambda: audio_bytes("aac", "fltp", "ipod"), "audio"),
+    ],
+    ids=["png", "jpeg", "bmp", "mp4", "mp4-index-first", "wav", "flac", "m4a"],
+)
+def test_half_a_file_is_refused(make, modality):
+    data = make()
+    with pytest.raises(BadMediaError):
+        _measure_and_decode(data[: len(data) // 2], modality)
+
+
+@pytest.mark.parametrize(
+    ("head", "modality"),
+    [(b"\x89PNG\r\n\x1a\n", "image"), (b"\xff\xd8\xff\xe0", "image"), (b"RIFF\x00\x10\x00\x00WEBP", "image"), (b"BM", "image"),
+     (b"GIF89a", "image"), (b"\x00\x00\x00\x18ftypisom", "video"), (b"\x1a\x45\xdf\xa3", "video"), (b"\x47", "video"),
+     (b"RIFF\x00\x10\x00\x00AVI ", "video"), (b"RIFF\x00\x10\x00\x00WAVE", "audio"), (b"OggS", "audio"), (b"fLaC", "audio"),
+     (b"\xff\xfb\x90", "audio"), (b"\xff\xf1\x50", "audio"), (b"ID3\x03\x00\x00\x00\x00\x00\x05", "audio")],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_bytes_behind_any_magic_are_refused_with_a_typed_error(head, modality, seed):
+    data = head + np.random.default_rng(seed).bytes(4096)
+    with pytest.raises(BadMediaError):
+        _measure_and_decode(data, modality)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_bytes_decode_or_are_refused_but_never_surprise(seed):
+    rng = np.random.default_rng(seed)
+    for make, modality in (
+        (lambda: image_bytes("JPEG"), "image"),
+        (lambda: image_bytes("PNG", orientation=6), "image"),
+        (lambda: video_bytes(frames=12), "video"),
+        (lambda: audio_bytes("libmp3lame", "s16p", "mp3", 44100, 8000), "audio"),
+        (lambda: audio_bytes("libopus", "s16", "ogg", 48000, 8000), "audio"),
+    ):
+        data = bytearray(make())
+        for at in rng.integers(0, len(data), 8):
+            data[at] = rng.integers(0, 256)
+        try:
+            _measure_and_decode(bytes(data), modality)
+        except BadMediaError as error:
+            assert "send" in error.message

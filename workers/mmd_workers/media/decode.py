@@ -1,0 +1,276 @@
+"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Knows no policy and no model.
+
+The functions run where they are called; bytes from outside belong into `sandbox.DecodePool`, which runs these same
+functions in processes of their own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+import soxr
+from PIL import Image
+
+from mmd_workers.errors import BadMediaError
+from mmd_workers.media import containers
+from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+
+log = logging.getLogger(__name__)
+
+AUDIO_SLACK_SECONDS = 0.1  # how far a container may misjudge its own samples before it is called a lie
+DECODE_THREADS = 2
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def image_shape(info: MediumInfo) -> tuple[int, int, int]:
+    """[height, width, 3] of a decoded image."""
+    return (info.height, info.width, 3)
+
+
+def video_shape(info: MediumInfo, frame_indices: Sequence[int]) -> tuple[int, int, int, int]:
+    """[frames, height, width, 3] of a decoded video."""
+    return (len(frame_indices), info.height, info.width, 3)
+
+
+def decode_image(
+    data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | None = None
+) -> DecodedImage:
+    """First frame of an image as RGB, uint8 [height, width, 3], written to `out` when given.
+
+    Raises:
+        BadMediaError: broken or cut off data, or another size than the header said.
+    """
+    image: Image.Image = containers.open_image(data, info.container)
+    turn = _TURNS.get(containers.orientation(image))
+    try:
+        image.load()
+        rgb = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+        raise BadMediaError(f"the {info.container} image cannot be decoded ({error}); send a whole file") from error
+    if turn is not None:
+        rgb = rgb.transpose(turn)
+    if rgb.size != (info.width, info.height):
+        raise BadMediaError(
+            f"the image is {rgb.size[0]}x{rgb.size[1]}, its header said {info.width}x{info.height}; send it re-encoded"
+        )
+    if out is None:
+        out = np.empty(image_shape(info), np.uint8)
+    out[...] = np.asarray(rgb)
+    return DecodedImage(out)
+
+
+def decode_video(
+    data: bytes,
+    info: MediumInfo,
+    frame_indices: Sequence[int],
+    out: npt.NDArray[np.uint8] | None = None,
+) -> DecodedVideo:
+    """Frames by index in presentation order as RGB, uint8 [frames, height, width, 3], written to `out` when given.
+
+    Runs of pictures without a wanted frame are skipped when timestamps allow it and that saves work; one scan otherwise.
+
+    Raises:
+        BadMediaError: broken data, another frame size than promised, or more than the last frame is missing.
+    """
+    if not frame_indices or min(frame_indices) < 0 or max(frame_indices) >= info.num_frames:
+        raise BadMediaError(
+            f"frames {list(frame_indices)[:8]} of a video of {info.num_frames}; ask for frames it has"
+        )
+    if out is None:
+        out = np.empty(video_shape(info, frame_indices), np.uint8)
+    places: dict[int, list[int]] = {}
+    for place, index in enumerate(frame_indices):
+        places.setdefault(index, []).append(place)
+    writer = _FrameWriter(data, info, places, out)
+    if not _decode_needed_runs(data, info, writer):
+        _decode_scan(data, info, writer)
+    return DecodedVideo(out, list(frame_indices), info.fps, info.num_frames)
+
+
+class _FrameWriter:
+    """Puts frames, turned as a player would, into their places of the output."""
+
+    def __init__(
+        self,
+        data: bytes,
+        info: MediumInfo,
+        places: dict[int, list[int]],
+        out: npt.NDArray[np.uint8],
+    ) -> None:
+        with containers.open_av(data, info.container) as opened:
+            track = containers.video_stream(opened).id
+        self._quarter_turns = containers.clockwise_quarter_turns(data, info.container, track)
+        self._size = (info.width, info.height)
+        self._places = places
+        self._out = out
+        self.missing = set(places)
+
+    def put(self, index: int, frame: Any) -> None:
+        if index not in self.missing:
+            return
+        width, height = (frame.height, frame.width) if self._quarter_turns % 2 else (frame.width, frame.height)
+        if (width, height) != self._size:
+            raise BadMediaError(
+                f"frame {index} of the video is {width}x{height}, the container said {self._size[0]}x{self._size[1]}; "
+                "send it re-encoded at one size"
+            )
+        pixels = np.rot90(frame.to_ndarray(format="rgb24"), k=-self._quarter_turns)
+        for place in self._places[index]:
+            self._out[place] = pixels
+        self.missing.discard(index)
+
+
+
+def _decode_needed_runs(data: bytes, info: MediumInfo, writer: _FrameWriter) -> bool:
+    """Decode only from a key frame up to the last frame wanted of its run. False: not possible or not worth it."""
+    with containers.open_av(data, info.container) as opened:
+        table = containers.video_table(opened, containers.video_stream(opened), 2 * info.num_frames + 1024)
+    times = table.presentation()
+    if times is None or len(times) != info.num_frames:
+        return False
+    wanted = {times[index]: index for index in writer.missing}
+    runs = _runs(table, set(wanted))
+    last = max(end for _, end in runs) if runs else 0
+    if not runs or sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1):
+        return False
+    with containers.open_av(data, info.container) as opened:
+        stream = containers.video_stream(opened)
+        stream.codec_context.thread_count = DECODE_THREADS
+        todo = iter(runs)
+        run = next(todo)
+        number = -1
+        for packet in opened.demux(stream):
+            if packet.size == 0:
+                continue
+            number += 1
+            if number < run[0]:
+                continue
+            frames = list(stream.codec_context.decode(packet))
+            if number == run[1]:
+                frames += stream.codec_context.decode(None)
+                stream.codec_context.flush_buffers()
+            for frame in frames:
+                if frame.pts in wanted:
+                    writer.put(wanted[frame.pts], frame)
+            if number == run[1]:
+                following = next(todo, None)
+                if following is None:
+                    break
+                run = following
+    return not writer.missing
+
+
+def _runs(table: containers.VideoTable, wanted: set[int]) -> list[tuple[int, int]]:
+    """Packet ranges [first, last] that hold the wanted timestamps, each starting at a key frame shown no later than they are."""
+    keys = sorted((t, n) for n, (t, key) in enumerate(zip(table.pts, table.key, strict=True)) if key and t is not None)
+    runs: dict[int, int] = {}
+    for number, (time, shown) in enumerate(zip(table.pts, table.shown, strict=True)):
+        if not shown or time is None or time not in wanted:
+            continue
+        at = bisect.bisect_right(keys, (time, number)) - 1
+        if at < 0 or keys[at][1] > number:
+            return []
+        start = keys[at][1]
+        runs[start] = max(runs.get(start, 0), number)
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(runs.items()):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _decode_scan(data: bytes, info: MediumInfo, writer: _FrameWriter) -> None:
+    """Decode from the start and count, up to the last frame wanted."""
+    seen = 0
+    newest = max(writer.missing)
+    held: Any = None
+    for frame in _frames(data, info):
+        writer.put(seen, frame)
+        seen += 1
+        held = frame
+        if seen > newest:
+            break
+    if not writer.missing:
+        return
+    lost = info.num_frames - seen
+    if held is None or lost > 1 or writer.missing != {seen}:
+        raise BadMediaError(
+            f"the container lists {info.num_frames} frames, only {seen} can be decoded; send a whole, valid file"
+        )
+    log.warning("video %s ends one frame early; its last frame is repeated", info.digest[:12])
+    writer.put(seen, held)
+
+
+def _frames(data: bytes, info: MediumInfo) -> Iterator[Any]:
+    with containers.open_av(data, info.container) as opened:
+        stream = containers.video_stream(opened)
+        stream.codec_context.thread_count = DECODE_THREADS
+        yield from opened.decode(stream)
+
+
+def decode_audio(
+    data: bytes,
+    info: MediumInfo,
+    sample_rate_hz: int,
+    num_samples: int,
+    out: npt.NDArray[np.float32] | None = None,
+) -> DecodedAudio:
+    """Mono waveform, float32 [num_samples] in [-1, 1] at `sample_rate_hz`, written to `out` when given.
+
+    Channels are averaged, the source is trimmed or padded to `info.num_samples`, resampled with soxr (HQ), then cut or
+    padded with silence to `num_samples`.
+
+    Raises:
+        BadMediaError: broken data, or noticeably fewer samples than the packets announced.
+    """
+    source = _source_waveform(data, info)
+    if sample_rate_hz != info.sample_rate_hz:
+        source = soxr.resample(source, info.sample_rate_hz, sample_rate_hz)
+    if out is None:
+        out = np.empty(num_samples, np.float32)
+    kept = min(len(source), num_samples)
+    np.clip(source[:kept], -1.0, 1.0, out=out[:kept])
+    out[kept:] = 0
+    return DecodedAudio(out, sample_rate_hz)
+
+
+def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
+    """Mono float32 [info.num_samples] at the source's own rate; NaN and infinities become silence."""
+    waveform = np.zeros(info.num_samples, np.float32)
+    filled = 0
+    with containers.open_av(data, info.container) as opened:
+        stream = containers.audio_stream(opened)
+        stream.codec_context.thread_count = 1
+        to_float = av.AudioResampler(format="fltp")
+        for frame in opened.decode(stream):
+            if frame.sample_rate != info.sample_rate_hz:
+                raise BadMediaError(
+                    f"the sample rate changes from {info.sample_rate_hz} to {frame.sample_rate} Hz; send it re-encoded"
+                )
+            for planar in to_float.resample(frame):
+                mono = planar.to_ndarray().mean(axis=0, dtype=np.float32)
+                kept = min(len(mono), info.num_samples - filled)
+                waveform[filled : filled + kept] = mono[:kept]
+                filled += kept
+    if info.num_samples - filled > AUDIO_SLACK_SECONDS * info.sample_rate_hz + 0.02 * info.num_samples:
+        raise BadMediaError(
+            f"the container lists {info.num_samples} samples, only {filled} can be decoded; send a whole, valid file"
+        )
+    return np.nan_to_num(waveform, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,164 @@
+"""What a medium is, from headers and packet tables alone: no pixel and no sample is decoded. Knows the policy, no model.
+
+Limits hold here, before anything is decoded; every refusal names the limit, the value and the field that would raise it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from mmd_workers.errors import BadMediaError
+from mmd_workers.media import containers
+from mmd_workers.media.identity import digest
+from mmd_workers.media.types import MediumInfo, Modality
+
+if TYPE_CHECKING:  # the decode processes import this module's neighbours and stay without pydantic
+    from mmd_api.spec import MediaPolicy
+
+FIELD = "spec.gateway.media"
+MAX_SOURCE_FRAMES_PER_SECOND = 240  # frames of a source are bounded by its allowed duration times this
+MAX_PACKETS_PER_SECOND = 2000  # the shortest packets in use are Opus frames of 2.5 ms; PCM comes in far larger ones
+MIN_SAMPLE_RATE_HZ, MAX_SAMPLE_RATE_HZ = 1_000, 384_000
+TRUNCATION_SLACK_SECONDS = 0.1
+
+
+def probe(data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
+    """Facts of a medium; `modality` is what the request declared, and is only checked.
+
+    Raises:
+        BadMediaError: the bytes are not of this modality, are broken or cut off, or exceed a limit of the policy.
+    """
+    if not data:
+        raise BadMediaError(f"the {modality} is empty; send the file's bytes")
+    limit_bytes = getattr(policy, modality).max_bytes
+    if len(data) > limit_bytes:
+        raise _over(modality, "bytes", len(data), limit_bytes, "maxBytes")
+    container = containers.sniff(data)
+    if container is None:
+        allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
+        raise BadMediaError(f"the {modality} is of no known format (its first bytes match none); send one of: {allowed}")
+    if container not in containers.CONTAINERS[modality]:
+        raise BadMediaError(f"declared as {modality}, but the bytes are {container}; send it as the part it is")
+    if modality == "image":
+        return _probe_image(data, container, policy)
+    if modality == "video":
+        return _probe_video(data, container, policy)
+    return _probe_audio(data, container, policy)
+
+
+def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> int:
+    """Length of a waveform after resampling: ceil(n * target / source), what librosa gives and `decode_audio` keeps to."""
+    return -(-num_samples * target_hz // source_hz)
+
+
+def _over(modality: Modality, what: str, value: float, limit: float, field: str, of: str | None = None) -> BadMediaError:
+    return BadMediaError(
+        f"the {modality} has {value:g} {what}, the limit is {limit:g}; send less, or raise {FIELD}.{of or modality}.{field}"
+        if isinstance(value, float)
+        else f"the {modality} has {value} {what}, the limit is {limit}; send less, or raise {FIELD}.{of or modality}.{field}"
+    )
+
+
+def _probe_image(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+    image = containers.open_image(data, container)
+    width, height = image.size
+    _check_pixels("image", width, height, policy)
+    if containers.orientation(image) >= 5:
+        width, height = height, width
+    return MediumInfo("image", digest(data), len(data), container, width=width, height=height)
+
+
+def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPolicy) -> None:
+    if width < 1 or height < 1:
+        raise BadMediaError(f"the {modality} is {width}x{height} pixels; send one that has pixels")
+    if width * height > policy.image.max_pixels:
+        raise _over(modality, f"pixels ({width}x{height})", width * height, policy.image.max_pixels, "maxPixels", "image")
+
+
+def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+    limit_seconds = policy.video.max_duration_seconds
+    with containers.open_av(data, container) as opened:
+        stream = containers.video_stream(opened)
+        width, height = stream.codec_context.width, stream.codec_context.height
+        _check_pixels("video", width, height, policy)
+        if stream.duration and (declared := float(stream.duration * stream.time_base)) > limit_seconds:
+            raise _over("video", "seconds", declared, limit_seconds, "maxDurationSeconds")
+        max_packets = limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND
+        table = containers.video_table(opened, stream, max_packets)
+        if len(table.pts) > max_packets:
+            raise _over("video", "or more frames", len(table.pts), max_packets, "maxDurationSeconds")
+        if container == "mp4" and len(table.pts) < stream.frames - 1:
+            raise BadMediaError(
+                f"the video is cut off: its index lists {stream.frames} frames, {len(table.pts)} are there; send the whole file"
+            )
+        num_frames = table.num_frames
+        if num_frames == 0:
+            raise BadMediaError("the video has no frames; send one with at least one frame")
+        fps, duration = _timing(stream, table)
+        turns = containers.clockwise_quarter_turns(data, container, stream.id)
+    if duration > limit_seconds:
+        raise _over("video", "seconds", duration, limit_seconds, "maxDurationSeconds")
+    if turns % 2:
+        width, height = height, width
+    return MediumInfo(
+        "video",
+        digest(data),
+        len(data),
+        container,
+        width=width,
+        height=height,
+        num_frames=num_frames,
+        fps=fps,
+        duration_seconds=duration,
+    )
+
+
+def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
+    """Frames per second and duration. The declared rate counts when the timestamps agree with it to two percent."""
+    declared = float(stream.average_rate or stream.guessed_rate or 0)
+    times = table.presentation()
+    measured = 0.0
+    if times is not None and len(times) > 1:
+        measured = (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
+    elif times is not None and table.last_duration > 0:
+        measured = 1 / float(table.last_duration * stream.time_base)
+    fps = declared
+    if measured and not (declared and abs(declared - measured) <= 0.02 * measured):
+        fps = measured
+    if not (math.isfinite(fps) and 0 < fps <= 10_000):
+        raise BadMediaError("the video's timestamps say nothing of its frame rate; send it re-encoded with a frame rate")
+    return fps, table.num_frames / fps
+
+
+def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+    limit_seconds = policy.audio.max_duration_seconds
+    with containers.open_av(data, container) as opened:
+        stream = containers.audio_stream(opened)
+        rate = stream.codec_context.sample_rate
+        if not MIN_SAMPLE_RATE_HZ <= rate <= MAX_SAMPLE_RATE_HZ:
+            raise BadMediaError(
+                f"the audio's sample rate is {rate} Hz; send {MIN_SAMPLE_RATE_HZ} to {MAX_SAMPLE_RATE_HZ} Hz"
+            )
+        declared = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        if declared > limit_seconds and container in ("wav", "flac", "mp4"):
+            raise _over("audio", "seconds", declared, limit_seconds, "maxDurationSeconds")
+        num_samples = containers.count_samples(opened, stream, limit_seconds * MAX_PACKETS_PER_SECOND)
+    duration = num_samples / rate
+    if num_samples == 0:
+        raise BadMediaError("the audio has no samples; send one with sound in it")
+    if duration > limit_seconds:
+        raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
+    if container in ("wav", "flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
+        raise BadMediaError(
+            f"the audio is cut off: its header says {declared:.2f} seconds, {duration:.2f} are there; send the whole file"
+        )
+    return MediumInfo(
+        "audio",
+        digest(data),
+        len(data),
+        container,
+        duration_seconds=duration,
+        num_samples=num_samples,
+        sample_rate_hz=rate,
+    )
