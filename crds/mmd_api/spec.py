@@ -13,7 +13,8 @@ from pydantic import Field
 from mmd_api.base import ApiModel
 
 Dtype = Literal["Auto", "Float32", "BFloat16", "Float16"]
-Name = Annotated[str, Field(min_length=1, max_length=253)]
+ModelSource = Literal["Builtin", "HubId", "AbsolutePath", "RelativePath"]
+Name = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 
 
 class ModelStorage(ApiModel):
@@ -26,23 +27,25 @@ class ModelStorage(ApiModel):
 
 
 class ModelSpec(ApiModel):
-    """The model: a hub id, an absolute path (on the claim or in the image), or `builtin/demo`."""
+    """The model: a hub id, an absolute path (on the claim, mounted at /models, or in the image), or `builtin/demo`.
 
-    id: Annotated[str, Field(min_length=1, max_length=512)]
-    revision: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    A path that starts with `./` or `../` is for `mmd up` alone, which takes it from the file's folder.
+    """
+
+    id: Annotated[str, Field(max_length=512, pattern=r"^(/|\./|\.\./)?[A-Za-z0-9._][A-Za-z0-9._/-]*$")]
+    revision: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
     dtype: Dtype = "Auto"
     max_model_len: Annotated[int, Field(ge=16, le=10_000_000)] | None = None
     storage: ModelStorage = ModelStorage()
 
-
-class Toleration(ApiModel):
-    """A core/v1 toleration."""
-
-    key: Annotated[str, Field(max_length=317)] | None = None
-    operator: Literal["Exists", "Equal"] = "Equal"
-    value: Annotated[str, Field(max_length=63)] | None = None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: int | None = None
+    @property
+    def source(self) -> ModelSource:
+        """What kind of name `id` is, by how it begins."""
+        if self.id.startswith(("./", "../")):
+            return "RelativePath"
+        if self.id.startswith("/"):
+            return "AbsolutePath"
+        return "Builtin" if self.id.startswith("builtin/") else "HubId"
 
 
 class EnvVar(ApiModel):
@@ -53,7 +56,26 @@ class EnvVar(ApiModel):
 
 
 Quantity = Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
-Labels = Annotated[dict[str, Annotated[str, Field(max_length=253)]], Field(max_length=32)]
+QualifiedName = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    ),
+]
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
+Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32)]
+Annotations = Annotated[dict[QualifiedName, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+
+
+class Toleration(ApiModel):
+    """A core/v1 toleration."""
+
+    key: QualifiedName | None = None
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 
 
 class Resources(ApiModel):
@@ -67,7 +89,7 @@ class PodTemplate(ApiModel):
     """Narrow overrides of a pool's pods."""
 
     labels: Labels = {}
-    annotations: Labels = {}
+    annotations: Annotations = {}
     env: Annotated[list[EnvVar], Field(max_length=64)] = []
     service_account_name: Name | None = None
     priority_class_name: Name | None = None
@@ -76,9 +98,9 @@ class PodTemplate(ApiModel):
 
 
 class Schedule(ApiModel):
-    """At least `minReplicas` during a window that `cron` opens for `durationMinutes`."""
+    """At least `minReplicas` during a window that `cron` (five numeric fields, UTC) opens for `durationMinutes`."""
 
-    cron: Annotated[str, Field(min_length=9, max_length=64)]
+    cron: Annotated[str, Field(max_length=64, pattern=r"^[0-9*/,-]+( [0-9*/,-]+){4}$")]
     duration_minutes: Annotated[int, Field(ge=1, le=10_080)]
     min_replicas: Annotated[int, Field(ge=0, le=1000)]
 
@@ -104,7 +126,7 @@ class Autoscaling(ApiModel):
 
 
 class Pool(ApiModel):
-    """What encoder, prefill and decode pools share. Give `replicas` or `autoscaling`, not both."""
+    """What encoder, prefill and decode pools share. Give `replicas` or `autoscaling`, not both; neither means one replica."""
 
     replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
     autoscaling: Autoscaling | None = None
@@ -119,15 +141,15 @@ class Pool(ApiModel):
 class ImagePolicy(ApiModel):
     """Limits of one image."""
 
-    max_bytes: Annotated[int, Field(ge=1024)] = 20 * 2**20
-    max_pixels: Annotated[int, Field(ge=1024)] = 50_000_000
+    max_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 20 * 2**20
+    max_pixels: Annotated[int, Field(ge=1024, le=2**40)] = 50_000_000
 
 
 class VideoPolicy(ApiModel):
     """Limits and sampling of one video. `framesPerSecondMilli`: 2000 is two frames a second."""
 
-    max_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    max_duration_seconds: Annotated[int, Field(ge=1)] = 600
+    max_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 512 * 2**20
+    max_duration_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
     max_frames: Annotated[int, Field(ge=1, le=4096)] = 64
     frames_per_second_milli: Annotated[int, Field(ge=1, le=120_000)] = 2000
 
@@ -135,8 +157,8 @@ class VideoPolicy(ApiModel):
 class AudioPolicy(ApiModel):
     """Limits of one audio clip."""
 
-    max_bytes: Annotated[int, Field(ge=1024)] = 100 * 2**20
-    max_duration_seconds: Annotated[int, Field(ge=1)] = 600
+    max_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 100 * 2**20
+    max_duration_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
 
 
 class MediaPolicy(ApiModel):
@@ -185,7 +207,7 @@ class DecodeSpec(Pool):
 
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     kv_block_tokens: Literal[16, 32, 64, 128, 256] = 16
-    kv_dtype: Literal["Auto"] = "Auto"
+    kv_dtype: Literal["Auto", "Float8E4M3", "Float8E5M2", "Int8"] = "Auto"
     kv_cache_mebibytes: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
 
 
@@ -201,8 +223,8 @@ class KvTransfer(ApiModel):
     """KV from prefill to decode."""
 
     backend: Literal["Nccl", "Gloo"] = "Nccl"
-    wire_precision: Literal["Native"] = "Native"
-    layer_pipelining: Literal["Chunk"] = "Chunk"
+    wire_precision: Literal["Native", "Float8E4M3", "Int8"] = "Native"
+    layer_pipelining: Literal["Chunk", "Layer"] = "Chunk"
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     chunk_timeout_milliseconds: Annotated[int, Field(ge=50, le=60_000)] = 2000
 
@@ -231,10 +253,13 @@ class GatewaySpec(ApiModel):
 
 
 class NatsSpec(ApiModel):
-    """The message bus: managed by the operator, or an existing one."""
+    """The message bus: managed by the operator, or an existing one at `url`.
+
+    `credentialsSecret` names a Secret with the keys `username` and `password` (URL-encoded).
+    """
 
     managed: bool = True
-    url: Annotated[str, Field(max_length=512)] | None = None
+    url: Annotated[str, Field(max_length=512, pattern=r"^(nats|tls|ws|wss)://[^/\s]+$")] | None = None
     credentials_secret: Name | None = None
     storage_mebibytes: Annotated[int, Field(ge=64, le=1_048_576)] = 1024
     resources: Resources = Resources()
@@ -253,7 +278,7 @@ class ObservabilitySpec(ApiModel):
 
     log_level: Literal["Debug", "Info", "Warning", "Error"] = "Info"
     metrics: bool = True
-    otlp_endpoint: Annotated[str, Field(max_length=512)] | None = None
+    otlp_endpoint: Annotated[str, Field(max_length=512, pattern=r"^https?://\S+$")] | None = None
     heartbeat_milliseconds: Annotated[int, Field(ge=100, le=10_000)] = 500
     heartbeat_timeout_milliseconds: Annotated[int, Field(ge=300, le=60_000)] = 2500
 

@@ -1,0 +1,1 @@
+"""How many replicas a pool needs, decided from numbers and the time that are passed in."""

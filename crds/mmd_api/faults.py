@@ -1,0 +1,223 @@
+"""What is wrong with a resource, as a list of field, problem and remedy: every fault at once, in the words of the resource.
+
+Knows pydantic's error types, so that nobody else has to.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mmd_api.base import STRUCTURE_ONLY
+from mmd_api.rules import Rule, broken_rules
+
+Location = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
+
+MAX_FAULTS = 200
+MAX_SHOWN_CHARACTERS = 80
+_STAND_INS: dict[str, object] = {
+    "metadata": {"name": "stand-in"},
+    "name": "stand-in",
+    "spec": {"model": {"id": "stand-in"}, "decode": {}},
+    "model": {"id": "stand-in"},
+    "id": "stand-in",
+    "decode": {},
+    "maxReplicas": 1000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong. `field` is a path such as `spec.gateway.tolerations[0].key`; `message` ends with the remedy."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class InvalidDeploymentError(ValueError):
+    """A file or an object is no valid MultimodalDeployment. `faults` holds everything that is wrong with it."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(str(f) for f in self.faults))
+
+
+def parse(model: type[M], data: object) -> M:
+    """Validate JSON-like data as `model`, strictly: the types must be those that the API server takes.
+
+    Raises:
+        InvalidDeploymentError: with every fault, not the first.
+    """
+    try:
+        return model.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError:
+        raise InvalidDeploymentError(_all_faults(model, data)[:MAX_FAULTS]) from None
+
+
+def cluster_faults(part: BaseModel) -> list[Fault]:
+    """What is wrong with a valid resource in a cluster, although `mmd up` serves it on one machine."""
+    return [_rule_fault(location, rule) for location, rule in _broken(part, (), in_cluster=True)]
+
+
+def field_path(location: Location) -> str:
+    """`("spec", "tolerations", 0)` as `spec.tolerations[0]`."""
+    text = ""
+    for step in location:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif step != "[key]":
+            text += f".{step}" if text else step
+    return text
+
+
+def _all_faults(model: type[BaseModel], data: object) -> list[Fault]:
+    """Faults of structure first; then the rules, evaluated on the data with the broken values taken out.
+
+    A rule that reads a value that was taken out says nothing: mending the value may mend it.
+    """
+    mended = copy.deepcopy(data)
+    faults: dict[Fault, None] = {}
+    unknown: set[str] = set()
+    for _ in range(8):
+        try:
+            parsed = model.model_validate_json(json.dumps(mended), strict=True, context=STRUCTURE_ONLY)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            for detail in details:
+                if not _consequence(detail["loc"], detail["type"], unknown):
+                    faults[_structural_fault(model, detail)] = None
+            for detail in reversed(details):
+                unknown.update(str(step) for step in detail["loc"][-1:])
+                _mend(mended, detail["loc"], missing=detail["type"] == "missing")
+        else:
+            for location, rule in _broken(parsed, (), in_cluster=False):
+                if not unknown & set(re.findall(r"\w+", f"{rule.cel} {rule.field}")):
+                    faults[_rule_fault(location, rule)] = None
+            break
+    return list(faults)
+
+
+def _consequence(location: Location, error_type: str, unknown: set[str]) -> bool:
+    """A field that is missing only because its broken value was taken out."""
+    return error_type == "missing" and str(location[-1]) in unknown
+
+
+def _mend(data: Any, location: Location, *, missing: bool) -> None:
+    """Take the value at `location` out, or put a harmless one in where one is required and missing."""
+    if location and location[-1] == "[key]":
+        location = location[:-1]
+    if not location:
+        return
+    parent: Any = data
+    for step in location[:-1]:
+        parent = parent[step]
+    last: Any = location[-1]
+    if not missing:
+        if isinstance(parent, list) or last in parent:
+            del parent[last]
+    elif last in _STAND_INS:
+        parent[last] = copy.deepcopy(_STAND_INS[str(last)])
+    else:
+        _mend(data, location[:-1], missing=False)
+
+
+def _rule_fault(location: Location, rule: Rule) -> Fault:
+    return Fault(field_path((*location, *rule.field.split("."))), rule.message)
+
+
+def _broken(part: BaseModel, location: Location, *, in_cluster: bool) -> Iterator[tuple[Location, Rule]]:
+    """Broken rules of a part of the resource and of everything below it."""
+    for rule in broken_rules(part, in_cluster=in_cluster):
+        yield location, rule
+    for name, field in type(part).model_fields.items():
+        value, alias = getattr(part, name), field.alias or name
+        if isinstance(value, BaseModel):
+            yield from _broken(value, (*location, alias), in_cluster=in_cluster)
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from _broken(item, (*location, alias, number), in_cluster=in_cluster)
+
+
+def _structural_fault(model: type[BaseModel], detail: ErrorDetails) -> Fault:
+    return Fault(field_path(detail["loc"]), _message(model, detail))
+
+
+def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
+    """Problem and remedy of one error of pydantic's."""
+    context, shown = detail.get("ctx", {}), _shown(detail["input"])
+    match detail["type"]:
+        case "missing":
+            return "required, and not set; add it"
+        case "extra_forbidden":
+            return _unknown_field(model, detail["loc"])
+        case "literal_error":
+            choices = str(context["expected"]).replace(" or ", ", ").replace("'", "")
+            return f"{shown} is not one of {choices}; {_nearest(shown, choices.split(', '), 'choose one of them')}"
+        case "int_type" | "int_from_float" | "int_parsing":
+            return f"{shown} is not a whole number; write it without quotes, fraction or unit"
+        case "bool_type" | "bool_parsing":
+            return f"{shown} is neither true nor false; write true or false without quotes"
+        case "string_type":
+            return f"{shown} is not a string; put it in quotes"
+        case "greater_than_equal":
+            return f"{shown} is too small; set at least {context['ge']}"
+        case "less_than_equal":
+            return f"{shown} is too large; set at most {context['le']}"
+        case "string_pattern_mismatch":
+            return f"{shown} has the wrong form; it must match {context['pattern']}"
+        case "string_too_short":
+            return f"{shown} is too short; give at least {context['min_length']} characters"
+        case "string_too_long":
+            return f"{shown} is too long; give at most {context['max_length']} characters"
+        case "too_long":
+            return f"{context['actual_length']} entries are too many; give at most {context['max_length']}"
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return f"{shown} is no mapping; write fields below it, indented"
+        case "list_type":
+            return f"{shown} is no list; begin each entry with '- '"
+        case _:
+            return f"{detail['msg']} (is {shown}); see docs/reference.md"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
+
+
+def _unknown_field(model: type[BaseModel], location: Location) -> str:
+    known = sorted(f.alias or n for n, f in _model_at(model, location[:-1]).model_fields.items())
+    return f"unknown field; {_nearest(str(location[-1]), known, 'known here: ' + ', '.join(known))}"
+
+
+def _nearest(word: str, known: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word.strip('"').lower(), [k.lower() for k in known], n=1, cutoff=0.7)
+    return f"did you mean {next(k for k in known if k.lower() == close[0])}?" if close else otherwise
+
+
+def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel]:
+    """The model class that describes the part of the resource at `location`."""
+    for step in location:
+        if isinstance(step, int):
+            continue
+        field = next(f for n, f in model.model_fields.items() if (f.alias or n) == step)
+        model = _models_in(field.annotation)[0]
+    return model
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for argument in get_args(annotation) for m in _models_in(argument)]

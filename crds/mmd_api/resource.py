@@ -1,0 +1,166 @@
+"""The MultimodalDeployment as it stands in a file or comes from the API server, and how to read it from YAML.
+
+Knows no cluster and opens nothing but the file it is given.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from mmd_api.base import ApiModel
+from mmd_api.faults import Fault, InvalidDeploymentError, parse
+from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.status import MultimodalDeploymentStatus
+
+GROUP = "serving.multimodal.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "MultimodalDeployment"
+PLURAL = "multimodaldeployments"
+SHORT_NAME = "mmd"
+MAX_FILE_BYTES = 4 * 2**20
+
+DnsLabel = Annotated[str, Field(max_length=63, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+
+
+class ObjectMeta(ApiModel):
+    """The part of Kubernetes' object metadata that we read; what else stands there is ignored."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+    name: DnsLabel
+    namespace: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")] | None = None
+    uid: str | None = None
+    generation: int | None = None
+    resource_version: str | None = None
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class MultimodalDeployment(ApiModel):
+    """A whole multimodal serving pipeline: one resource, from model to pools."""
+
+    api_version: Literal["serving.multimodal.dev/v1alpha1"]
+    kind: Literal["MultimodalDeployment"]
+    metadata: ObjectMeta
+    spec: MultimodalDeploymentSpec
+    status: MultimodalDeploymentStatus | None = None
+
+    @classmethod
+    def parse(cls, data: object) -> MultimodalDeployment:
+        """Read JSON-like data.
+
+        Raises:
+            InvalidDeploymentError: with every fault in it.
+        """
+        return parse(cls, data)
+
+
+def load(path: str | Path) -> MultimodalDeployment:
+    """The one MultimodalDeployment of a YAML file (`-`: standard input).
+
+    Raises:
+        InvalidDeploymentError: the file cannot be read, is no YAML, has faults, or holds more than one.
+    """
+    found = load_all(path)
+    if len(found) > 1:
+        names = ", ".join(d.metadata.name for d in found)
+        raise InvalidDeploymentError(
+            [Fault("", f"{len(found)} deployments ({names}) where one is wanted; put each into a file")]
+        )
+    return found[0]
+
+
+def load_all(path: str | Path) -> list[MultimodalDeployment]:
+    """Every MultimodalDeployment of a YAML file of one or more documents, at least one. Objects of other groups are skipped.
+
+    Raises:
+        InvalidDeploymentError: with the faults of all documents.
+    """
+    documents = [d for d in _documents(_read(path)) if d is not None]
+    faults: list[Fault] = []
+    found: list[MultimodalDeployment] = []
+    for number, document in enumerate(documents):
+        if _of_another_group(document):
+            continue
+        try:
+            found.append(MultimodalDeployment.parse(document))
+        except InvalidDeploymentError as error:
+            where = f"document[{number}]." if len(documents) > 1 else ""
+            faults += [Fault(f"{where}{f.field}".rstrip("."), f.message) for f in error.faults]
+    if not found and not faults:
+        faults = [Fault("", f"holds no {KIND}; begin it with apiVersion: {API_VERSION}, kind: {KIND}")]
+    if faults:
+        raise InvalidDeploymentError(faults)
+    return found
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice in a mapping is an error, and dates stay text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:str" and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} stands twice in one mapping", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _as_text(loader: _UniqueKeyLoader, node: yaml.Node) -> str:
+    return str(node.value)
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:timestamp", _as_text)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        if str(path) == "-":
+            text = sys.stdin.read(MAX_FILE_BYTES + 1)
+        else:
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidDeploymentError(
+            [Fault("", f"cannot be read ({error.strerror}); check the path")]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidDeploymentError([Fault("", "is not UTF-8 text; save it as UTF-8 YAML")]) from error
+    if len(text) > MAX_FILE_BYTES:
+        limit = MAX_FILE_BYTES // 2**20
+        raise InvalidDeploymentError(
+            [Fault("", f"is larger than {limit} MiB; give the deployment's file alone")]
+        )
+    return text
+
+
+def _documents(text: str) -> list[object]:
+    try:
+        # A subclass of SafeLoader: it builds plain data only.
+        return cast("list[object]", list(yaml.load_all(text, Loader=_UniqueKeyLoader)))
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise InvalidDeploymentError(
+            [Fault("", f"{where}no valid YAML: {error.problem}; mend it")]
+        ) from error
+    except yaml.YAMLError as error:
+        raise InvalidDeploymentError([Fault("", f"no valid YAML: {error}; mend it")]) from error
+    except RecursionError as error:
+        raise InvalidDeploymentError([Fault("", "is nested too deeply; flatten it")]) from error
+
+
+def _of_another_group(document: object) -> bool:
+    if not isinstance(document, dict):
+        return False
+    api_version = document.get("apiVersion")
+    return isinstance(api_version, str) and api_version.partition("/")[0] != GROUP

@@ -1,0 +1,36 @@
+"""From a MultimodalDeployment to every Kubernetes object it stands for. Pure: imports neither kopf nor a Kubernetes client."""
+
+from __future__ import annotations
+
+from mmd_api.faults import InvalidDeploymentError, cluster_faults
+from mmd_api.pools import POOL_NAMES
+from mmd_api.resource import MultimodalDeployment
+from mmd_operator.resources.config import config_map
+from mmd_operator.resources.disruption import disruption_budget
+from mmd_operator.resources.gateway import gateway_objects
+from mmd_operator.resources.naming import Component, Manifest, Scope
+from mmd_operator.resources.nats import nats_objects
+from mmd_operator.resources.network import network_policy
+from mmd_operator.resources.pools import pool_objects
+
+
+def plan_objects(deployment: MultimodalDeployment, namespace: str) -> list[Manifest]:
+    """Every object of the deployment's present revision, in the order to apply them; the same for the same input.
+
+    The applier adds the ownerReference, and leaves `spec.replicas` out of every StatefulSet that already exists.
+
+    Raises:
+        InvalidDeploymentError: it holds what only `mmd up` can serve (a relative model path, which that resolves first).
+    """
+    if faults := cluster_faults(deployment):
+        raise InvalidDeploymentError(faults)
+    scope = Scope.of(deployment, namespace)
+    pools = {name: pool for name in POOL_NAMES if (pool := getattr(scope.spec, name)) is not None}
+    objects = [config_map(scope), network_policy(scope)]
+    if scope.spec.nats.managed:
+        objects += nats_objects(scope)
+    for name, pool in pools.items():
+        objects += pool_objects(scope, name, pool)
+    objects += gateway_objects(scope)
+    components: list[Component] = [*pools, "gateway"]
+    return objects + [disruption_budget(scope, component) for component in components]

@@ -1,0 +1,35 @@
+"""Deployment and Service of the gateway, the only part of a deployment that clients speak to."""
+
+from __future__ import annotations
+
+from mmd_operator.resources.naming import GATEWAY_PORT, Manifest, Scope
+from mmd_operator.resources.pods import worker_pod
+
+
+def gateway_objects(scope: Scope) -> list[Manifest]:
+    """Service and Deployment. The gateway's replicas are the spec's: no scaler owns them."""
+    metadata = scope.metadata(scope.gateway, "gateway", of_revision=False)
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "type": "ClusterIP",
+            "selector": scope.selector("gateway"),
+            "ports": [{"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata,
+        "spec": {
+            "replicas": scope.spec.gateway.replicas,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "selector": {"matchLabels": scope.selector("gateway")},
+            "template": worker_pod(
+                scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT
+            ),
+        },
+    }
+    return [service, deployment]

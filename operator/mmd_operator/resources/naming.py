@@ -1,0 +1,84 @@
+"""Names and labels of everything that belongs to one deployment; nobody else spells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_api.pools import PoolName
+from mmd_api.resource import GROUP, MultimodalDeployment
+from mmd_api.spec import MultimodalDeploymentSpec
+
+Component = Literal["gateway", "nats", "encoder", "prefill", "decode"]
+Manifest = dict[str, Any]
+
+DEPLOYMENT_LABEL = f"{GROUP}/deployment"
+REVISION_LABEL = f"{GROUP}/revision"
+CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
+CONFIG_PATH = "/etc/mmd/pipeline.json"
+GATEWAY_PORT = 8000
+WORKER_PORT = 8080
+NATS_PORT = 4222
+NATS_MONITOR_PORT = 8222
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One pipeline revision of one deployment in one namespace: what every builder is given."""
+
+    name: str
+    namespace: str
+    revision: str
+    spec: MultimodalDeploymentSpec
+
+    @classmethod
+    def of(cls, deployment: MultimodalDeployment, namespace: str) -> Scope:
+        """The scope of a deployment's present revision."""
+        return cls(deployment.metadata.name, namespace, pipeline_revision(deployment.spec), deployment.spec)
+
+    @property
+    def gateway(self) -> str:
+        """Name of the gateway's Deployment and Service; it outlives revisions."""
+        return f"{self.name}-gateway"
+
+    @property
+    def nats(self) -> str:
+        """Name of the managed NATS server's objects; it outlives revisions."""
+        return f"{self.name}-nats"
+
+    @property
+    def config(self) -> str:
+        """Name of the ConfigMap of this revision."""
+        return f"{self.name}-{self.revision}"
+
+    def pool(self, pool: PoolName) -> str:
+        """Name of a pool's StatefulSet and headless Service of this revision: two revisions can stand side by side."""
+        return f"{self.name}-{pool}-{self.revision}"
+
+    def selector(self, component: Component | None = None) -> dict[str, str]:
+        """Labels that select this deployment's pods, or those of one component, over all revisions."""
+        labels = {DEPLOYMENT_LABEL: self.name}
+        return labels if component is None else {**labels, "app.kubernetes.io/component": component}
+
+    def pool_selector(self, pool: PoolName) -> dict[str, str]:
+        """Labels that select a pool's pods of this revision."""
+        return {**self.selector(pool), REVISION_LABEL: self.revision}
+
+    def labels(self, component: Component | None = None, *, of_revision: bool) -> dict[str, str]:
+        """Labels of an object. `of_revision`: it comes and goes with the pipeline revision."""
+        labels = {
+            "app.kubernetes.io/name": "multimodal-deployment",
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/managed-by": "multimodal-operator",
+            **self.selector(component),
+        }
+        return {**labels, REVISION_LABEL: self.revision} if of_revision else labels
+
+    def metadata(self, name: str, component: Component | None = None, *, of_revision: bool) -> Manifest:
+        """Metadata of an object; the applier adds the ownerReference."""
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels(component, of_revision=of_revision),
+        }
