@@ -19,8 +19,8 @@ def model_and_answers(name):
     return TextModel(TEXT_MODELS[name]()), prompts, answers
 
 
-def outputs(outcome, count=len(LENGTHS)):
-    return [outcome.tokens[str(number)] for number in range(count)]
+def outputs(outcome):
+    return [outcome.tokens[str(number)] for number in range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

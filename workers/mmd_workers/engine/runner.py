@@ -1,0 +1,160 @@
+"""The engine on a thread of its own: commands go in between steps, outputs come out on an asyncio loop. Knows no network."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.types import StepOutput
+from mmd_workers.errors import MmdError, OverloadedError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0  # an idle thread shows itself alive this often
+MAX_COMMANDS = 4096
+MAX_OUTPUTS = 256  # outputs the loop has not taken yet; then the engine waits
+
+
+class EngineDeadError(MmdError):
+    """The engine's thread has ended; this process must be restarted, requests go elsewhere."""
+
+    code = "engine_dead"
+    retryable = True
+
+
+class EngineRunner:
+    """Owns an engine from `start` to `stop`; everything else reaches it through `call`.
+
+    `on_output` runs on the loop, in order, for every step that did something; `on_dead` once, when the thread ends by an error.
+    `last_progress` (time.monotonic) moves with every command, step and idle turn: a stuck model stops it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_output: Callable[[StepOutput], None],
+        on_dead: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_output = on_output
+        self._on_dead = on_dead
+        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._room = threading.BoundedSemaphore(MAX_OUTPUTS)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.error: BaseException | None = None
+        self.last_progress = time.monotonic()
+
+    def start(self) -> None:
+        """Start the thread; outputs go to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.last_progress = time.monotonic()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; with `last_progress` this is what liveness proves."""
+        return self._thread.is_alive() and self.error is None
+
+    def submit(self, command: Callable[[Engine], T]) -> Future[T]:
+        """Run `command(engine)` between two steps; from any thread.
+
+        Raises:
+            OverloadedError: too many commands wait.
+            EngineDeadError: the thread has ended.
+        """
+        future: Future[T] = Future()
+        with self._wake:
+            if self._stopping or self.error is not None:
+                raise EngineDeadError(
+                    f"the engine has ended ({self.error or 'stopped'}); place the request elsewhere"
+                )
+            if len(self._commands) >= MAX_COMMANDS:
+                raise OverloadedError(f"{MAX_COMMANDS} engine commands are waiting; try another worker")
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    async def call(self, command: Callable[[Engine], T]) -> T:
+        """`submit` for coroutines: the command's result or its exception. A cancelled call that has not begun never runs."""
+        return await asyncio.wrap_future(self.submit(command))
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """End after the current step; commands still waiting fail. False: the thread did not end in time (it is a daemon)."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is None:
+            return True
+        await asyncio.to_thread(self._thread.join, timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            standing = False
+            while self._next_turn(wait=standing or not self._engine.has_work()):
+                if not self._engine.has_work():
+                    continue
+                output = self._engine.step()
+                # An empty step means that every sequence waits for a feature or for blocks: only a command changes that.
+                standing = not (output.prefill_tokens or output.decode_sequences)
+                if not standing or output.failed:
+                    self._post(output)
+                self.last_progress = time.monotonic()
+        except (
+            Exception
+        ) as error:  # the thread's last resort: whatever it was, the engine's state is unknown now
+            log.exception("the engine has failed")
+            self.error = error
+            if self._on_dead is not None and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._on_dead, error)
+        finally:
+            self._fail_commands()
+
+    def _next_turn(self, *, wait: bool) -> bool:
+        """Run all waiting commands, after waiting for one if told so. False: stop now."""
+        with self._wake:
+            if wait and not self._commands and not self._stopping:
+                self._wake.wait(IDLE_SECONDS)
+            if self._stopping:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command, future in commands:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(command(self._engine))
+                except Exception as error:  # noqa: BLE001 - it belongs to the caller, whatever it is
+                    future.set_exception(error)
+        self.last_progress = time.monotonic()
+        return True
+
+    def _post(self, output: StepOutput) -> None:
+        while not self._room.acquire(timeout=IDLE_SECONDS):
+            if self._stopping:
+                return
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._room.release()
+        self._on_output(output)
+
+    def _fail_commands(self) -> None:
+        with self._wake:
+            self._stopping = True
+            commands = list(self._commands)
+            self._commands.clear()
+        for _, future in commands:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError("the engine has ended; place the request elsewhere"))
