@@ -1,0 +1,167 @@
+"""What every architecture has in common, as far as Hugging Face lets it be asked. Knows no tokenizer state and no KV pool.
+
+An architecture that answers these questions in the usual way needs no file here. One that does not overrides the
+question it answers differently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmd_workers.errors import UnsupportedModelError
+from mmd_workers.media.types import Modality
+from mmd_workers.model.inputs import MediaInputs, Processed, processor_modalities
+from mmd_workers.model.types import MediumLayout
+
+TOKEN_TYPES: dict[str, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers them
+EMBEDDINGS = "embeddings"
+
+
+class Adapter:
+    """One architecture's answers. Stateless apart from its configuration."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    # Frontend and encoder
+
+    def prepare_processor(self, processor: Any, folder: Path) -> Any:
+        """Last word on a processor's settings after it was loaded."""
+        del folder
+        return processor
+
+    def modalities(self, processor: Any) -> frozenset[Modality]:
+        """What media the model takes."""
+        return frozenset(m for m in processor_modalities(processor) if self.placeholder_id(m) is not None)
+
+    def placeholder_id(self, modality: Modality) -> int | None:
+        """Id of the token whose embedding a feature's row replaces. A video without an id of its own is a row of images."""
+        for name in (f"{modality}_token_id", f"{modality}_token_index"):
+            found = getattr(self.config, name, None)
+            if found is not None:
+                return int(found)
+        return self.placeholder_id("image") if modality == "video" else None
+
+    def render(self, processor: Any, messages: Sequence[dict[str, Any]], sanitize: bool) -> str:
+        """Chat messages to text in which each medium is one marker; `sanitize` marks control tokens that users wrote."""
+        text = processor.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, sanitize_control_tokens=sanitize
+        )
+        return str(text)
+
+    def expand(self, processor: Any, text: str, replacements: Mapping[str, list[str]]) -> tuple[str, list[Modality]]:
+        """Replace the markers by what stands for the media. Returns the text and the modality of each marker in order."""
+        texts, spans = processor.get_text_with_replacements(
+            [text], replacements.get("image", []), replacements.get("video", []), replacements.get("audio", [])
+        )
+        return texts[0], [span["type"] for span in (spans[0] if spans else [])]
+
+    def image(self, inputs: MediaInputs, pixels: torch.Tensor) -> Processed:
+        """Process one image."""
+        return inputs.image(pixels)
+
+    def video(
+        self, inputs: MediaInputs, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int
+    ) -> Processed:
+        """Process the sampled frames of one video."""
+        return inputs.video(frames, indices, fps, num_frames)
+
+    def audio(self, inputs: MediaInputs, waveform: Any) -> Processed:
+        """Process one waveform."""
+        return inputs.audio(waveform)
+
+    def max_audio_samples(self, processor: Any) -> int:
+        """Samples after which the model's processor cuts a sound off."""
+        return int(processor.feature_extractor.n_samples)
+
+    def work(self, processed: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> int:
+        """Encoder work of one medium: patches of the vision tower, or mel frames."""
+        if "input_features" in processed:
+            if "audio_feature_lengths" in facts:
+                return int(sum(facts["audio_feature_lengths"]))
+            return int(processed["input_features"].shape[0] * processed["input_features"].shape[-1])
+        patch = getattr(getattr(self.config, "vision_config", None), "patch_size", 14)
+        side = patch[0] if isinstance(patch, (list, tuple)) else patch
+        pixels = sum(t.numel() for name, t in processed.items() if name.startswith("pixel_values"))
+        return max(1, int(pixels // (3 * side * side)))
+
+    # Encoder
+
+    def features(self, model: Any, modality: Modality, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Run tower and projector on a batch; returns what transformers' `get_*_features` returns."""
+        method = getattr(model.base_model, f"get_{modality}_features", None)
+        inputs = dict(batch)
+        if method is None and modality == "video":  # frames are images to this model
+            method = getattr(model.base_model, "get_image_features", None)
+            if "pixel_values_videos" in inputs:
+                inputs["pixel_values"] = inputs.pop("pixel_values_videos").flatten(0, 1)
+        if method is None:
+            raise UnsupportedModelError(
+                f"spec.model.id: {self.config.model_type} has no way to encode {modality} apart from its language model"
+            )
+        names = inspect.signature(method).parameters
+        return method(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
+
+    def extra_names(self) -> list[str]:
+        """Names of the tensors that a feature carries beside its embeddings, of the same shape."""
+        levels = getattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes", None) or []
+        return [f"deepstack.{level}" for level in range(len(levels))]
+
+    # Language model
+
+    def positions(
+        self, model: Any, token_ids: torch.Tensor, media: Sequence[MediumLayout], ranges: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotary positions [axes, tokens] of a prompt. `ranges` [tokens]: 0 text, 1 image, 2 video, 3 audio.
+
+        Multi-axis models compute their own, with `get_rope_index`, from the grids of the media.
+        """
+        index = rope_index(model)
+        tokens = token_ids.shape[0]
+        if index is None:
+            return torch.arange(tokens).unsqueeze(0)
+        if not media:
+            return torch.arange(tokens).unsqueeze(0).expand(3, -1).contiguous()
+        facts = joined_geometry(media)
+        offered: dict[str, Any] = {
+            "input_ids": token_ids.unsqueeze(0),
+            "attention_mask": torch.ones(1, tokens, dtype=torch.long),
+            "mm_token_type_ids": ranges.unsqueeze(0),
+            "image_grid_thw": facts.get("image_grid_thw"),
+            "video_grid_thw": facts.get("video_grid_thw"),
+            "second_per_grid_ts": facts.get("second_per_grid_ts"),
+            "second_per_grids": facts.get("video_second_per_grid"),
+            "audio_seqlens": facts.get("audio_feature_lengths"),
+        }
+        names = inspect.signature(index).parameters
+        positions, _ = index(**{k: v for k, v in offered.items() if k in names and v is not None})
+        return positions[:, 0].to(torch.long)  # type: ignore[no-any-return]
+
+    def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
+        """[start, end) token ranges in which attention runs both ways."""
+        del prompt_tokens, media
+        return []
+
+    def scale_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What the model does to features between the projector and the language model."""
+        return features
+
+
+def rope_index(model: Any) -> Any:
+    """The model's own `get_rope_index`, or None when its positions have one axis."""
+    return getattr(model.base_model, "get_rope_index", None) or getattr(model, "get_rope_index", None)
+
+
+def joined_geometry(media: Sequence[MediumLayout]) -> dict[str, torch.Tensor]:
+    """Geometry of several media, one row per medium in prompt order, as the tensors transformers expects."""
+    rows: dict[str, list[Any]] = {}
+    for medium in media:
+        for name, value in medium.geometry.items():
+            if isinstance(value, list):
+                rows.setdefault(name, []).extend(value)
+    return {name: torch.tensor(value) for name, value in rows.items()}

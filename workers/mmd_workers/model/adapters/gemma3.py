@@ -1,0 +1,17 @@
+"""Gemma 3: the tokens of one image see each other in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.types import MediumLayout
+
+
+class Gemma3Adapter(Adapter):
+    """Attention among the tokens of one tile of an image is bidirectional, in sliding layers within the window."""
+
+    def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
+        """Each unbroken run of image tokens."""
+        del prompt_tokens
+        return [(start, start + length) for medium in media for start, length in medium.ranges]

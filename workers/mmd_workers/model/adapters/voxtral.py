@@ -1,0 +1,57 @@
+"""Voxtral: its processor neither counts nor replaces audio tokens outside of mistral-common, so both are done here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mmd_workers.media.types import Modality
+from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.inputs import MediaInputs, Processed
+
+
+class VoxtralAdapter(Adapter):
+    """Sound is cut into windows of 30 s, the last one padded; every window becomes the same number of tokens."""
+
+    def modalities(self, processor: Any) -> frozenset[Modality]:
+        """Sound only."""
+        del processor
+        return frozenset({"audio"})
+
+    def render(self, processor: Any, messages: Sequence[dict[str, Any]], sanitize: bool) -> str:
+        """By the tokenizer's template: the processor's own method insists on decoding sound itself."""
+        del sanitize
+        return str(
+            processor.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        )
+
+    def expand(self, processor: Any, text: str, replacements: Mapping[str, list[str]]) -> tuple[str, list[Modality]]:
+        """Replace each audio marker."""
+        sounds = iter(replacements.get("audio", []))
+        found: list[Modality] = []
+
+        def put(_: re.Match[str]) -> str:
+            found.append("audio")
+            return next(sounds)
+
+        return re.sub(re.escape(processor.audio_token), put, text), found
+
+    def audio(self, inputs: MediaInputs, waveform: Any) -> Processed:
+        """Mel features [windows, mels, frames] and the audio tokens they become."""
+        processor = inputs.processor
+        settings = {**type(processor).audio_kwargs}
+        window_frames = settings.pop("max_source_positions")
+        made = processor.feature_extractor([waveform], **settings)
+        mel = torch.as_tensor(made["input_features"])
+        windows = mel.reshape(mel.shape[-2], -1, window_frames).transpose(0, 1)
+        audio = self.config.audio_config
+        rows = windows.shape[0] * audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+        return Processed(processor.audio_token * rows, {"input_features": windows})
+
+    def max_audio_samples(self, processor: Any) -> int:
+        """No cut: longer sound takes more windows."""
+        del processor
+        return 0

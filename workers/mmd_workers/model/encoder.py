@@ -1,0 +1,147 @@
+"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Knows no network and no cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmd_api.spec import ModelSpec
+
+from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
+from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, Modality
+from mmd_workers.model import inputs as media_inputs
+from mmd_workers.model import source
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import EMBEDDINGS, Adapter
+from mmd_workers.model.frontend import load_processor
+from mmd_workers.model.inputs import MediaInputs
+from mmd_workers.model.roles import load_role
+from mmd_workers.model.types import Feature, MediumLayout, ProcessedMedium
+
+
+class HfEncoderModel:
+    """Towers and projectors of one model. `process` may run in many threads, `encode` in one at a time."""
+
+    def __init__(
+        self, model: Any, processor: Any, adapter: Adapter, device: torch.device, dtype: torch.dtype, loaded_bytes: int
+    ) -> None:
+        self.model = model
+        self.loaded_bytes = loaded_bytes
+        self.modalities: frozenset[Modality] = adapter.modalities(processor)
+        self.device = device
+        self.dtype = dtype
+        self._adapter = adapter
+        self._inputs = MediaInputs(processor, shapes_only=False)
+        self._hidden_size = int(adapter.config.get_text_config().hidden_size)
+        self._placeholder = {
+            m: str(processor.tokenizer.convert_ids_to_tokens(adapter.placeholder_id(m))) for m in self.modalities
+        }
+        self._lock = threading.Lock()
+
+    def feature_headers(self, modality: Modality, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
+        """Name -> (dtype, shape) of the tensors that `encode` will return for a medium of this many tokens."""
+        names = [EMBEDDINGS] + (self._adapter.extra_names() if modality != "audio" else [])
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {name: (dtype, [num_tokens, self._hidden_size]) for name in names}
+
+    def process(self, medium: Decoded, layout: MediumLayout) -> ProcessedMedium:
+        """CPU preprocessing with the model's own processor; safe in a thread.
+
+        Raises:
+            UnsupportedInputError: the medium is of another modality than the layout.
+            CountMismatchError: processing arrived at other numbers than the layout.
+        """
+        made = self._run_processor(medium, layout)
+        count = made.replacement.count(self._placeholder[layout.modality])
+        facts = media_inputs.geometry(made.outputs)
+        expected = {name: layout.geometry.get(name) for name in facts}
+        if count != layout.num_tokens or facts != expected:
+            raise CountMismatchError(
+                f"the {layout.modality} was laid out as {layout.num_tokens} tokens with {expected}, but processing it gave "
+                f"{count} with {facts}; the decoded size differs from what its header said"
+            )
+        tensors = media_inputs.tensors(made.outputs)
+        shapes = tuple(sorted((name, tuple(t.shape)) for name, t in tensors.items()))
+        return ProcessedMedium(layout.modality, tensors, facts, count, (layout.modality, count, shapes))
+
+    def encode(self, batch: Sequence[ProcessedMedium]) -> list[Feature]:
+        """Run the tower and projector on media of one `shape_key`. Features are contiguous and in CPU memory.
+
+        Raises:
+            ValueError: the media are of different shapes.
+            CountMismatchError: the tower returned another number of rows than was laid out.
+        """
+        if len({medium.shape_key for medium in batch}) != 1:
+            raise ValueError("one batch takes media of one shape_key")
+        modality = batch[0].modality
+        joined = {name: torch.cat([m.tensors[name] for m in batch]) for name in batch[0].tensors}
+        with self._lock, torch.no_grad():
+            moved = {
+                name: t.to(self.device, self.dtype if t.is_floating_point() else None) for name, t in joined.items()
+            }
+            output = self._adapter.features(self.model, modality, moved)
+            rows = {EMBEDDINGS: self._adapter.scale_features(_rows(_main(output)))}
+            for level, extra in enumerate(getattr(output, "deepstack_features", None) or []):
+                rows[f"deepstack.{level}"] = _rows(extra)
+        counts = [m.num_tokens for m in batch]
+        names = set(self.feature_headers(modality, 0))
+        for name, tensor in rows.items():
+            if tensor.shape[0] != sum(counts):
+                raise CountMismatchError(
+                    f"the {modality} tower returned {tensor.shape[0]} rows of {name} where {sum(counts)} were laid out; "
+                    "the processor settings and the weights of this checkpoint do not belong together"
+                )
+        if names != set(rows):
+            raise CountMismatchError(f"the {modality} tower returned {sorted(rows)} where {sorted(names)} were promised")
+        split = {name: t.to("cpu", self.dtype).split(counts) for name, t in rows.items()}
+        return [
+            Feature(modality, {name: parts[i].clone(memory_format=torch.contiguous_format) for name, parts in split.items()})
+            for i in range(len(batch))
+        ]
+
+    def _run_processor(self, medium: Decoded, layout: MediumLayout) -> media_inputs.Processed:
+        if isinstance(medium, DecodedImage) and layout.modality == "image":
+            return self._adapter.image(self._inputs, torch.from_numpy(medium.pixels).permute(2, 0, 1))
+        if isinstance(medium, DecodedVideo) and layout.modality == "video":
+            frames = torch.from_numpy(medium.frames).permute(0, 3, 1, 2)
+            fps, total = layout.geometry["source_fps"], layout.geometry["source_num_frames"]
+            return self._adapter.video(self._inputs, frames, layout.sampling.frame_indices, fps, total)
+        if isinstance(medium, DecodedAudio) and layout.modality == "audio":
+            return self._adapter.audio(self._inputs, medium.waveform)
+        raise UnsupportedInputError(f"a {layout.modality} was laid out, but {type(medium).__name__} was decoded")
+
+
+def _main(output: Any) -> Any:
+    """The rows of a `get_*_features` result, whose form depends on the architecture."""
+    if isinstance(output, (list, tuple, torch.Tensor)) and not hasattr(output, "last_hidden_state"):
+        return output
+    pooled = getattr(output, "pooler_output", None)
+    return pooled if pooled is not None else output.last_hidden_state
+
+
+def _rows(value: Any) -> torch.Tensor:
+    """Tensors of any nesting as [rows, hidden]."""
+    if isinstance(value, (list, tuple)):
+        return torch.cat([_rows(v) for v in value])
+    return value.reshape(-1, value.shape[-1])  # type: ignore[no-any-return]
+
+
+def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
+    """Load the towers and projectors of a model.
+
+    Raises:
+        UnsupportedModelError: the model is missing, takes no media, or lacks weights; names the field and the remedy.
+    """
+    folder = source.resolve(model, weights=True)
+    config = source.load_config(folder)
+    adapter = adapter_for(config)
+    _, processor = load_processor(folder, adapter)
+    if processor is None or not adapter.modalities(processor):
+        raise UnsupportedModelError(
+            f"spec.encoder: {model.id!r} takes text only and needs no encoder; leave the pool out or choose a multimodal model"
+        )
+    dtype = source.resolve_dtype(model, config)
+    loaded, loaded_bytes = load_role(folder, config, "encoder", dtype, device)
+    return HfEncoderModel(loaded, processor, adapter, device, dtype, loaded_bytes)

@@ -1,0 +1,351 @@
+"""Chat messages and medium facts to token ids, without weights and without decoding anything. Knows no network and no tower.
+
+Counts come from the model's own processors, run on tensors that have a shape but no data (see `inputs`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmd_api.spec import MediaPolicy, ModelSpec
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
+from mmd_workers.media.types import MediumInfo, Modality
+from mmd_workers.model import inputs as media_inputs
+from mmd_workers.model import source
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.inputs import MediaInputs
+from mmd_workers.model.types import MediumLayout, PromptLayout, SamplingPlan
+
+MEDIA_TYPES = ("image", "video", "audio")
+PROBES_KEPT = 4096
+PROCESSOR_ERRORS = (ValueError, ZeroDivisionError, RuntimeError, IndexError, TypeError)
+
+
+class _Probe:
+    """What one medium becomes: its text, its facts, its work."""
+
+    __slots__ = ("geometry", "replacement", "work")
+
+    def __init__(self, replacement: str, geometry: dict[str, Any], work: int) -> None:
+        self.replacement, self.geometry, self.work = replacement, geometry, work
+
+
+class HfFrontend:
+    """The tokenizer, chat template and placeholder arithmetic of one model. Thread safe.
+
+    `tokenizer` is the Hugging Face tokenizer, for those who detokenise piece by piece.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        processor: Any | None,
+        adapter: Adapter,
+        policy: MediaPolicy,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.vocab_size = int(adapter.config.get_text_config().vocab_size)
+        self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
+        self._adapter = adapter
+        self._processor = processor
+        self._policy = policy
+        self._inputs = MediaInputs(processor, shapes_only=True) if processor else None
+        self._placeholder: dict[Modality, str] = {}
+        for modality in self.modalities:
+            token_id = adapter.placeholder_id(modality)
+            self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
+        self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
+        self._control_tokens = tuple(tokenizer.added_tokens_encoder)
+        self._probe = functools.lru_cache(PROBES_KEPT)(self._probe_uncached)
+
+    def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
+        """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
+
+        Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium.
+
+        Raises:
+            UnsupportedInputError: the model cannot take this modality or size; names the part and the remedy.
+            CountMismatchError: the tokenizer did not keep a placeholder; the checkpoint's tokenizer and template disagree.
+        """
+        self._check_parts(messages, media)
+        sanitize = self._mentions_control_token(messages)
+        if self._processor is None:
+            return PromptLayout(self._text_ids(messages, sanitize), [])
+        plans = [self._sampling(info) for info in media]
+        probes = [
+            self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
+        ]
+        replacements: dict[str, list[str]] = {}
+        for info, probe in zip(media, probes, strict=True):
+            replacements.setdefault(info.modality, []).append(probe.replacement)
+        text = self._adapter.render(self._processor, _as_parts(messages), sanitize)
+        text, order = self._adapter.expand(self._processor, text, replacements)
+        token_ids = self._encode(text, sanitize)
+        return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens skipped."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _check_parts(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> None:
+        wanted: list[str] = []
+        for m, message in enumerate(messages):
+            content = message.get("content")
+            for p, part in enumerate(content if isinstance(content, list) else []):
+                kind = part.get("type")
+                if kind in MEDIA_TYPES:
+                    if kind not in self.modalities:
+                        takes = ", ".join(sorted(self.modalities)) or "text only"
+                        raise UnsupportedInputError(
+                            f"messages[{m}].content[{p}]: this model takes no {kind} (it takes {takes}); "
+                            "remove the part or ask another model"
+                        )
+                    wanted.append(kind)
+                elif kind != "text":
+                    raise UnsupportedInputError(
+                        f"messages[{m}].content[{p}].type: {kind!r} is unknown; use text, image, video or audio"
+                    )
+        given = [info.modality for info in media]
+        if wanted != given:
+            raise UnsupportedInputError(f"messages name the media {wanted}, but {given} were given; pass them in order of use")
+
+    def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
+        for message in messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content or ""}]
+            for part in parts:
+                text = str(part.get("text", ""))
+                if any(token in text for token in self._control_tokens):
+                    return True
+        return False
+
+    def _text_ids(self, messages: Sequence[dict[str, Any]], sanitize: bool) -> list[int]:
+        found = self.tokenizer.apply_chat_template(
+            _as_text(messages),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+            sanitize_control_tokens=sanitize,
+        )
+        return [int(i) for i in found]
+
+    def _encode(self, text: str, sanitize: bool) -> list[int]:
+        bos = self.tokenizer.bos_token
+        settings: dict[str, Any] = {"add_special_tokens": not (bos and text.startswith(bos))}
+        if sanitize:
+            settings["sanitize_control_tokens"] = True
+        return [int(i) for i in self.tokenizer(text, **settings)["input_ids"]]
+
+    def _sampling(self, info: MediumInfo) -> SamplingPlan:
+        if info.modality == "video":
+            return SamplingPlan(frame_indices=self._frame_indices(info))
+        if info.modality == "audio":
+            assert self._processor is not None
+            rate = int(self._processor.feature_extractor.sampling_rate)
+            samples = (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
+            limit = self._adapter.max_audio_samples(self._processor)
+            return SamplingPlan(sample_rate_hz=rate, num_samples=min(samples, limit) if limit else samples)
+        return SamplingPlan()
+
+    def _frame_indices(self, info: MediumInfo) -> list[int]:
+        """Frames the model's own video processor would choose, thinned evenly to the policy's limit."""
+        assert self._processor is not None
+        policy, chooser, total = self._policy.video, self._processor.video_processor, info.num_frames
+        if total < 1 or info.fps <= 0:
+            raise UnsupportedInputError("the video has no frames or no frame rate; send one that has")
+        group = int(getattr(chooser, "temporal_patch_size", None) or 1)
+        own_frames = getattr(chooser, "num_frames", None)
+        rate = policy.frames_per_second_milli / 1000
+        if total <= 2 * group or total == 1:
+            chosen = list(range(total))
+        else:
+            metadata = VideoMetadata(
+                total_num_frames=total, fps=info.fps, duration=total / info.fps, width=info.width, height=info.height
+            )
+            if own_frames is None:
+                rate = min(rate, info.fps)
+                chosen = chooser.sample_frames(metadata=metadata, fps=rate)
+            else:
+                count = min(own_frames, policy.max_frames, total)
+                extra = {"skip_secs": 0} if hasattr(chooser, "fps") and chooser.fps is not None else {}
+                extra |= {"fps": rate} if extra else {}
+                chosen = chooser.sample_frames(metadata=metadata, num_frames=count, **extra)
+            chosen = sorted({min(total - 1, max(0, int(i))) for i in chosen})
+        if len(chosen) > policy.max_frames:
+            keep = np.linspace(0, len(chosen) - 1, policy.max_frames).round().astype(int)
+            chosen = [chosen[i] for i in keep]
+        return chosen
+
+    def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> _Probe:
+        try:
+            probe = self._probe(
+                info.modality,
+                info.width,
+                info.height,
+                tuple(plan.frame_indices),
+                info.fps,
+                info.num_frames,
+                plan.num_samples,
+            )
+        except PROCESSOR_ERRORS as error:
+            what = f"{info.num_samples} samples" if info.modality == "audio" else f"{info.width} x {info.height} pixels"
+            raise UnsupportedInputError(
+                f"medium {number} ({info.modality}, {what}): the model's processor refuses it: {error}; send another size"
+            ) from error
+        if not probe.replacement.count(self._placeholder[info.modality]):
+            raise UnsupportedInputError(f"medium {number} ({info.modality}) is too short or too small to become a token")
+        return probe
+
+    def _probe_uncached(
+        self,
+        modality: Modality,
+        width: int,
+        height: int,
+        indices: tuple[int, ...],
+        fps: float,
+        num_frames: int,
+        num_samples: int,
+    ) -> _Probe:
+        assert self._inputs is not None
+        if modality == "audio":
+            if num_samples < 1:
+                raise ValueError("there is no sound in it")
+            made = self._adapter.audio(self._inputs, np.broadcast_to(np.float32(0), (num_samples,)))
+        elif width < 1 or height < 1:
+            raise ValueError("it has no pixels")
+        elif modality == "image":
+            pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+            made = self._adapter.image(self._inputs, pixels)
+        else:
+            frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
+            made = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames)
+        facts = media_inputs.geometry(made.outputs)
+        work = self._adapter.work(media_inputs.tensors(made.outputs), facts)
+        if modality == "video":
+            facts |= {"source_fps": fps, "source_num_frames": num_frames}
+        return _Probe(made.replacement, facts, work)
+
+    def _place(
+        self,
+        token_ids: list[int],
+        media: Sequence[MediumInfo],
+        plans: Sequence[SamplingPlan],
+        probes: Sequence[_Probe],
+        order: Sequence[Modality],
+    ) -> list[MediumLayout]:
+        """Deal out the placeholder positions: markers of one modality keep the order of their media."""
+        positions = iter([i for i, token in enumerate(token_ids) if token in self._placeholder_ids])
+        total = sum(p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True))
+        found = sum(1 for token in token_ids if token in self._placeholder_ids)
+        if total != found or len(order) != len(media):
+            raise CountMismatchError(
+                f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {found} of "
+                f"{len(order)}; the checkpoint's chat template and tokenizer disagree"
+            )
+        queues = {m: iter([n for n, info in enumerate(media) if info.modality == m]) for m in MEDIA_TYPES}
+        placed: dict[int, MediumLayout] = {}
+        for modality in order:
+            number = next(queues[modality])
+            probe = probes[number]
+            count = probe.replacement.count(self._placeholder[modality])
+            placed[number] = MediumLayout(
+                modality=modality,
+                num_tokens=count,
+                ranges=_runs([next(positions) for _ in range(count)]),
+                geometry=probe.geometry,
+                sampling=plans[number],
+                work=probe.work,
+            )
+        return [placed[n] for n in range(len(media))]
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as [start, length] runs."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][0] + runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((position, 1))
+    return runs
+
+
+def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Only type and text of each part: templates of multimodal models read content as a list of parts."""
+    normal = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
+        else:
+            parts = [{"type": "text", "text": content or ""}]
+        normal.append({**message, "content": parts})
+    return normal
+
+
+def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Content as one string: templates of text models read it so."""
+    normal = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content)
+        normal.append({**message, "content": content or ""})
+    return normal
+
+
+def load_processor(folder: Path, adapter: Adapter) -> tuple[Any, Any | None]:
+    """Tokenizer and, for multimodal models, the processor.
+
+    Raises:
+        UnsupportedModelError: the folder has no usable tokenizer or processor.
+    """
+    try:
+        loaded = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        if not isinstance(loaded, ProcessorMixin):
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True), None
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"spec.model.id: the tokenizer or processor in {folder.name!r} cannot be loaded ({error}); the folder needs "
+            "tokenizer.json and, for multimodal models, preprocessor_config.json or processor_config.json"
+        ) from error
+    processor = adapter.prepare_processor(loaded, folder)
+    return processor.tokenizer, processor
+
+
+def load_frontend(model: ModelSpec, media: MediaPolicy) -> HfFrontend:
+    """The frontend of a model: settings files only, no weights.
+
+    Raises:
+        UnsupportedModelError: the model is missing or cannot be served; names the field and the remedy.
+    """
+    folder = source.resolve(model, weights=False)
+    config = source.load_config(folder)
+    adapter = adapter_for(config)
+    tokenizer, processor = load_processor(folder, adapter)
+    if not getattr(processor, "chat_template", None) and not getattr(tokenizer, "chat_template", None):
+        raise UnsupportedModelError(
+            f"spec.model.id: {model.id!r} has no chat template; add chat_template.jinja to its folder"
+        )
+    return HfFrontend(
+        tokenizer,
+        processor,
+        adapter,
+        media,
+        source.eos_token_ids(folder, config),
+        source.resolve_max_model_len(model, config),
+    )

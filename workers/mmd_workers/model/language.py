@@ -1,0 +1,197 @@
+"""The language model of a checkpoint: embeddings, decoder stack, output head. Knows no KV pool: the engine brings the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmd_api.spec import ModelSpec
+
+from mmd_workers.errors import CountMismatchError, UnsupportedModelError
+from mmd_workers.model import source
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import EMBEDDINGS, TOKEN_TYPES, Adapter, rope_index
+from mmd_workers.model.roles import load_role
+from mmd_workers.model.types import Feature, KvLayout, LoweredPrompt, MediumLayout
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class HfLanguageModel:
+    """Lowers prompts and runs the decoder on ragged batches. `lower` and `fill` may run beside `forward`."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        device: torch.device,
+        dtype: torch.dtype,
+        loaded_bytes: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        text = adapter.config.get_text_config()
+        self.model = model
+        self.decoder: torch.nn.Module = model.get_decoder()
+        self.device, self.dtype, self.loaded_bytes = device, dtype, loaded_bytes
+        self.eos_token_ids = eos_token_ids
+        self.hidden_size = int(text.hidden_size)
+        self.kv_layout = _kv_layout(self.decoder, text, dtype)
+        self.position_axes = 1 if rope_index(model) is None else 3
+        self._adapter = adapter
+        self._head = model.get_output_embeddings()
+        self._table = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        self._extra_names = adapter.extra_names()
+        self._softcap = getattr(text, "final_logit_softcapping", None)
+        self._scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
+        self.vocab_size = int(self._head.weight.shape[0])
+        ids = {adapter.placeholder_id(modality) for modality in ("image", "video", "audio")}  # type: ignore[arg-type]
+        self.suppress_token_ids = tuple(sorted(i for i in ids if i is not None and i < self.vocab_size))
+
+    def lower(
+        self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
+    ) -> LoweredPrompt:
+        """Token embeddings, positions and extras of a prompt (plus tokens already generated elsewhere), features missing.
+
+        Positions of `output_token_ids` go on as `generate` would: one more each, from the last column's largest axis.
+        """
+        prompt = torch.tensor(token_ids, dtype=torch.long)
+        types = torch.zeros(len(prompt), dtype=torch.int)
+        for medium in media:
+            for start, length in medium.ranges:
+                types[start : start + length] = TOKEN_TYPES[medium.modality]
+        in_order = sorted(media, key=lambda m: m.ranges[0])
+        positions = self._adapter.positions(self.model, prompt, in_order, types)
+        following = int(positions[:, -1].max()) + 1
+        outputs = torch.tensor(list(output_token_ids), dtype=torch.long)
+        if len(outputs):
+            more = torch.arange(following, following + len(outputs)).expand(positions.shape[0], -1)
+            positions = torch.cat([positions, more], dim=1)
+            following += len(outputs)
+        rows = torch.cat([prompt.masked_fill(types != 0, 0), outputs])
+        embeds, extras = self.embed(rows.to(self.device))
+        embeds[torch.nonzero(types).flatten().to(self.device)] = 0
+        return LoweredPrompt(
+            token_ids=[*token_ids, *output_token_ids],
+            positions=positions.to(self.device),
+            next_position=following,
+            embeds=embeds,
+            extras=extras,
+            missing={n: (m.ranges[0][0], sum(m.ranges[-1])) for n, m in enumerate(media)},
+            atomic_ranges=self._adapter.atomic_ranges(len(prompt), in_order),
+            ranges={n: list(m.ranges) for n, m in enumerate(media)},
+        )
+
+    def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
+        """Scatter a feature into the prompt's rows and mark it no longer missing.
+
+        Raises:
+            CountMismatchError: the feature has other rows or tensors than the placeholders ask for; nothing is changed.
+        """
+        ranges = prompt.ranges[medium]
+        tokens = sum(length for _, length in ranges)
+        expected = (tokens, self.hidden_size)
+        wrong = [name for name, t in feature.tensors.items() if tuple(t.shape) != expected]
+        wrong += [name for name in feature.tensors if name != EMBEDDINGS and name not in prompt.extras]
+        if EMBEDDINGS not in feature.tensors or wrong:
+            shapes = {name: list(t.shape) for name, t in feature.tensors.items()}
+            raise CountMismatchError(
+                f"medium {medium} has {tokens} placeholders of width {self.hidden_size}, its feature {shapes}; "
+                "encoder and language model serve different models or settings"
+            )
+        rows = torch.cat([torch.arange(start, start + length) for start, length in ranges]).to(self.device)
+        for name, tensor in feature.tensors.items():
+            target = prompt.embeds if name == EMBEDDINGS else prompt.extras[name]
+            target[rows] = tensor.to(self.device, self.dtype)
+        prompt.missing.pop(medium, None)
+
+    def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Embeddings [n, hidden] and extras of generated tokens [n]."""
+        with torch.no_grad():
+            embeds = self._table(token_ids)
+        embeds = embeds.clone()
+        return embeds, {name: torch.zeros_like(embeds) for name in self._extra_names}
+
+    def forward(
+        self, embeds: torch.Tensor, positions: torch.Tensor, extras: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Final hidden states [tokens, hidden] of a ragged batch: embeds [tokens, hidden], positions [axes, tokens]."""
+        with torch.no_grad():
+            output = self.decoder(
+                inputs_embeds=embeds.unsqueeze(0),
+                position_ids=positions if self.position_axes == 1 else positions.unsqueeze(1),
+                use_cache=False,
+                **self.decoder_extras(extras),
+            )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def decoder_extras(self, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Extras [tokens, hidden] as keyword arguments of the decoder.
+
+        Deepstack rows are added at every token: text has zeros there, so no mask has to be kept.
+        """
+        if not self._extra_names:
+            return {}
+        levels = [extras[name] for name in self._extra_names]
+        everywhere = torch.ones(1, levels[0].shape[0], dtype=torch.bool, device=levels[0].device)
+        return {"visual_pos_masks": everywhere, "deepstack_visual_embeds": levels}
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [n, vocab] of hidden states [n, hidden], scaled and soft-capped where the model does."""
+        with torch.no_grad():
+            scores = self._head(hidden)
+            if self._scale != 1:
+                scores = scores * self._scale
+            if self._softcap:
+                scores = torch.tanh(scores / self._softcap) * self._softcap
+        return scores.float()  # type: ignore[no-any-return]
+
+
+def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLayout:
+    """Heads and dims of every layer that owns KV; layers that read another's are not counted.
+
+    Raises:
+        UnsupportedModelError: the decoder keeps other state than attention KV.
+    """
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if kinds - SERVED_LAYERS:
+        raise UnsupportedModelError(
+            f"spec.model.id: {text.model_type} has layers of type {', '.join(sorted(kinds - SERVED_LAYERS))}, whose state is no "
+            "block-paged KV; choose a model of full and sliding attention layers"
+        )
+    owners = {}
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        if index is None or not hasattr(module, "head_dim") or getattr(module, "is_kv_shared_layer", False):
+            continue
+        owners[int(index)] = module
+    if not owners:
+        raise UnsupportedModelError(
+            f"spec.model.id: {text.model_type} has no attention layers that transformers lets be replaced; choose another model"
+        )
+    heads, dims = [], []
+    for index in sorted(owners):
+        module = owners[index]
+        dims.append(int(module.head_dim))  # type: ignore[arg-type]
+        projection = getattr(module, "k_proj", None)
+        heads.append(projection.out_features // dims[-1] if projection is not None else int(text.num_key_value_heads))
+    return KvLayout(len(owners), heads, dims, str(dtype).removeprefix("torch."))
+
+
+def load_language_model(model: ModelSpec, device: torch.device) -> HfLanguageModel:
+    """Load the language model of a checkpoint, without its towers.
+
+    Raises:
+        UnsupportedModelError: the model is missing, lacks weights or cannot be served; names the field and the remedy.
+    """
+    folder = source.resolve(model, weights=True)
+    config = source.load_config(folder)
+    adapter = adapter_for(config)
+    dtype = source.resolve_dtype(model, config)
+    loaded, loaded_bytes = load_role(folder, config, "language", dtype, device)
+    if not getattr(loaded, "_supports_attention_backend", True):
+        raise UnsupportedModelError(
+            f"spec.model.id: {config.model_type} does not let its attention be replaced; choose another architecture"
+        )
+    eos = source.eos_token_ids(folder, config)
+    return HfLanguageModel(loaded, adapter, device, dtype, loaded_bytes, eos)

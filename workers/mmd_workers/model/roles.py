@@ -1,0 +1,116 @@
+"""Load one role's share of a checkpoint: the towers and projectors, or the language model. Knows no tokenizer and no requests.
+
+The real Hugging Face class is subclassed and the children that the role does not need are replaced while the model is
+still on the meta device; `from_pretrained` then asks safetensors for the remaining names only, so other bytes are never read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import transformers
+from torch import nn
+
+from mmd_workers.errors import UnsupportedModelError
+
+Role = Literal["encoder", "language"]
+
+
+class Absent(nn.Module):
+    """Stands where another role has a module. Has no parameters and refuses to run."""
+
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Never runs in this role.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this module belongs to another role and was not loaded")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Some parents ask their tower for its dtype while they are built."""
+        return torch.float32
+
+
+def architecture_class(config: Any) -> type[Any]:
+    """The Hugging Face class of a configuration.
+
+    Raises:
+        UnsupportedModelError: transformers has none, or it does not generate text.
+    """
+    names = list(getattr(config, "architectures", None) or [])
+    for mapping in ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
+        found = getattr(transformers.models.auto.modeling_auto, mapping, {}).get(config.model_type)
+        names += [found] if isinstance(found, str) else list(found or [])
+    if config.model_type.endswith("_thinker"):
+        stem = {"qwen2_5_omni_thinker": "Qwen2_5Omni", "qwen3_omni_moe_thinker": "Qwen3OmniMoe"}.get(config.model_type)
+        names.insert(0, f"{stem}ThinkerForConditionalGeneration")
+    for name in names:
+        cls = getattr(transformers, name, None)
+        if cls is not None and hasattr(cls, "generate"):
+            return cls  # type: ignore[no-any-return]
+    raise UnsupportedModelError(
+        f"spec.model.id: model type {config.model_type!r} ({', '.join(names) or 'no architecture named'}) has no text-generating "
+        "class in the installed transformers; choose a model with one"
+    )
+
+
+def sliced_class(cls: type[Any], role: Role) -> type[Any]:
+    """A subclass of `cls` that builds only the children which `role` needs.
+
+    Name and module stay those of `cls`: transformers decides by them which checkpoint key renaming applies.
+    """
+
+    class Sliced(cls):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            base, decoder = self.base_model, self.get_decoder()
+            if base is decoder:
+                return
+            for name, child in list(base.named_children()):
+                if (child is decoder) == (role == "encoder"):
+                    setattr(base, name, Absent())
+            if role == "encoder":
+                for name, child in list(self.named_children()):
+                    if child is not base:
+                        setattr(self, name, Absent())
+
+        def get_input_embeddings(self) -> Any:
+            return None if role == "encoder" else super().get_input_embeddings()
+
+        def get_output_embeddings(self) -> Any:
+            return None if role == "encoder" else super().get_output_embeddings()
+
+    if role == "encoder":
+        Sliced._tied_weights_keys = {}
+    Sliced.__name__, Sliced.__qualname__, Sliced.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Sliced
+
+
+def load_role(folder: Path, config: Any, role: Role, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
+    """Load a role's model in evaluation mode. Returns it and the bytes of its weights, shared ones counted once.
+
+    Raises:
+        UnsupportedModelError: weights are missing or have other shapes than the architecture asks for.
+    """
+    cls = sliced_class(architecture_class(config), role)
+    try:
+        model, report = cls.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"spec.model.id: the weights in {folder.name!r} cannot be loaded ({error}); they must be safetensors files"
+        ) from error
+    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if wrong:
+        raise UnsupportedModelError(
+            f"spec.model.id: {len(wrong)} weights of the {role} part are missing or misshapen in {folder.name!r} "
+            f"(first: {wrong[0]}); the checkpoint is incomplete or of another architecture than its config.json says"
+        )
+    model.eval().requires_grad_(False).to(device)
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in model.parameters() if t.numel()}
+    return model, sum(tensors.values())

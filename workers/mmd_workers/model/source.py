@@ -1,0 +1,144 @@
+"""Where a model's files are and what its configuration says. Reads settings files only; knows no weights and no architecture."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from mmd_api.spec import ModelSpec
+from transformers import AutoConfig, GenerationConfig
+
+from mmd_workers.errors import UnsupportedModelError
+
+BUILTIN = {"builtin/demo": "demo"}
+SETTINGS_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+WEIGHT_PATTERNS = [*SETTINGS_PATTERNS, "*.safetensors"]
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
+
+
+def resolve(spec: ModelSpec, *, weights: bool) -> Path:
+    """The local folder of a model, fetched from the hub when `spec.id` names neither a folder nor a built-in model.
+
+    `weights` False fetches settings only. The token for private repositories is read from HF_TOKEN.
+
+    Raises:
+        UnsupportedModelError: there is no such model; names spec.model.id and the remedy.
+    """
+    if spec.id in BUILTIN:
+        folder = Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id]
+        return _checked(folder, spec.id)
+    local = Path(spec.id)
+    if local.is_absolute() or local.is_dir():
+        return _checked(local, spec.id)
+    if not HUB_ID.match(spec.id):
+        raise UnsupportedModelError(
+            f"spec.model.id: {spec.id!r} is no folder here and no hub id; give an absolute path, `owner/name` or `builtin/demo`"
+        )
+    return _checked(_from_hub(spec, weights), spec.id)
+
+
+def _checked(folder: Path, model_id: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"spec.model.id: {model_id!r} has no config.json; point it at a folder in the Hugging Face layout "
+            "(config.json, *.safetensors, tokenizer.json, processor settings)"
+        )
+    return folder
+
+
+def _from_hub(spec: ModelSpec, weights: bool) -> Path:
+    where = f"spec.model.id: {spec.id!r}"
+    try:
+        path = snapshot_download(
+            spec.id,
+            revision=spec.revision,
+            allow_patterns=WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS,
+            token=os.environ.get("HF_TOKEN"),
+        )
+    except GatedRepoError as error:
+        raise UnsupportedModelError(
+            f"{where} is gated; accept its licence on the hub and name a secret with your token in spec.model.storage.tokenSecret"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UnsupportedModelError(f"spec.model.revision: {spec.revision!r} does not exist in {spec.id!r}") from error
+    except RepositoryNotFoundError as error:
+        raise UnsupportedModelError(
+            f"{where} is not on the hub, or is private; check the spelling or name a token in spec.model.storage.tokenSecret"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UnsupportedModelError(
+            f"{where} could not be fetched and is not in the local cache ({type(error).__name__}: {error}); "
+            "give this pod a way to the hub, or put the files on a claim or into the image and name their path"
+        ) from error
+    return Path(path)
+
+
+def load_config(folder: Path) -> Any:
+    """The Hugging Face configuration of the part that is served: of an omni model, the thinker.
+
+    Raises:
+        UnsupportedModelError: the installed transformers does not know this model type.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(
+            f"spec.model.id: the configuration in {folder.name!r} cannot be read ({error}); use an architecture that the "
+            "installed transformers implements: code from model repositories is never run"
+        ) from error
+    return getattr(config, "thinker_config", config)
+
+
+def resolve_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
+    """The dtype of weights, embeddings and KV. Auto: what the checkpoint was saved in, float32 where it does not say."""
+    if spec.dtype != "Auto":
+        return DTYPES[spec.dtype]
+    for source in (config, config.get_text_config()):
+        dtype = getattr(source, "dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return torch.float32
+
+
+def resolve_max_model_len(spec: ModelSpec, config: Any) -> int:
+    """The longest sequence, prompt and output together, in tokens.
+
+    Raises:
+        UnsupportedModelError: spec.model.maxModelLen exceeds what the model was made for.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if spec.max_model_len is None:
+        return int(limit) if limit else 4096
+    if limit and spec.max_model_len > limit:
+        raise UnsupportedModelError(
+            f"spec.model.maxModelLen: {spec.max_model_len} exceeds the model's {limit} positions; lower it or leave it out"
+        )
+    return spec.max_model_len
+
+
+def eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    """Ids that end an answer: generation_config.json first, the model's configuration otherwise."""
+    found: Any = None
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    if found is None:
+        found = getattr(config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(int(i) for i in (found if isinstance(found, (list, tuple)) else [found]))
