@@ -51,7 +51,7 @@ def empty_range(
     shapes = _shapes(layout, num_tokens)
     sizes = [prod(shape) for shape in shapes]
     buffer = torch.empty(sum(sizes), dtype=_dtype(layout), device=device, pin_memory=pin_memory)
-    return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
 
 
 def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

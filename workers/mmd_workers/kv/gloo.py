@@ -1,30 +1,37 @@
-"""A KV link over gloo (TCP, host memory). Pairwise: no global process group, one socket pair and one event thread per link.
+"""A KV link over gloo (TCP, host memory). Pairwise: nothing global, one socket pair and one event thread per link.
 
-Mirrors `torch.distributed._dist2._gloo_factory`. What gloo cannot do: a pending wait is freed by neither abort nor close, only
-by the bytes, a reset socket (a killed peer: at once) or the chunk's own deadline (a silent peer).
+Mirrors `torch.distributed._dist2._gloo_factory`. A wait inside gloo can be freed by nobody: not by abort, not by close, and
+when its peer dies in the middle of a chunk not even by the reset socket, only by its timeout. So each operation waits in
+a thread of the link's own, and the caller is released by whatever comes first: the bytes, gloo's error, or `abort`.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from mmd_workers.errors import LinkError
+
+MAX_OPERATIONS = 32  # at the same time on one link
 
 
 class GlooLink:
     """One pair of workers over gloo; see `KvLink`. Several threads may use it at once with different tags.
 
-    CUDA tensors are staged through host memory.
+    CUDA tensors are staged through host memory. After an error the tensor of a `recv` may still be written to until the chunk's
+    timeout: let it go, do not reuse it.
     """
 
     def __init__(
         self,
         store: Store,
         rank: int,
-        epoch: int,
         host: str,
         chunk_timeout_seconds: float,
         connect_timeout_seconds: float,
@@ -34,67 +41,93 @@ class GlooLink:
         Raises:
             LinkError: the peer did not come within `connect_timeout_seconds`.
         """
-        self.epoch = epoch
         self._peer_rank = 1 - rank
         self._chunk_timeout = timedelta(seconds=chunk_timeout_seconds)
+        self._lock = threading.Lock()
+        self._pending: set[Future[None]] = set()
         self._dead = ""
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack its options and its point-to-point operations
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
         options._threads = 1
         options._timeout = timedelta(seconds=connect_timeout_seconds)
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, 2, options)  # type: ignore[call-arg, arg-type]
+            self._group: Any = gloo(store, rank, 2, options)
         except RuntimeError as error:
             raise LinkError(
-                f"gloo could not connect: {_first_line(error)}; make the pair at the next epoch"
+                f"gloo could not connect: {_first_line(error)}; offer again at the next epoch"
             ) from error
+        self._threads = ThreadPoolExecutor(MAX_OPERATIONS, "kv-gloo")
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         """Send a contiguous tensor; see `KvLink.send`."""
         host_tensor = tensor.cpu()
-        try:
-            self._wait(self._alive().send([host_tensor], self._peer_rank, tag))
-        except RuntimeError as error:
-            raise self._broken("send", tag, error) from error
+        group = self._live_group()
+        self._run("send", tag, lambda: group.send([host_tensor], self._peer_rank, tag))
 
     def recv(self, tensor: torch.Tensor, tag: int) -> None:
         """Receive into a contiguous tensor; see `KvLink.recv`."""
         host_tensor = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-        try:
-            self._wait(self._alive().recv([host_tensor], self._peer_rank, tag))
-        except RuntimeError as error:
-            raise self._broken("recv", tag, error) from error
+        group = self._live_group()
+        self._run("recv", tag, lambda: group.recv([host_tensor], self._peer_rank, tag))
         if host_tensor is not tensor:
             tensor.copy_(host_tensor)
 
     def abort(self, reason: str) -> None:
-        """Refuse every further operation. One in flight ends with its socket or its chunk's deadline."""
-        self._dead = self._dead or reason
+        """Release every caller with a LinkError and refuse further operations; never blocks."""
+        with self._lock:
+            self._dead = self._dead or reason
+            pending, self._pending = self._pending, set()
+        for outcome in pending:
+            _settle(outcome, LinkError(f"gloo operation ended: {reason}; offer again at the next epoch"))
 
     def close(self) -> None:
-        """Let the sockets go once no operation holds them; idempotent."""
+        """Let the sockets go as soon as no operation holds them (the chunk timeout at the latest); idempotent."""
         self.abort("the link was closed")
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._group = None
 
-    def _alive(self) -> ProcessGroupGloo:
+    def _live_group(self) -> Any:
         group = self._group
         if self._dead or group is None:
-            raise LinkError(f"gloo link is dead: {self._dead}; make the pair at the next epoch")
+            raise LinkError(f"gloo link is dead: {self._dead}; offer again at the next epoch")
         return group
 
-    def _wait(self, work: torch.distributed.Work) -> None:
-        if not work.wait(self._chunk_timeout):
-            raise RuntimeError("the operation was aborted")
-        if self._dead:
-            raise RuntimeError(self._dead)
+    def _run(self, verb: str, tag: int, operation: Callable[[], Work]) -> None:
+        outcome: Future[None] = Future()
+        with self._lock:
+            if self._dead:
+                raise LinkError(f"gloo link is dead: {self._dead}; offer again at the next epoch")
+            self._pending.add(outcome)
+            self._threads.submit(self._perform, outcome, verb, tag, operation)
+        try:
+            outcome.result()  # bounded: the thread gives up after the chunk timeout
+        finally:
+            with self._lock:
+                self._pending.discard(outcome)
 
-    def _broken(self, verb: str, tag: int, error: RuntimeError) -> LinkError:
-        self.abort(_first_line(error))
-        return LinkError(
-            f"gloo {verb} of tag {tag} failed: {_first_line(error)}; make the pair at the next epoch"
-        )
+    def _perform(self, outcome: Future[None], verb: str, tag: int, operation: Callable[[], Work]) -> None:
+        try:
+            done = operation().wait(self._chunk_timeout)
+        except RuntimeError as error:
+            failure = f"gloo {verb} of tag {tag} failed: {_first_line(error)}; offer again at the next epoch"
+            _settle(outcome, LinkError(failure))
+            return
+        _settle(outcome, None if done else LinkError(f"gloo {verb} of tag {tag} was aborted; offer again"))
+
+
+def _settle(outcome: Future[None], error: LinkError | None) -> None:
+    """First come, first served: the operation's end and `abort` may race."""
+    try:
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
+    except InvalidStateError:
+        return
 
 
 def _first_line(error: BaseException) -> str:
-    """The part of a torch error that says something, bounded: its text carries a C++ stack below."""
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    """What a torch error says, bounded, without the C++ stack below it."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Literal, Protocol
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mmd_workers.errors import LinkError, OverloadedError
-from mmd_workers.kv import nccl
+from mmd_workers.kv import nccl, sentinel
 from mmd_workers.kv.gloo import GlooLink
 from mmd_workers.kv.types import PIECE_BYTES
 
@@ -58,13 +58,20 @@ class PairLink:
     """
 
     def __init__(
-        self, peer: str, peer_incarnation: str, epoch: int, channel: Channel, on_error: Callable[[str], None]
+        self,
+        peer: str,
+        peer_incarnation: str,
+        epoch: int,
+        channel: Channel,
+        sentinel_socket: socket.socket,
+        on_dead: Callable[[str], None],
     ) -> None:
         self.peer = peer
         self.peer_incarnation = peer_incarnation
         self.epoch = epoch
+        self.sentinel = sentinel_socket
         self._channel = channel
-        self._on_error = on_error
+        self._on_dead = on_dead
         self._lock = threading.Lock()
         self._users = 0
         self._next_tag = 0
@@ -112,19 +119,19 @@ class PairLink:
         """Receive one tensor of at most 4 MB; see `KvLink.recv`."""
         self._run(self._channel.recv, tensor, tag)
 
-    def fail(self, reason: str) -> None:
-        """Kill the link: free what waits on it as far as the backend can, refuse the rest."""
+    def close(self) -> None:
+        """Close the link on both sides; idempotent. The pair's next link has the next epoch."""
+        self._on_dead("the link was closed")
+
+    def kill(self, reason: str) -> None:
+        """For the manager: free what waits on the link as far as the backend can, refuse the rest."""
         with self._lock:
             if self._dead:
                 return
             self._dead = reason
+        self.sentinel.close()
         self._channel.abort(reason)
-
-    def close(self) -> None:
-        """Free the pair; idempotent. The manager forgets the link."""
-        self.fail("the link was closed")
         self._channel.close()
-        self._on_error("the link was closed")
 
     def _run(self, operation: Callable[[torch.Tensor, int], None], tensor: torch.Tensor, tag: int) -> None:
         if tensor.nbytes > PIECE_BYTES or not tensor.is_contiguous():
@@ -135,8 +142,7 @@ class PairLink:
             try:
                 operation(tensor, tag)
             except LinkError as error:
-                self.fail(error.message)
-                self._on_error(error.message)
+                self._on_dead(error.message)
                 raise
 
 
@@ -191,6 +197,7 @@ class LinkManager:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
         self._dead_prefixes: deque[str] = deque(maxlen=1024)
         self._closed = False
+        self._watch = sentinel.Watch()
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self.endpoint = f"{host}:{port}"
@@ -268,6 +275,7 @@ class LinkManager:
                 self._fail_up_to(known, known.failed_epoch + 1, "this worker closed its links")
             self._peers.clear()
             self._store = None
+        self._watch.close()
 
     @property
     def live_links(self) -> int:
@@ -315,8 +323,8 @@ class LinkManager:
         attempt, link = known.attempt, known.link
         known.attempt = None
         if link is not None:
-            link.fail(reason)
-            link._channel.close()
+            self._watch.remove(link.sentinel)
+            link.kill(reason)
         elif attempt is not None and not attempt.done():
             attempt.set_exception(LinkError(f"{reason}; make the pair at the next epoch"))
 
@@ -336,46 +344,46 @@ class LinkManager:
     ) -> None:
         """Body of a connecting thread: make the channel and settle the attempt, unless it was given up meanwhile."""
         try:
-            channel = self._make_channel((peer, known.incarnation), peer_endpoint, epoch)
+            channel, sock = self._make_channel((peer, known.incarnation), peer_endpoint, epoch)
         except (LinkError, RuntimeError, OSError, ValueError) as error:
             reason = f"no link to {peer} at {peer_endpoint}: {str(error).strip()[:300]}"
             with self._lock:
                 if known.attempt is attempt:
                     self._fail_up_to(known, epoch, reason)
             return
-        link = PairLink(peer, known.incarnation, epoch, channel, partial(self._on_error, known, epoch))
+        link = PairLink(peer, known.incarnation, epoch, channel, sock, partial(self._on_dead, known, epoch))
         with self._lock:
             if known.attempt is attempt:
                 attempt.set_result(link)
+                self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
                 return
-        channel.abort("given up while connecting")
-        channel.close()
+        link.kill("given up while connecting")
 
     def _prefix(self, peer: tuple[str, str], epoch: int) -> str:
         """Where the two sides of a link meet in rank 0's store."""
         first, second = sorted((self._self, peer))
         return "/".join(("kv", self._backend, *first, *second, str(epoch)))
 
-    def _make_channel(self, peer: tuple[str, str], peer_endpoint: str, epoch: int) -> Channel:
+    def _make_channel(
+        self, peer: tuple[str, str], peer_endpoint: str, epoch: int
+    ) -> tuple[Channel, socket.socket]:
+        """The backend's channel at this epoch and the sentinel connection beside it."""
         rank = 0 if self._self < peer else 1
+        seconds = self._connect_timeout_seconds
         host, _, port = (self.endpoint if rank == 0 else peer_endpoint).rpartition(":")
-        # A client of its own for every attempt, also to our own store: a client's blocking wait would hold up all others.
-        store = TCPStore(
-            host, int(port), is_master=False, timeout=timedelta(seconds=self._connect_timeout_seconds)
-        )
-        prefix = self._prefix(peer, epoch)
+        # A client of its own for every attempt, also to our own store: one that waits would hold up all others.
+        client = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
+        if rank == 0:
+            self._sweep(client)
+        store = PrefixStore(self._prefix(peer, epoch), client)
+        sock = sentinel.meet(store, rank, self._host, host, seconds)
         try:
-            return GlooLink(
-                PrefixStore(prefix, store),
-                rank,
-                epoch,
-                self._host,
-                self._chunk_timeout_seconds,
-                self._connect_timeout_seconds,
-            )
-        finally:
-            if rank == 0:
-                self._sweep(store)
+            if self._backend == "Nccl":
+                return nccl.NcclLink(store, rank, self._device, self._chunk_timeout_seconds, seconds), sock
+            return GlooLink(store, rank, self._host, self._chunk_timeout_seconds, seconds), sock
+        except BaseException:
+            sock.close()
+            raise
 
     def _sweep(self, store: TCPStore) -> None:
         """Delete from our store what dead links left there."""
@@ -387,6 +395,6 @@ class LinkManager:
                 if key.startswith(dead):
                     store.delete_key(key)
 
-    def _on_error(self, known: _Peer, epoch: int, reason: str) -> None:
+    def _on_dead(self, known: _Peer, epoch: int, reason: str) -> None:
         with self._lock:
             self._fail_up_to(known, epoch, reason)
