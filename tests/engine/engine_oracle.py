@@ -179,13 +179,15 @@ def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int) -> li
 class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     steps: list[StepOutput] = field(default_factory=list)
+    first_index: dict[str, int] = field(default_factory=dict)
 
     def take(self, output: StepOutput) -> None:
         assert not output.failed, output.failed
         self.steps.append(output)
         for token in output.tokens:
             mine = self.tokens.setdefault(token.sequence_id, [])
-            assert token.index == len(mine) or not mine
+            first = self.first_index.setdefault(token.sequence_id, token.index)
+            assert token.index == first + len(mine)
             mine.append(token.token_id)
 
 

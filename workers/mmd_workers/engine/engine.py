@@ -379,8 +379,8 @@ class Engine:
 
     def _report(self, item: Work, sampled: dict[str, Sampled | None], output: StepOutput) -> None:
         sequence = item.sequence
-        prompt_tokens = sequence.computed
-        if item.samples:
+        computed, samples = sequence.computed, item.samples  # as of this step, before the new token
+        if samples:
             result = sampled[sequence.sequence_id]
             if result is None:
                 self.abort(sequence.sequence_id)
@@ -411,10 +411,10 @@ class Engine:
                 sequence.prompt = None
             elif reason is not None:
                 self.abort(sequence.sequence_id)
-        if sequence.stop_after_prefill and (item.samples or prompt_tokens > sequence.announced):
-            start = min(sequence.announced, prompt_tokens)
-            output.kv_ready.append(KvReady(sequence.sequence_id, start, prompt_tokens, last=item.samples))
-            sequence.announced = prompt_tokens
+        if sequence.stop_after_prefill and (samples or computed > sequence.announced):
+            start = min(sequence.announced, computed)
+            output.kv_ready.append(KvReady(sequence.sequence_id, start, computed, last=samples))
+            sequence.announced = computed
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         sampling = sequence.sampling

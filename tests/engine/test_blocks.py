@@ -1,0 +1,107 @@
+"""Block bookkeeping: nothing leaks, nothing is freed twice, nothing is handed out twice, whatever the order of events."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mmd_workers.engine.blocks import BlockPool, block_hash
+from mmd_workers.errors import OverloadedError
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random owners allocate, share by match, register and release; a plain model keeps count beside it."""
+
+    @initialize(blocks=st.integers(1, 12))
+    def make(self, blocks):
+        self.pool = BlockPool(blocks, 4)
+        self.owners: list[list[int]] = []
+        self.content: dict[int, bytes] = {}
+        self.serial = 0
+
+    def references(self):
+        return [sum(owner.count(block) for owner in self.owners) for block in range(self.pool.num_blocks)]
+
+    @rule(count=st.integers(0, 5))
+    def allocate(self, count):
+        available = self.pool.available
+        if count > available:
+            with pytest.raises(OverloadedError):
+                self.pool.allocate(count)
+            assert self.pool.available == available
+            return
+        before = self.references()
+        blocks = self.pool.allocate(count)
+        assert len(set(blocks)) == count
+        assert all(before[block] == 0 for block in blocks)
+        for block in blocks:
+            self.content.pop(block, None)
+        self.owners.append(blocks)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data):
+        self.pool.release(self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1))))
+
+    @precondition(lambda self: any(self.owners))
+    @rule(data=st.data())
+    def register(self, data):
+        owner = data.draw(st.sampled_from([o for o in self.owners if o]))
+        block = data.draw(st.sampled_from(owner))
+        if block not in self.content:
+            self.serial += 1
+            self.content[block] = self.serial.to_bytes(8, "little")
+            self.pool.register(block, self.content[block])
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def match(self, data):
+        block = data.draw(st.sampled_from(sorted(self.content)))
+        found = self.pool.match([self.content[block], b"never registered"])
+        assert found == [block]
+        self.owners.append(found)
+
+    @invariant()
+    def nothing_is_lost(self):
+        if hasattr(self, "pool"):
+            unreferenced = sum(count == 0 for count in self.references())
+            assert self.pool.available == unreferenced
+            assert list(self.references()) == self.pool._references
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def test_releasing_a_block_twice_is_an_error():
+    pool = BlockPool(2, 4)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError):
+        pool.release(blocks)
+
+
+def test_the_least_recently_used_cached_block_is_evicted_and_the_tail_of_a_sequence_before_its_head():
+    pool = BlockPool(4, 4)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for block in (*old, *new):
+        pool.register(block, bytes([block]))
+    pool.release(old)
+    pool.release(new)
+    assert pool.allocate(1) == [old[1]]
+    assert pool.match([bytes([old[1]])]) == []
+    assert pool.match([bytes([old[0]])]) == [old[0]]
+    assert pool.allocate(2) == [new[1], new[0]]
+
+
+def test_a_block_is_known_by_its_tokens_its_past_and_the_media_over_it():
+    base = block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "cat")])
+    assert base == block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "cat"), (8, 2, "dog"), (0, 4, "fox")])
+    others = [
+        block_hash(b"x", [1, 2, 3, 4], 4, [(6, 2, "cat")]),
+        block_hash(b"", [1, 2, 3, 5], 4, [(6, 2, "cat")]),
+        block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "dog")]),
+        block_hash(b"", [1, 2, 3, 4], 4, [(2, 6, "cat")]),
+        block_hash(b"", [1, 2, 3, 4], 4, []),
+    ]
+    assert len({base, *others}) == 6
