@@ -1,5 +1,6 @@
 import asyncio
 import logging
+import threading
 
 import pytest
 
@@ -48,7 +49,7 @@ async def test_no_reply_in_time_is_a_deadline(connect):
         raise AssertionError
 
     await here.serve("slow", Cancel, hang)
-    with pytest.raises(DeadlineError, match="slow within 0.1 s"):
+    with pytest.raises(DeadlineError, match="slow within"):
         await here.request("slow", Cancel("r", 0), Placed, timeout=0.1)
 
 
@@ -198,4 +199,4 @@ async def test_bulk_has_a_connection_of_its_own(connect):
     async with asyncio.timeout(2):
         assert (await got.get()).attempt == 1
     await here.close()
-    assert not any(thread.name.startswith("here-bulk") for thread in __import__("threading").enumerate())
+    assert not any(thread.name.startswith("here-bulk") for thread in threading.enumerate())

@@ -1,0 +1,446 @@
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import time
+
+import pytest
+
+from mmd_workers.errors import CapacityError, DeadlineError, LinkError, PeerLostError
+from mmd_workers.wire.codec import Frame, WireError, unpack, unpack_frame
+from mmd_workers.wire.embeddings import EmbeddingReceiver, EmbeddingSender
+from mmd_workers.wire.messages import (
+    EmbeddingChunk,
+    EmbeddingCredit,
+    EmbeddingGrant,
+    EmbeddingOffer,
+    EncodeJob,
+    FeatureRef,
+    TensorHeader,
+)
+
+MIB = 1 << 20
+POD = "prefill-0"
+
+
+def job(name: str = "f", seconds: float = 30.0) -> EncodeJob:
+    feature = FeatureRef(name, name, "image", 10, 4, [[0, 4]], {}, {}, 1)
+    return EncodeJob(f"j-{name}", feature, "gw", POD, "inc", time.time() + seconds, time.time(), "r")
+
+
+def tensor(num_bytes: int, name: str = "rows") -> tuple[TensorHeader, memoryview]:
+    return TensorHeader(name, "float32", [num_bytes // 4], num_bytes), memoryview(os.urandom(num_bytes))
+
+
+class Pod:
+    """A pod that takes every feature in and remembers it."""
+
+    def __init__(self, bus, budget_bytes=64 * MIB, timeout_seconds=0.5, **options):
+        self.features: dict[str, tuple[list[TensorHeader], bytes]] = {}
+        self.timings: dict[str, float] = {}
+        self.verdict = None
+        self.arrived = asyncio.Event()
+        self.receiver = EmbeddingReceiver(
+            bus, POD, budget_bytes, self.wants, self.take, timeout_seconds=timeout_seconds, **options
+        )
+
+    def wants(self, feature_id, num_bytes):
+        return self.verdict or ("have" if feature_id in self.features else "send")
+
+    def take(self, feature_id, headers, data, timings):
+        self.features[feature_id] = (headers, bytes(data))
+        self.timings = timings
+        self.arrived.set()
+
+    async def room_is_free(self):
+        async with asyncio.timeout(5):
+            while self.receiver.reserved_bytes:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def pod(connect):
+    pod = Pod(await connect(POD))
+    await pod.receiver.start()
+    return pod
+
+
+@pytest.fixture
+async def sender(connect):
+    return EmbeddingSender(await connect("encoder-0"), timeout_seconds=1.0)
+
+
+@pytest.fixture
+async def wire(connect):
+    """A sender of our own making, which breaks the rules."""
+    return Wire(await connect("rogue"))
+
+
+class Wire:
+    def __init__(self, bus):
+        self.bus = bus
+        self.credits: asyncio.Queue[EmbeddingCredit] = asyncio.Queue()
+        self.inbox = bus.new_inbox()
+
+    async def offer(self, data: bytes, digest: str | None = None, name: str = "f") -> EmbeddingGrant:
+        await self.bus.subscribe(self.inbox, EmbeddingCredit, self.credits.put)
+        offer = EmbeddingOffer(
+            "t-1",
+            name,
+            "rogue",
+            [TensorHeader("rows", "uint8", [len(data)], len(data))],
+            len(data),
+            digest or hashlib.blake2b(data, digest_size=16).hexdigest(),
+        )
+        return await self.bus.request(self.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=2)
+
+    async def chunk(self, grant, sequence, offset, data, last=False):
+        header = EmbeddingChunk(grant.transfer_id, sequence, offset, last)
+        await self.bus.publish(grant.inbox, Frame(header, data), reply=self.inbox)
+
+    async def fault(self) -> str:
+        async with asyncio.timeout(3):
+            while not (credit := await self.credits.get()).error:
+                assert not credit.complete
+        return credit.error
+
+
+async def test_a_feature_of_several_tensors_arrives_as_it_was_sent(pod, sender):
+    tensors = [
+        tensor(3 * MIB),
+        tensor(4, "tiny"),
+        (TensorHeader("none", "int64", [0, 8], 0), memoryview(b"")),
+        tensor(40),
+    ]
+    assert await sender.send(job(), tensors, timings={"encoded": 1.5}) == "sent"
+    headers, data = pod.features["f"]
+    assert headers == [header for header, _ in tensors]
+    assert data == b"".join(view for _, view in tensors)
+    assert pod.timings == {"encoded": 1.5}
+    await pod.room_is_free()
+
+
+async def test_a_feature_without_bytes_arrives(pod, sender):
+    assert await sender.send(job(), [(TensorHeader("none", "int64", [0], 0), memoryview(b""))]) == "sent"
+    assert pod.features["f"][1] == b""
+
+
+async def test_a_second_sender_is_told_that_it_is_there(pod, sender, connect):
+    rows = [tensor(MIB)]
+    other = EmbeddingSender(await connect("encoder-1"))
+    assert await sender.send(job(), rows) == "sent"
+    assert await other.send(job(), rows) == "have"
+
+
+async def test_of_two_senders_at_once_one_sends(pod, sender, connect):
+    rows = [tensor(16 * MIB)]
+    other = EmbeddingSender(await connect("encoder-1"))
+    assert sorted(await asyncio.gather(sender.send(job(), rows), other.send(job(), rows))) == ["have", "sent"]
+
+
+async def test_what_nobody_needs_is_refused(pod, sender):
+    pod.verdict = "refuse"
+    assert await sender.send(job(), [tensor(400)]) == "refused"
+
+
+async def test_a_receiver_that_is_gone_is_a_lost_peer(sender):
+    with pytest.raises(PeerLostError):
+        await sender.send(job(), [tensor(400)])
+
+
+async def test_a_feature_larger_than_the_whole_budget_fails_for_good(connect, sender):
+    pod = Pod(await connect(POD), budget_bytes=MIB)
+    await pod.receiver.start()
+    with pytest.raises(CapacityError, match="raise the feature budget"):
+        await sender.send(job(), [tensor(2 * MIB)])
+
+
+async def test_a_full_receiver_makes_the_sender_wait_until_there_is_room(connect, sender, wire):
+    pod = Pod(await connect(POD), budget_bytes=8 * MIB)
+    await pod.receiver.start()
+    grant = await wire.offer(bytes(6 * MIB), name="first")  # holds its room and sends nothing
+    assert grant.verdict == "send"
+    assert pod.receiver.reserved_bytes == 6 * MIB
+    begin = time.monotonic()
+    assert await sender.send(job(), [tensor(4 * MIB)]) == "sent"
+    assert time.monotonic() - begin > 0.3  # the dead transfer's time-out, not at once
+    await pod.room_is_free()
+
+
+async def test_waiting_for_room_ends_at_the_deadline(pod, sender):
+    pod.verdict = "wait"
+    with pytest.raises(DeadlineError):
+        await sender.send(job(seconds=0.4), [tensor(400)])
+
+
+async def test_a_sender_that_dies_half_way_frees_its_room(pod, wire):
+    grant = await wire.offer(bytes(2 * MIB))
+    await wire.chunk(grant, 0, 0, bytes(grant.chunk_bytes))
+    assert pod.receiver.reserved_bytes == 2 * MIB
+    begin = time.monotonic()
+    assert "no chunk within" in await wire.fault()
+    await pod.room_is_free()
+    assert time.monotonic() - begin < 1.5
+    assert pod.features == {}
+
+
+DATA = os.urandom(MIB)
+HALF = MIB // 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "fault"),
+    [
+        ([(0, 0, DATA[:HALF], False), (0, 0, DATA[:HALF], False)], "chunk 0 at byte 0 came where chunk 1"),
+        ([(1, HALF, DATA[HALF:], True)], "chunk 1 .* came where chunk 0"),
+        ([(0, 0, DATA[: HALF // 2], False), (2, HALF, DATA[HALF:], True)], "chunk 2 .* came where chunk 1"),
+        ([(0, 0, DATA[:HALF], False), (1, 0, DATA[HALF:], True)], "chunk 1 at byte 0 came where chunk 1"),
+        ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[:HALF], True)], "digest"),
+        ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[HALF:], False)], "last=False"),
+        ([(0, 0, DATA[:HALF], True)], "last=True"),
+        ([(0, 0, DATA[: HALF + 1], False)], "exceeds what was granted"),
+        ([(0, 0, b"", False)], "ends at byte 0"),
+        ([(0, 0, DATA[:HALF], False)], "no chunk within"),
+    ],
+    ids=[
+        "repeated",
+        "reordered",
+        "lost",
+        "misplaced",
+        "damaged",
+        "no end",
+        "early end",
+        "too large",
+        "empty",
+        "tail lost",
+    ],
+)
+async def test_a_broken_transfer_is_noticed_and_frees_its_room(pod, wire, chunks, fault):
+    grant = await wire.offer(DATA)
+    for chunk in chunks:
+        await wire.chunk(grant, *chunk)
+    said = await wire.fault()
+    assert re.search(fault, said), said
+    await pod.room_is_free()
+    assert pod.features == {}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        TensorHeader("x", "float32", [3], 8),
+        TensorHeader("x", "__class__", [8], 8),
+        TensorHeader("x", "float32", [-2, -1], 8),
+    ],
+)
+async def test_an_offer_that_contradicts_itself_sets_no_memory_aside(pod, wire, header):
+    offer = EmbeddingOffer("t", "f", "rogue", [header], 8, "d")
+    with pytest.raises(WireError, match="tensor x"):
+        await wire.bus.request(wire.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=2)
+    assert pod.receiver.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("breakage", ["drop", "repeat", "damage"])
+async def test_the_sender_offers_again_after_a_broken_transfer(pod, sender, breakage):
+    bus = (await sender._bus.bulk()).bus
+    publish, broken = bus.publish, []
+
+    async def faulty(subject, message, reply=""):
+        if isinstance(message, Frame) and message.header.sequence == 3 and not broken:
+            broken.append(breakage)
+            if breakage == "drop":
+                return
+            if breakage == "repeat":
+                await publish(subject, message, reply)
+            if breakage == "damage":
+                message = Frame(message.header, bytes(len(message.payload)))
+        await publish(subject, message, reply)
+
+    bus.publish = faulty
+    rows = tensor(4 * MIB)
+    assert await sender.send(job(), [rows]) == "sent"
+    assert broken == [breakage]
+    assert pod.features["f"][1] == bytes(rows[1])
+    await pod.room_is_free()
+
+
+async def test_a_transfer_that_fails_every_time_is_a_link_error(pod, sender):
+    bus = (await sender._bus.bulk()).bus
+    publish = bus.publish
+
+    async def deaf(subject, message, reply=""):
+        if not isinstance(message, Frame):
+            await publish(subject, message, reply)
+
+    bus.publish = deaf
+    with pytest.raises(LinkError, match="3 attempts"):
+        await sender.send(job(), [tensor(MIB)])
+    await pod.room_is_free()
+
+
+async def test_a_receiver_that_fails_to_take_over_is_not_counted_as_sent(pod, sender):
+    took = pod.take
+    failures = []
+
+    def fail_once(*args):
+        if not failures:
+            failures.append(1)
+            raise MemoryError("no room for a copy")
+        took(*args)
+
+    pod.receiver._on_feature = fail_once
+    assert await sender.send(job(), [tensor(MIB)]) == "sent"
+    assert failures == [1]
+    assert "f" in pod.features
+
+
+async def test_a_cancelled_feature_ends_its_transfer_and_refuses_the_next_offer(pod, sender):
+    begun = asyncio.Event()
+    home = asyncio.get_running_loop()
+    take = pod.receiver._receive
+
+    async def slow(*args):
+        home.call_soon_threadsafe(begun.set)
+        await asyncio.sleep(0.02)
+        await take(*args)
+
+    pod.receiver._receive = slow
+    sending = asyncio.create_task(sender.send(job(), [tensor(32 * MIB)]))
+    await begun.wait()
+    pod.verdict = "refuse"
+    pod.receiver.cancel("f")
+    async with asyncio.timeout(3):
+        assert await sending == "refused"
+    await pod.room_is_free()
+    assert pod.features == {}
+
+
+async def test_a_cancelled_sender_stops_and_the_room_is_freed(pod, sender):
+    pod.receiver._receive = lambda *args: asyncio.sleep(0)  # no credit ever
+    sending = asyncio.create_task(sender.send(job(), [tensor(32 * MIB)]))
+    async with asyncio.timeout(3):
+        while not pod.receiver.reserved_bytes:
+            await asyncio.sleep(0.01)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    await pod.room_is_free()
+
+
+async def test_the_sender_never_exceeds_its_credit_on_the_wire(connect, sender):
+    window = 2 * MIB
+    pod = Pod(await connect(POD), window_bytes=window)
+    await pod.receiver.start()
+    spy = await connect("spy")
+    credited, worst, chunks, largest = 0, 0, 0, 0
+
+    async def watch(message):
+        nonlocal credited, worst, chunks, largest
+        try:
+            header, payload = unpack_frame(EmbeddingChunk, message.data)
+        except WireError:
+            try:
+                credited = max(credited, unpack(EmbeddingCredit, message.data).received_bytes)
+            except WireError:
+                return
+        else:
+            chunks += 1
+            largest = max(largest, len(message.data))
+            worst = max(worst, header.offset + payload.nbytes - credited)
+
+    await spy.client.subscribe("_INBOX.>", cb=watch, pending_bytes_limit=256 * MIB)
+    await spy.flush()
+    assert await sender.send(job(), [tensor(20 * MIB)]) == "sent"
+    await spy.flush()
+    async with asyncio.timeout(5):
+        while credited < 20 * MIB:
+            await asyncio.sleep(0.01)
+    assert chunks == 40
+    assert largest <= MIB
+    assert window // 2 < worst <= window
+
+
+async def test_a_slow_receiver_slows_the_sender_and_loses_nothing(pod, sender):
+    take = pod.receiver._receive
+
+    async def slow(*args):
+        await asyncio.sleep(0.01)
+        await take(*args)
+
+    pod.receiver._receive = slow
+    rows = tensor(20 * MIB)
+    begin = time.monotonic()
+    assert await sender.send(job(), [rows]) == "sent"
+    assert time.monotonic() - begin > 40 * 0.01
+    assert pod.features["f"][1] == bytes(rows[1])
+
+
+async def test_a_feature_of_125_megabytes_goes_through_a_window_of_8(
+    connect, sender, caplog, record_property
+):
+    size = 125_000_000
+    pod = Pod(await connect(POD), budget_bytes=128_000_000, window_bytes=8 * MIB, timeout_seconds=2.0)
+    await pod.receiver.start()
+    rows = tensor(size)
+    begin = time.monotonic()
+    sending = asyncio.create_task(sender.send(job(), [rows]))
+    worst = 0
+    while not sending.done():
+        worst = max(worst, pod.receiver.reserved_bytes)
+        await asyncio.wait([sending], timeout=0.01)
+    seconds = time.monotonic() - begin
+    assert await sending == "sent"
+    assert hashlib.sha256(pod.features["f"][1]).digest() == hashlib.sha256(rows[1]).digest()
+    assert worst == size
+    await pod.room_is_free()
+    record_property("megabytes_per_second", round(size / 1e6 / seconds))
+    with caplog.at_level(logging.INFO):
+        logging.getLogger(__name__).info("125 MB in %.2f s: %.0f MB/s", seconds, size / 1e6 / seconds)
+    assert seconds < 20
+
+
+async def test_small_messages_do_not_queue_behind_a_large_feature(connect, sender):
+    bus = await connect(POD)
+    pod = Pod(bus, budget_bytes=128_000_000, timeout_seconds=2.0)
+    await pod.receiver.start()
+
+    async def echo(credit: EmbeddingCredit) -> EmbeddingCredit:
+        return credit
+
+    await bus.serve("echo", EmbeddingCredit, echo)
+    other = await connect("gateway")
+    sending = asyncio.create_task(sender.send(job(), [tensor(60_000_000)]))
+    times = []
+    while not sending.done():
+        begin = time.monotonic()
+        await other.request("echo", EmbeddingCredit("t", 1), EmbeddingCredit, timeout=2)
+        times.append(time.monotonic() - begin)
+        await asyncio.sleep(0.002)
+    assert await sending == "sent"
+    times.sort()
+    assert len(times) > 10
+    assert times[len(times) // 2] < 0.05
+
+
+async def test_a_transfer_survives_a_server_restart(own_nats_server, connect):
+    pod = Pod(await connect(POD), timeout_seconds=0.5)
+    await pod.receiver.start()
+    sender = EmbeddingSender(await connect("encoder-0"), timeout_seconds=1.0)
+    take = pod.receiver._receive
+    home, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(*args):
+        home.call_soon_threadsafe(begun.set)
+        await asyncio.sleep(0.01)
+        await take(*args)
+
+    pod.receiver._receive = slow
+    rows = tensor(24 * MIB)
+    sending = asyncio.create_task(sender.send(job(), [rows]))
+    await begun.wait()
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    assert await sending == "sent"
+    assert pod.features["f"][1] == bytes(rows[1])
+    await pod.room_is_free()
