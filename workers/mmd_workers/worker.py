@@ -8,12 +8,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
 
 import torch
+import uvloop
 
 from mmd_api.pipeline import PoolName, Role
-from mmd_api.spec import DecodeSpec, EncoderBatching, MultimodalDeploymentSpec, PrefillSpec
+from mmd_api.spec import EncoderSpec, PrefillSpec
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.decode.tokens import SequenceBook
 from mmd_workers.encoder.cache import FeatureCache
@@ -21,8 +24,8 @@ from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.types import StepOutput
-from mmd_workers.errors import MmdError, OverloadedError
+from mmd_workers.engine.types import EngineStats, StepOutput
+from mmd_workers.errors import MmdError
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.load import load_encoder, load_language_model
@@ -36,7 +39,7 @@ from mmd_workers.prefill.service import FeatureSource, PrefillService
 from mmd_workers.prefill.sources import LocalSource, QueueSource
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.jobs import EncodeQueue
+from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.messages import Cancel, Heartbeat, Load, PodState
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, PeerEvent
 from mmd_workers.wire.subjects import Subjects
@@ -49,6 +52,10 @@ DECODE_PROCESSES = 2
 DECODE_MEMORY_BYTES = 2 << 30
 LIVENESS_SECONDS = 60.0
 ADVERTISED_DIGESTS = 64
+STATS_SECONDS = 0.25
+DRAIN_CHECK_SECONDS = 0.05
+DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
+MAX_OUTPUTS = 4096
 
 
 class Worker:
@@ -56,19 +63,410 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
         self.settings = settings
-        self.spec: MultimodalDeploymentSpec = settings.pipeline.spec
+        self.spec = settings.pipeline.spec
         self.pool = pool
         self.roles = roles
         self.state: PodState = "loading"
-        self.stop = asyncio.Event()
+        self.pipeline: EncodePipeline | None = None
+        self.encoder: EncoderService | None = None
+        self.runner: EngineRunner | None = None
+        self.prefill: PrefillService | None = None
+        self.decode: DecodeService | None = None
+        self.store: FeatureStore | None = None
+        self.links: LinkManager | None = None
+        self.decoders: DecodePool | None = None
+        self.encoder_model: EncoderModel | None = None
+        self.language_model: LanguageModel | None = None
+        self.failure: BaseException | None = None
+        self.stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._pipeline: EncodePipeline | None = None
-        self._encoder: EncoderService | None = None
-        self._runner: EngineRunner | None = None
-        self._prefill: PrefillService | None = None
-        self._decode: DecodeService | None = None
-        self._store: FeatureStore | None = None
-        self._book: SequenceBook | None = None
-        self._links: LinkManager | None = None
-        self._decoders: DecodePool | None = None
-        self._pending: dict[str, int] = {}
+        self._events: set[asyncio.Task[None]] = set()
+        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue(MAX_OUTPUTS)
+        self._stats: EngineStats | None = None
+        self._max_model_len = 0
+        self._begun = time.monotonic()
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Run until asked to stop (SIGTERM, SIGINT) or until a part fails for good.
+
+        Raises:
+            MmdError: the model cannot be served here; the message says why.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        pipeline = self.settings.pipeline
+        subjects = Subjects(pipeline.namespace, pipeline.name, pipeline.revision)
+        status = StatusServer(
+            host="0.0.0.0",  # noqa: S104  a pod listens on its own address
+            port=self.settings.http_port,
+            live=self._live,
+            ready=lambda: self.state == "ready",
+            state=lambda: asdict(self.heartbeat()),
+        )
+        await status.start()
+        self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
+        self.book = SequenceBook(self.bus, self.settings.pod)
+        observability = self.spec.observability
+        self.directory = PeerDirectory(self.bus, observability.heartbeat_timeout_milliseconds / 1000)
+        self.directory.on_event(self._peer_event)
+        await self.directory.start()
+        heartbeats = Heartbeater(self.bus, self.heartbeat, observability.heartbeat_milliseconds / 1000)
+        await heartbeats.start()
+        try:
+            await self._load()
+            await self._join()
+            self.state = "ready"
+            await heartbeats.beat()
+            log.info("ready as %s after %.1f s", "+".join(self.roles), time.monotonic() - self._begun)
+            await self.stopping.wait()
+            if self.failure is None:
+                self.state = "draining"
+                await heartbeats.beat()
+                await self._drain()
+        finally:
+            await self._close(heartbeats)
+            await status.stop()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _load(self) -> None:
+        """Load what the roles need, and nothing else, in a thread: heartbeats go on."""
+        torch.set_num_threads(self.settings.threads or os.cpu_count() or 1)
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        if "encode" in self.roles:
+            self.encoder_model = await asyncio.to_thread(load_encoder, self.spec.model, device)
+            log.info("encoder role loaded %d bytes", self.encoder_model.loaded_bytes)
+        if "prefill" in self.roles or "decode" in self.roles:
+            self.language_model = await asyncio.to_thread(load_language_model, self.spec.model, device)
+            log.info("language role loaded %d bytes", self.language_model.loaded_bytes)
+
+    async def _join(self) -> None:
+        """Make the services of the roles, downstream first, so that nothing is accepted that cannot go on."""
+        queue = EncodeQueue(self.bus, self._queue_limits())
+        if self.spec.encoder is not None:
+            await queue.ensure()
+        if self.encoder_model is not None:
+            self._make_pipeline(self.encoder_model)
+        if self.language_model is not None:
+            await self._make_engine(self.language_model)
+        if self.language_model is not None and "decode" in self.roles and self.spec.prefill is not None:
+            self.decode = DecodeService(
+                self.bus, self.settings.pod, self._engine, self.language_model, self._need_links(), self.book
+            )
+            await self.decode.start()
+            self._spawn(self.decode.run(), "decode")
+        if self.language_model is not None and "prefill" in self.roles:
+            await self._make_prefill(self.language_model, queue)
+        if self.roles == ("encode",):
+            assert self.pipeline is not None
+            batching = self._encoder_spec.batching
+            self.encoder = EncoderService(
+                self.bus,
+                queue,
+                self.pipeline,
+                sorted(self.encoder_model.modalities) if self.encoder_model else [],
+                max_jobs=2 * batching.max_items,
+            )
+            self._spawn(self.encoder.run(), "encoder")
+        await self.bus.subscribe(self.bus.subjects.cancel, Cancel, self._cancelled)
+
+    @property
+    def _encoder_spec(self) -> EncoderSpec:
+        return self.spec.encoder or EncoderSpec()
+
+    @property
+    def _engine(self) -> EngineRunner:
+        assert self.runner is not None
+        return self.runner
+
+    def _queue_limits(self) -> QueueLimits:
+        spec = self._encoder_spec
+        return QueueLimits(max_attempts=spec.max_deliveries)
+
+    def _make_pipeline(self, model: EncoderModel) -> None:
+        media, spec = self.spec.gateway.media, self._encoder_spec
+        self.decoders = DecodePool(DECODE_PROCESSES, float(media.decode_timeout_seconds), DECODE_MEMORY_BYTES)
+        self.pipeline = EncodePipeline(
+            model, self.decoders, media, spec.batching, FeatureCache(spec.cache_mebibytes * MEBIBYTE)
+        )
+        self._spawn(self.pipeline.run(), "tower")
+
+    async def _make_engine(self, model: LanguageModel) -> None:
+        spec = self.spec
+        pool = spec.prefill if self.pool == "prefill" and spec.prefill else spec.decode
+        prefill = spec.prefill or PrefillSpec()
+        max_model_len = model.max_model_len
+        if spec.model.max_model_len is not None:
+            max_model_len = min(max_model_len, spec.model.max_model_len)
+        self._max_model_len = max_model_len
+        engine = await asyncio.to_thread(
+            Engine,
+            model,
+            kv_cache_bytes=(pool.kv_cache_mebibytes or DEFAULT_KV_MEBIBYTES) * MEBIBYTE,
+            block_tokens=spec.decode.kv_block_tokens,
+            max_sequences=spec.decode.max_sequences,
+            chunk_tokens=prefill.chunk_tokens,
+            prefix_cache=prefill.prefix_cache,
+            max_model_len=max_model_len,
+        )
+        self.runner = EngineRunner(engine, self._stepped, self._failed)
+        self.runner.start()
+        self._spawn(self._publish_outputs(), "outputs")
+        self._spawn(self._watch_engine(), "stats")
+
+    async def _make_prefill(self, model: LanguageModel, queue: EncodeQueue) -> None:
+        spec, prefill = self.spec, self.spec.prefill or PrefillSpec()
+        transfer = spec.transfer
+        self.store = FeatureStore(prefill.feature_budget_mebibytes * MEBIBYTE, _count_transition)
+        source: FeatureSource
+        if self.pipeline is not None:
+            source = LocalSource(self.bus, self.pipeline, self.store)
+        else:
+            source = QueueSource(
+                self.bus,
+                self.settings.pod,
+                self.settings.incarnation,
+                queue,
+                self.store,
+                window_bytes=transfer.embedding.window_kibibytes * 1024,
+                chunk_bytes=transfer.embedding.chunk_kibibytes * 1024,
+                job_timeout_seconds=float(self._encoder_spec.job_timeout_seconds),
+                transfer_timeout_seconds=float(transfer.embedding.timeout_seconds),
+            )
+            await source.start()
+        sender = None
+        if "decode" not in self.roles:
+            sender = KvSender(
+                self.bus,
+                self.settings.pod,
+                self.settings.incarnation,
+                self._engine,
+                self._need_links(),
+                model.kv_layout,
+                float(transfer.kv.lease_seconds),
+            )
+        self.prefill = PrefillService(
+            self.bus,
+            self.settings.pod,
+            self._engine,
+            model,
+            self.store,
+            source,
+            self.book,
+            sender,
+            incarnations=lambda: {beat.pod: beat.incarnation for beat in self.directory.pods("decode")},
+            max_waiting=prefill.max_waiting_requests,
+            max_in_engine=spec.decode.max_sequences,
+            overlap_tokens=prefill.chunk_tokens // 4,
+        )
+        await self.prefill.start()
+
+    def _need_links(self) -> LinkManager:
+        if self.links is None:
+            kv = self.spec.transfer.kv
+            assert self.language_model is not None
+            self.links = LinkManager(
+                kv.backend,
+                self.settings.pod,
+                self.settings.incarnation,
+                self.settings.pod_ip,
+                chunk_timeout_seconds=kv.chunk_timeout_milliseconds / 1000,
+                device=self.language_model.device,
+            )
+        return self.links
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """A part that should run for ever has ended: without it this pod is of no use, so the process ends too."""
+        log.critical("a part of this worker failed for good: %s", error, exc_info=error)
+        self.failure = error
+        self.stopping.set()
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _stepped(self, output: StepOutput) -> None:
+        """What an engine step did; called on the event loop, in order."""
+        if self.prefill is not None:
+            for token in output.tokens:
+                self.prefill.on_token(token)
+            for ready in output.kv_ready:
+                self.prefill.on_kv_ready(ready)
+        self._outputs.put_nowait(output)
+
+    async def _publish_outputs(self) -> None:
+        while True:
+            output = await self._outputs.get()
+            await self.book.publish(output)
+            for token in output.tokens:
+                if token.finish_reason is not None and (
+                    self.prefill is None or not self.prefill.hands_over(token.sequence_id)
+                ):
+                    await self.book.close(token.sequence_id)
+            for sequence, error in output.failed:
+                reported = error if isinstance(error, MmdError) else MmdError(str(error))
+                if self.prefill is None or not self.prefill.on_failed(sequence, reported):
+                    await self.book.fail(sequence, reported)
+
+    async def _cancelled(self, cancel: Cancel) -> None:
+        for sequence in self.book.attempts(cancel.request_id, cancel.attempt):
+            if self.prefill is not None:
+                await self.prefill.cancel(sequence)
+            self.book.forget(sequence)
+            if self.runner is not None:
+                await self.runner.call(lambda engine, name=sequence: engine.abort(name))
+        if self.decode is not None:
+            await self.decode.cancel(cancel.request_id, cancel.attempt)
+
+    def _peer_event(self, event: PeerEvent) -> None:
+        if (
+            event.kind not in ("lost", "reborn")
+            or event.before is None
+            or "prefill" not in event.before.roles
+        ):
+            return
+        if self.decode is not None:
+            gone = event.before
+            task = asyncio.create_task(self.decode.peer_lost(gone.pod, gone.incarnation))
+            self._events.add(task)
+            task.add_done_callback(self._events.discard)
+        if self.links is not None:
+            self.links.notify_lost(event.before.pod)
+
+    # --- how it is ------------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> Heartbeat:
+        """The state of this pod now."""
+        return Heartbeat(
+            pod=self.settings.pod,
+            pool=self.pool,
+            roles=list(self.roles),
+            incarnation=self.settings.incarnation,
+            revision=self.settings.pipeline.revision,
+            state=self.state,
+            http_endpoint=f"{self.settings.pod_ip}:{self.settings.http_port}",
+            sent=time.time(),
+            load=self._load_now(),
+            max_model_len=self._max_model_len,
+            features=self.store.newest(ADVERTISED_DIGESTS) if self.store is not None else [],
+        )
+
+    def _load_now(self) -> Load:
+        pipeline, store = self.pipeline, self.store
+        facts: dict[str, Any] = {}
+        if pipeline is not None:
+            facts |= {
+                "encode_queued_work": dict(pipeline.queued_work),
+                "encode_running": pipeline.running,
+                "encode_work_per_second": dict(pipeline.work_per_second),
+                "encode_busy_fraction": pipeline.busy_fraction(),
+            }
+        if store is not None:
+            facts |= {"feature_bytes_used": store.used_bytes, "feature_bytes_budget": store.budget_bytes}
+        if (stats := self._stats) is not None:
+            facts |= {
+                "prefill_waiting_tokens": stats.waiting_tokens
+                + (self.prefill.waiting_tokens() if self.prefill is not None else 0),
+                "prefill_waiting_requests": self.prefill.active if self.prefill is not None else 0,
+                "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+                "decode_running": stats.running_sequences,
+                "decode_waiting": stats.waiting_sequences,
+                "decode_max_sequences": stats.max_sequences,
+                "kv_blocks_total": stats.blocks_total,
+                "kv_blocks_free": stats.blocks_free,
+                "kv_blocks_reserved": stats.blocks_reserved,
+                "kv_block_tokens": stats.block_tokens,
+                "itl_seconds": stats.step_seconds,
+            }
+        return Load(**facts)
+
+    async def _watch_engine(self) -> None:
+        """Keep the engine's figures fresh for heartbeats; they are read on the engine's own thread."""
+        assert self.runner is not None
+        while True:
+            self._stats = await self.runner.call(lambda engine: engine.stats())
+            await asyncio.sleep(STATS_SECONDS)
+
+    def _live(self) -> bool:
+        """Whether everything that should move has moved lately; loading may take its time."""
+        if self.state == "loading":
+            return True
+        moved = [self.runner.last_progress] if self.runner is not None else []
+        if self.encoder is not None:
+            moved.append(self.encoder.last_progress)
+        return all(time.monotonic() - at < LIVENESS_SECONDS for at in moved)
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Take no more work, finish what is held, give back what cannot be finished in the grace period."""
+        for service in (self.encoder, self.prefill, self.decode):
+            if service is not None:
+                service.drain()
+        grace = self._grace_seconds()
+        log.info("draining: %d sequences in hand, %.0f s at most", len(self.book), grace)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and not self._empty():
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+        for sequence in self.book.all():
+            await self.book.fail(
+                sequence, DrainedError("this pod is leaving; the rest is generated elsewhere")
+            )
+        self.state = "drained"
+
+    def _grace_seconds(self) -> float:
+        pool = getattr(self.spec, self.pool)
+        return max(1.0, pool.template.termination_grace_period_seconds - DRAIN_RESERVE_SECONDS)
+
+    def _empty(self) -> bool:
+        encoding = self.encoder.active if self.encoder is not None else 0
+        inbound = self.decode.inbound if self.decode is not None else 0
+        return not len(self.book) and not encoding and not inbound
+
+    async def _close(self, heartbeats: Heartbeater) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(MmdError):
+            await heartbeats.close()
+        if self.runner is not None:
+            await self.runner.stop(5.0)
+        if self.links is not None:
+            self.links.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
+        if self.decoders is not None:
+            await self.decoders.close()
+        await self.directory.close()
+        await self.bus.close()
+
+
+class DrainedError(MmdError):
+    """The pod that worked on this request is leaving: place it again, tokens so far included."""
+
+    code = "drained"
+    retryable = True
+
+
+def _count_transition(before: FeatureState | None, after: FeatureState) -> None:
+    METRICS.feature_transitions.labels(before or "none", after).inc()
+
+
+def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
+    """Run a worker until it is asked to stop; the process's exit code says whether it ended well."""
+    configure_logging(settings.pod, settings.pipeline.spec.observability.log_level)
+    try:
+        uvloop.run(Worker(settings, pool, roles).serve())
+    except MmdError as error:
+        log.critical("cannot serve (%s): %s", error.code, error.message)
+        raise SystemExit(1) from error

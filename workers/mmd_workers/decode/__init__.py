@@ -1,0 +1,1 @@
+"""The decode role: KV in, tokens out."""

@@ -99,7 +99,9 @@ class DecodeService:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
                 METRICS.lease_expiries.inc()
-                log.warning("lease of %s ended before its commit; its blocks are free again", lease.request_id)
+                log.warning(
+                    "lease of %s ended before its commit; its blocks are free again", lease.request_id
+                )
                 await self._drop(lease.lease_id)
 
     async def peer_lost(self, pod: str, incarnation: str) -> None:
@@ -108,10 +110,15 @@ class DecodeService:
         for lease in self._leases.drop_owner(pod, incarnation):
             await self._drop(lease.lease_id)
 
-    async def cancel(self, sequence: str) -> None:
-        """Free a hand-over whose request was cancelled."""
+    @property
+    def inbound(self) -> int:
+        """Hand-overs that are granted and not committed."""
+        return len(self._inbound)
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """Free the hand-overs of a request's attempts up to this one."""
         for lease_id, inbound in list(self._inbound.items()):
-            if inbound.sequence == sequence:
+            if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
                 self._leases.release(lease_id)
                 await self._drop(lease_id)
 
@@ -124,7 +131,7 @@ class DecodeService:
         if offer.layout != self._layout:
             return refuse(f"KV layout {offer.layout} differs from {self._layout}")
         sequence = sequence_id(offer.request_id, offer.attempt)
-        await self.cancel(sequence)  # a repeated offer of the same attempt replaces the first
+        await self.cancel(offer.request_id, offer.attempt)  # a repeated offer replaces the first
         try:
             await self._runner.call(
                 lambda engine: engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
@@ -150,9 +157,7 @@ class DecodeService:
 
     def _open_pump(self, peer: tuple[str, int], offer: KvOffer) -> None:
         link = asyncio.create_task(
-            asyncio.to_thread(
-                self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, peer[1]
-            )
+            asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, peer[1])
         )
         pump = _Pump(link)
         pump.task = asyncio.create_task(self._pump(peer, pump), name=f"kv-from-{peer[0]}@{peer[1]}")

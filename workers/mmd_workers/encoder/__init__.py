@@ -1,0 +1,1 @@
+"""The encode role: media in, features out."""

@@ -73,6 +73,11 @@ class EncoderService:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("encode job crashed; it will be redelivered", exc_info=error)
 
+    @property
+    def active(self) -> int:
+        """Jobs in hand."""
+        return len(self._jobs)
+
     def drain(self) -> None:
         """Take no more jobs."""
         self._draining.set()

@@ -24,7 +24,11 @@ def feature_of(modality: Modality, headers: list[TensorHeader], data: bytearray 
     tensors, offset = {}, 0
     for header in headers:
         count = header.num_bytes
-        raw = torch.frombuffer(data, dtype=torch.uint8, count=count, offset=offset) if count else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            torch.frombuffer(data, dtype=torch.uint8, count=count, offset=offset)
+            if count
+            else torch.empty(0, dtype=torch.uint8)
+        )
         tensors[header.name] = raw.view(getattr(torch, header.dtype)).reshape(header.shape)
         offset += count
     return Feature(modality, tensors)

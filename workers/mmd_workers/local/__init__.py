@@ -1,0 +1,1 @@
+"""Everything that runs, or speaks to, a pipeline on this machine."""

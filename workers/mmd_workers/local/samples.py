@@ -164,7 +164,11 @@ def draw_video(rng: np.random.Generator) -> tuple[Facts, Frame]:
     towards = np.array(DIRECTIONS[facts["direction"]])
     path = rng.uniform(0.36, 0.54) * towards
     middle = 0.5 + np.where(towards == 0, rng.uniform(-0.26, 0.26, 2), rng.uniform(-0.04, 0.04, 2))
-    ground, color, radius = dark_ground(rng, width, height), vary(rng, facts["color"]), rng.uniform(0.13, 0.18)
+    ground, color, radius = (
+        dark_ground(rng, width, height),
+        vary(rng, facts["color"]),
+        rng.uniform(0.13, 0.18),
+    )
     count = VIDEO_FPS * VIDEO_SECONDS
     centers = (middle + path * (step / (count - 1) - 0.5) for step in range(count))
     return facts, np.stack([paint(ground, facts["shape"], color, (x, y), radius) for x, y in centers])

@@ -179,6 +179,7 @@ class LanguageModel(Protocol):
     loaded_bytes: int
     hidden_size: int
     vocab_size: int
+    max_model_len: int
     position_axes: int  # 1 or 3
     eos_token_ids: frozenset[int]
     suppress_token_ids: tuple[int, ...]  # placeholders: never to be sampled
@@ -193,6 +194,10 @@ class LanguageModel(Protocol):
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
         """Scatter a feature into the prompt's rows and mark it no longer missing. Raises CountMismatchError."""
+        ...
+
+    def feature_bytes(self, modality: str, num_tokens: int) -> int:
+        """Bytes of all tensors of a feature of this many tokens, for reserving room before it is made."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

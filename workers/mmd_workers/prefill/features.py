@@ -94,11 +94,7 @@ class FeatureStore:
         wanted = self.used_bytes + num_bytes - self.budget_bytes
         if wanted <= 0:
             return True
-        idle = [
-            (fid, entry)
-            for fid, entry in self._entries.items()
-            if not entry.users and fid not in keep
-        ]
+        idle = [(fid, entry) for fid, entry in self._entries.items() if not entry.users and fid not in keep]
         if sum(entry.num_bytes for _, entry in idle) < wanted:
             return False
         for fid, entry in idle:
@@ -110,7 +106,9 @@ class FeatureStore:
 
     def _register(self, feature_id: str, num_bytes: int) -> None:
         arrival: asyncio.Future[Feature] = asyncio.get_running_loop().create_future()
-        arrival.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failure nobody waits for is no news
+        arrival.add_done_callback(
+            lambda f: f.cancelled() or f.exception()
+        )  # a failure nobody waits for is no news
         self._entries[feature_id] = _Entry(num_bytes, FeatureState.REGISTERED, arrival)
         self.used_bytes += num_bytes
         self._on_transition(None, FeatureState.REGISTERED)

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from mmd_workers.decode.params import media_spans_of, sampling_of
 from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
@@ -20,7 +19,7 @@ from mmd_workers.encoder.refs import layout_of
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
 from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
-from mmd_workers.model.types import Feature, LanguageModel, LoweredPrompt
+from mmd_workers.model.types import Feature, LanguageModel
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.wire.bus import Bus
@@ -56,6 +55,7 @@ class PrefillService:
         sender: KvSender | None,
         incarnations: Callable[[], Mapping[str, str]],
         max_waiting: int,
+        max_in_engine: int,
         overlap_tokens: int,
     ) -> None:
         self._bus = bus
@@ -69,6 +69,7 @@ class PrefillService:
         self._incarnations = incarnations
         self._max_waiting = max_waiting
         self._overlap_tokens = overlap_tokens
+        self._engine_slots = asyncio.Semaphore(max_in_engine)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
@@ -118,6 +119,11 @@ class PrefillService:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
+    def hands_over(self, name: str) -> bool:
+        """Whether the sequence is on its way to a decoder: then this service closes its book."""
+        tracked = self._book.get(name)
+        return name in self._tasks and tracked is not None and bool(tracked.request.decode_pods)
+
     def on_kv_ready(self, event: KvReady) -> None:
         """The engine has completed the KV of a range."""
         if (ranges := self._ranges.get(event.sequence_id)) is not None:
@@ -142,7 +148,9 @@ class PrefillService:
             async with asyncio.timeout(max(0.0, request.deadline - time.time())):
                 await self._serve(name, tracked)
         except TimeoutError:
-            await self._give_up(name, DeadlineError("the request's deadline passed before its prefill was done"))
+            await self._give_up(
+                name, DeadlineError("the request's deadline passed before its prefill was done")
+            )
         except MmdError as error:
             await self._give_up(name, error)
         except asyncio.CancelledError:
@@ -164,17 +172,25 @@ class PrefillService:
     async def _serve(self, name: str, tracked: Tracked) -> None:
         request = tracked.request
         placed = time.time()
+        arrivals = await self._gather_features(name, request)
+        text_first = min((ref.ranges[0][0] for ref in request.features), default=0)
+        if arrivals and text_first < self._overlap_tokens:
+            # Too little text before the first medium to be worth a decoder's blocks while encoders work.
+            await asyncio.gather(*arrivals)
+        async with self._engine_slots:
+            await self._prefill(name, tracked, arrivals, placed)
+
+    async def _prefill(
+        self, name: str, tracked: Tracked, arrivals: list[asyncio.Future[Feature]], placed: float
+    ) -> None:
+        request = tracked.request
+        decoder = self._sender if request.decode_pods else None
+        reservation = await decoder.reserve(request, self._incarnations()) if decoder else None
         prompt = await self._runner.call(
             lambda _: self._model.lower(
                 request.token_ids, [layout_of(ref) for ref in request.features], request.output_token_ids
             )
         )
-        arrivals = await self._gather_features(name, request)
-        decoder = self._sender if request.decode_pods else None
-        overlapping = arrivals and prompt.filled_until < self._overlap_tokens
-        if overlapping:  # too little text before the first medium to be worth a decoder's blocks meanwhile
-            await asyncio.gather(*arrivals)
-        reservation = await decoder.reserve(request, self._incarnations()) if decoder else None
         ranges = self._ranges[name] = Ranges()
         first = self._first_token[name] = asyncio.get_running_loop().create_future()
         added = time.time()
@@ -191,7 +207,10 @@ class PrefillService:
             )
         )
         filling = asyncio.gather(
-            *(self._fill(name, number, ref, arrival) for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True)))
+            *(
+                self._fill(name, number, ref, arrival)
+                for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True))
+            )
         )
         handing: asyncio.Task[None] | None = None
         if decoder and reservation:
@@ -208,7 +227,9 @@ class PrefillService:
             if decoder is None:
                 return  # the sequence decodes here; the book closes it at its last token
             if token.finish_reason is not None:
-                await self._bus.publish(self._bus.subjects.cancel, Cancel(request.request_id, request.attempt))
+                await self._bus.publish(
+                    self._bus.subjects.cancel, Cancel(request.request_id, request.attempt)
+                )
             else:
                 output = [*request.output_token_ids, token.token_id]
                 ranges.finished = Finished(output, prompt.next_position)
@@ -246,7 +267,10 @@ class PrefillService:
         """Admit the request's features and have the new ones made."""
         if not request.features:
             return []
-        needs = {ref.feature_id: self._model.feature_bytes(ref.modality, ref.num_tokens) for ref in request.features}
+        needs = {
+            ref.feature_id: self._model.feature_bytes(ref.modality, ref.num_tokens)
+            for ref in request.features
+        }
         new = set(await self._store.admit(name, needs))
         arrivals = [asyncio.shield(self._store.arrival(ref.feature_id)) for ref in request.features]
         for ref in request.features:

@@ -10,12 +10,12 @@ from collections import OrderedDict
 
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.tensors import feature_of
-from mmd_workers.errors import BadMediaError, DeadlineError, MmdError
+from mmd_workers.errors import DeadlineError, MmdError
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingReceiver
 from mmd_workers.wire.jobs import EncodeQueue
-from mmd_workers.wire.media import read_medium
+from mmd_workers.wire.media import MediaGoneError, read_medium
 from mmd_workers.wire.messages import (
     EncodeFailed,
     EncodeJob,
@@ -28,6 +28,18 @@ from mmd_workers.wire.messages import (
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_TIMES = 4096
+
+
+class EncodeError(MmdError):
+    """An encoder gave a medium up; code and remedy are the encoder's.
+
+    When the gateway that held the bytes is done with them the request can still be served: placed again, it brings its own.
+    """
+
+    def __init__(self, message: str, code: str, retryable: bool) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retryable = retryable
 
 
 class FeatureTimes:
@@ -132,7 +144,7 @@ class QueueSource:
         self,
         feature_id: str,
         headers: list[TensorHeader],
-        data: bytearray | memoryview,
+        data: memoryview,
         timings: dict[str, float],
     ) -> None:
         modality = self._modality.get(feature_id)
@@ -141,10 +153,12 @@ class QueueSource:
             self._store.deliver(feature_id, feature_of(modality, headers, data))
 
     async def _failed(self, failure: EncodeFailed) -> None:
-        error: MmdError = BadMediaError(failure.message)
-        error.code = failure.code
-        error.retryable = failure.retryable
-        self._store.fail(failure.feature_id, error)
+        self._store.fail(
+            failure.feature_id,
+            EncodeError(
+                failure.message, failure.code, failure.retryable or failure.code == MediaGoneError.code
+            ),
+        )
 
 
 class LocalSource:

@@ -1,0 +1,140 @@
+"""What a rendered pod means on this machine: the same command and environment, with files and ports where they can be here.
+
+Reads the very objects that the operator would apply; knows nothing of how they were planned.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmd_workers.errors import MmdError
+
+LOOPBACK = "127.0.0.1"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+
+
+class RenderError(MmdError):
+    """A rendered object needs something that a local process cannot have."""
+
+    code = "render"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """One process to run: name of the pod, its component (gateway, encoder, prefill, decode), command line and environment."""
+
+    name: str
+    component: str
+    command: list[str]
+    environment: dict[str, str]
+    http_port: int
+    grace_seconds: float
+
+    @property
+    def http_url(self) -> str:
+        """Where its HTTP server listens."""
+        return f"http://{LOOPBACK}:{self.http_port}"
+
+
+def local_pods(
+    objects: list[dict[str, Any]], directory: Path, nats_url: str, gateway_port: int, threads: int
+) -> list[LocalPod]:
+    """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
+
+    ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+
+    Raises:
+        RenderError: an object refers to what does not exist here (a Secret, say).
+    """
+    maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
+    pods = []
+    for workload in objects:
+        if workload["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        component = workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL]
+        if component == "nats":
+            continue
+        for ordinal in range(workload["spec"].get("replicas", 1)):
+            name = f"{workload['metadata']['name']}-{ordinal}"
+            port = gateway_port if component == "gateway" and ordinal == 0 and gateway_port else free_port()
+            pods.append(_local_pod(workload, component, name, port, maps, directory, nats_url, threads))
+    return pods
+
+
+def _local_pod(
+    workload: dict[str, Any],
+    component: str,
+    name: str,
+    port: int,
+    maps: dict[str, dict[str, str]],
+    directory: Path,
+    nats_url: str,
+    threads: int,
+) -> LocalPod:
+    spec = workload["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    mounts = _write_mounts(spec, container, maps, directory)
+    environment = {}
+    for variable in container.get("env", []):
+        value = _value(variable, name, workload)
+        for inside, outside in mounts.items():
+            if value == inside or value.startswith(f"{inside}/"):
+                value = str(outside) + value[len(inside) :]
+        environment[variable["name"]] = value
+    environment |= {
+        "MMD_HTTP_PORT": str(port),
+        "MMD_NATS_URL": nats_url,
+        "MMD_THREADS": str(threads),
+    }
+    return LocalPod(
+        name=name,
+        component=component,
+        command=[*container.get("command", []), *container.get("args", [])],
+        environment=environment,
+        http_port=port,
+        grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
+    )
+
+
+def _write_mounts(
+    spec: dict[str, Any], container: dict[str, Any], maps: dict[str, dict[str, str]], directory: Path
+) -> dict[str, Path]:
+    volumes = {v["name"]: v["configMap"]["name"] for v in spec.get("volumes", []) if "configMap" in v}
+    mounts = {}
+    for mount in container.get("volumeMounts", []):
+        if (source := volumes.get(mount["name"])) is None:
+            continue
+        folder = directory / "config" / source
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in maps[source].items():
+            (folder / file).write_text(text)
+        mounts[mount["mountPath"].rstrip("/")] = folder
+    return mounts
+
+
+def _value(variable: dict[str, Any], pod: str, workload: dict[str, Any]) -> str:
+    if "value" in variable:
+        return str(variable["value"])
+    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+    facts = {
+        "metadata.name": pod,
+        "metadata.namespace": workload["metadata"].get("namespace", "default"),
+        "metadata.uid": pod,
+        "status.podIP": LOOPBACK,
+    }
+    if path not in facts:
+        raise RenderError(
+            f"environment variable {variable['name']} of {pod} comes from {variable.get('valueFrom')}, which does not exist "
+            "on a laptop; use a cluster, or a resource without it"
+        )
+    return facts[path]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
