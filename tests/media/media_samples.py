@@ -2,7 +2,9 @@
 
 import io
 import struct
+import tempfile
 import zlib
+from pathlib import Path
 
 import av
 import numpy as np
@@ -41,20 +43,25 @@ def png_claiming(width, height):
 
 
 def frame_pixels(number, width=64, height=48):
-    """A grey frame whose level tells its number (0 to 99)."""
-    return np.full((height, width, 3), 20 + 2 * number, np.uint8)
+    """A frame whose eight stripes, black or white, spell its number in binary."""
+    a = np.zeros((height, width, 3), np.uint8)
+    for bit in range(8):
+        if number >> bit & 1:
+            a[:, bit * width // 8 : (bit + 1) * width // 8] = 255
+    return a
 
 
 def number_of(pixels):
     """Frame number that `frame_pixels` drew."""
-    return round((float(pixels.mean()) - 20) / 2)
+    width = pixels.shape[1]
+    stripes = [pixels[:, bit * width // 8 : (bit + 1) * width // 8].mean() for bit in range(8)]
+    return sum(1 << bit for bit, level in enumerate(stripes) if level > 128)
 
 
 def video_bytes(
     codec="libx264", container="mp4", frames=60, fps=30, width=64, height=48, rotation=0, options=None, mux=None, draw=None
 ):
-    out = io.BytesIO()
-    with av.open(out, "w", format=container, options=mux or {}) as c:
+    with tempfile.NamedTemporaryFile() as out, av.open(out.name, "w", format=container, options=mux or {}) as c:
         s = c.add_stream(codec, rate=fps, options=options or {})
         s.width, s.height, s.pix_fmt = width, height, "yuv420p"
         if rotation:
@@ -63,7 +70,8 @@ def video_bytes(
             pixels = (draw or frame_pixels)(i, width, height)
             c.mux(s.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         c.mux(s.encode())
-    return out.getvalue()
+        c.close()
+        return Path(out.name).read_bytes()
 
 
 def tone(num_samples, rate, hertz=440.0):

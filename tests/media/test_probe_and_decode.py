@@ -148,7 +148,7 @@ def test_audio_has_exactly_the_samples_that_were_counted(codec, fmt, container, 
     assert abs(spectrum.argmax() * 16000 / len(heard) - 440) < 2
     if container not in ("adts",):
         middle = slice(rate // 2, rate)
-        assert np.abs(source[middle] - tone(true, rate)[middle]).max() < 0.05
+        assert np.corrcoef(source[middle], tone(true, rate)[middle])[0, 1] > 0.98  # nothing is shifted
 
 
 def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():

@@ -249,6 +249,18 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     return max(0, total + round(ticks * base * rate) - skipped)
 
 
+def wav_missing_bytes(data: bytes) -> int:
+    """Bytes of sound that a RIFF WAVE header announces and that are not there; 0 for streams of unknown length."""
+    at = 12
+    while at + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"data":
+            streamed = data[:4] == b"RF64" or size in (0, 0xFFFFFFFF, 0x7FFFFFFF)
+            return 0 if streamed else max(0, at + 8 + size - len(data))
+        at += 8 + size + (size & 1)
+    return 0
+
+
 def opus_samples(head: bytes) -> int:
     """Samples at 48 kHz of an Opus packet, from its table of contents byte (RFC 6716, section 3.1)."""
     toc = head[0]

@@ -149,7 +149,9 @@ def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo
         raise BadMediaError("the audio has no samples; send one with sound in it")
     if duration > limit_seconds:
         raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
-    if container in ("wav", "flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
+    if container == "wav" and (missing := containers.wav_missing_bytes(data)):
+        raise BadMediaError(f"the audio is cut off: {missing} bytes that its header lists are missing; send the whole file")
+    if container in ("flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
         raise BadMediaError(
             f"the audio is cut off: its header says {declared:.2f} seconds, {duration:.2f} are there; send the whole file"
         )
