@@ -1,0 +1,135 @@
+"""Leases on KV blocks as timelines, and the one law under any order of events: a block leaves the table exactly once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmd_workers.errors import LeaseError
+from mmd_workers.kv.leases import LeaseTable
+
+
+def granted(seconds: float = 10.0) -> LeaseTable:
+    table = LeaseTable()
+    table.grant("l", "p-0", "i0", "r", [4, 5], now=0.0, seconds=seconds)
+    return table
+
+
+def test_a_commit_within_the_lease_hands_the_blocks_over_and_nothing_frees_them_again():
+    table = granted()
+    assert table.commit("l", now=9.9) is True
+    assert table.expire(now=1000.0) == []
+    assert table.release("l") is None
+    assert table.drop_owner("p-0", "i0") == []
+    assert table.reserved_blocks == 0
+
+
+def test_a_repeated_commit_is_answered_alike_even_after_its_time():
+    table = granted()
+    assert table.commit("l", now=1.0) is True
+    assert table.commit("l", now=2.0) is False
+    assert table.commit("l", now=11.0) is False
+
+
+@pytest.mark.parametrize("now", [10.0, 10.1, 99.0])
+def test_a_commit_at_or_after_expiry_is_refused_before_and_after_the_blocks_were_freed(now):
+    table = granted()
+    with pytest.raises(LeaseError, match="offer the request again"):
+        table.commit("l", now)
+    assert [lease.blocks for lease in table.expire(now)] == [(4, 5)]
+    with pytest.raises(LeaseError):
+        table.commit("l", now)
+
+
+def test_a_renewed_lease_lives_longer_and_never_shorter():
+    table = granted()
+    assert table.renew("l", now=8.0, seconds=10.0).expires == 18.0
+    assert table.renew("l", now=9.0, seconds=1.0).expires == 18.0
+    assert table.expire(now=17.9) == []
+    assert len(table.expire(now=18.0)) == 1
+
+
+def test_an_expired_lease_cannot_be_renewed():
+    with pytest.raises(LeaseError):
+        granted().renew("l", now=10.0, seconds=10.0)
+
+
+def test_a_lost_worker_loses_its_own_leases_and_nobody_elses():
+    table = granted()
+    table.grant("m", "p-0", "i1", "s", [6], now=0.0, seconds=10.0)
+    table.grant("n", "p-1", "i0", "t", [7], now=0.0, seconds=10.0)
+    assert [lease.request_id for lease in table.drop_owner("p-0", "i0")] == ["r"]
+    assert table.reserved_blocks == 2
+
+
+def test_a_lease_id_is_never_used_twice():
+    table = granted()
+    with pytest.raises(ValueError, match="mint a new id"):
+        table.grant("l", "p-0", "i0", "r", [9], now=0.0, seconds=1.0)
+    table.commit("l", now=1.0)
+    with pytest.raises(ValueError, match="mint a new id"):
+        table.grant("l", "p-0", "i0", "r", [9], now=1.0, seconds=1.0)
+
+
+def test_commits_are_forgotten_once_their_time_is_over():
+    table = granted()
+    table.commit("l", now=1.0)
+    table.expire(now=10.0)
+    with pytest.raises(LeaseError):
+        table.commit("l", now=10.0)
+    assert table._committed == {}
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["grant", "renew", "commit", "release", "expire", "drop", "get"]),
+        st.integers(0, 5),  # which lease
+        st.integers(0, 2),  # which owner
+        st.floats(0, 4),  # seconds that pass before
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(events)
+def test_every_block_leaves_the_table_exactly_once_whatever_happens(timeline):
+    table, now, minted = LeaseTable(), 0.0, 0
+    free, held, owned = set(range(12)), {}, set()
+    ids: list[str] = []
+
+    def give_back(leases):
+        for lease in leases:
+            assert set(lease.blocks) == held.pop(lease.lease_id)  # KeyError: freed twice, or after its commit
+            assert not free & set(lease.blocks)
+            free.update(lease.blocks)
+
+    for what, which, owner, seconds in timeline:
+        now += seconds
+        lease_id = ids[which % len(ids)] if ids else "none"
+        if what == "grant" and len(free) >= 2:
+            minted += 1
+            blocks = {free.pop(), free.pop()}
+            table.grant(f"l{minted}", f"p{owner}", "i", "r", sorted(blocks), now, 5.0)
+            held[f"l{minted}"] = blocks
+            ids.append(f"l{minted}")
+        elif what == "expire":
+            give_back(table.expire(now))
+        elif what == "drop":
+            give_back(table.drop_owner(f"p{owner}", "i"))
+        elif what == "release":
+            lease = table.release(lease_id)
+            give_back([lease] if lease else [])
+        elif what in ("commit", "renew", "get"):
+            try:
+                if what == "commit":
+                    if table.commit(lease_id, now):
+                        owned |= held.pop(lease_id)
+                else:
+                    table.renew(lease_id, now, 5.0) if what == "renew" else table.get(lease_id, now)
+            except LeaseError:
+                pass
+        assert table.reserved_blocks == sum(map(len, held.values()))
+        assert len(free) + len(owned) + table.reserved_blocks == 12
+    give_back(table.expire(now + 1000))
+    assert len(table) == 0
+    assert len(free) + len(owned) == 12

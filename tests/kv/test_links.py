@@ -1,0 +1,289 @@
+"""Two real processes, one link: agreement, epochs, a peer killed with SIGKILL, and what it costs others (nothing)."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kv_peer import LAYOUT, Peer, pattern
+
+from mmd_workers.errors import BackendUnavailableError, LinkError, OverloadedError
+from mmd_workers.kv import chunks
+from mmd_workers.kv.links import LinkManager
+
+torch.set_num_threads(1)
+PIECE = 4 * 2**20
+
+
+@pytest.fixture
+def manager():
+    made = []
+
+    def make(pod="m", incarnation="i0", **settings):
+        made.append(LinkManager("Gloo", pod, incarnation, "127.0.0.1", **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def peer():
+    made = []
+
+    def make(pod, incarnation="i0", **settings):
+        made.append(Peer(pod, incarnation, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+
+
+def link_with(own: LinkManager, other: Peer, epoch: int = 0):
+    other.start("connect", own._self[0], own._self[1], own.endpoint, epoch)
+    link = own.connect(other.pod, other.incarnation, other.endpoint, epoch)
+    assert other.answer() == epoch
+    return link
+
+
+def linked(one: LinkManager, two: LinkManager, epoch: int = 0):
+    """Both sides connect at once."""
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one.connect, *two._self, two.endpoint, epoch)
+        second = threads.submit(two.connect, *one._self, one.endpoint, epoch)
+        return first.result(10), second.result(10)
+
+
+def test_kv_of_a_token_range_arrives_whole_in_another_process_both_ways(manager, peer):
+    own, other = manager(), peer("a")
+    link = link_with(own, other)
+    other.start("recv", 3000, 7, 0)
+    after = chunks.send_range(link, pattern(3000, 7), 0)
+    assert other.answer() is True
+    assert after == chunks.num_pieces(LAYOUT, 3000) > 1
+    other.start("send", 777, 8, after)
+    got = chunks.recv_range(link, LAYOUT, 777, after)
+    assert all(torch.equal(a, b) for a, b in zip(got, pattern(777, 8), strict=True))
+
+
+def test_many_simultaneous_connects_of_both_sides_share_one_link(manager):
+    one, two = manager("one"), manager("two")
+    with ThreadPoolExecutor(16) as threads:
+        firsts = [threads.submit(one.connect, "two", "i0", two.endpoint, 0) for _ in range(8)]
+        seconds = [threads.submit(two.connect, "one", "i0", one.endpoint, 0) for _ in range(8)]
+        assert len({id(future.result(10)) for future in firsts}) == 1
+        assert len({id(future.result(10)) for future in seconds}) == 1
+    assert one.live_links == two.live_links == 1
+
+
+@pytest.mark.parametrize("role", ["send_forever", "recv_forever"])
+def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_within_a_second(manager, peer, role):
+    own, other = manager(), peer("a")
+    link = link_with(own, other)
+    other.start(role)
+    assert other.answer() == "going"
+    killed_at = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        os.kill(other.process.pid, signal.SIGKILL)
+
+    piece, tag = torch.zeros(PIECE, dtype=torch.uint8), 0
+    timer = threading.Timer(0.3, kill)
+    timer.start()
+    operation = link.recv if role == "send_forever" else link.send
+    with pytest.raises(LinkError):
+        while True:
+            operation(piece, tag)
+            tag += 1
+    assert time.monotonic() - killed_at[0] < 1.0
+    assert tag > 1  # it did die in the middle
+    assert link.dead
+    assert own.failed_epoch("a", "i0") == 0
+
+
+def test_an_idle_link_learns_of_its_peers_death_too(manager, peer):
+    own, other = manager(), peer("a")
+    link = link_with(own, other)
+    gone = threading.Event()
+    kill = link._channel.abort
+    link._channel.abort = lambda reason: (kill(reason), gone.set())
+    other.kill()
+    assert gone.wait(1.0)
+    assert own.live_links == 0
+
+
+def test_a_dead_pair_costs_no_other_pair(manager, peer):
+    own, victim, other = manager(), peer("a"), peer("b")
+    dead, live = link_with(own, victim), link_with(own, other)
+    victim.start("recv_forever")
+    other.start("recv_forever")
+    assert victim.answer() == other.answer() == "going"
+    piece = torch.zeros(PIECE, dtype=torch.uint8)
+    failed = threading.Event()
+
+    def feed_victim() -> None:
+        tag = 0
+        with pytest.raises(LinkError):
+            while True:
+                dead.send(piece, tag)
+                tag += 1
+        failed.set()
+
+    thread = threading.Thread(target=feed_victim)
+    thread.start()
+    longest, tag = 0.0, 0
+    while tag < 30 or not failed.is_set():
+        if tag == 5:
+            os.kill(victim.process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        live.send(piece, tag)
+        longest = max(longest, time.monotonic() - began)
+        tag += 1
+    thread.join(5)
+    assert longest < 1.0
+    assert not live.dead
+
+
+def test_a_silent_peer_fails_the_chunk_at_its_own_timeout(manager, peer):
+    own, other = manager(chunk_timeout_seconds=0.3), peer("a")
+    link = link_with(own, other)
+    os.kill(other.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="next epoch"):
+        link.recv(torch.zeros(PIECE, dtype=torch.uint8), 0)
+    assert 0.25 < time.monotonic() - began < 1.5
+
+
+def test_a_peer_reported_lost_frees_the_pending_wait_at_once(manager, peer):
+    own, other = manager(chunk_timeout_seconds=30), peer("a")
+    link = link_with(own, other)
+    threading.Timer(0.1, own.notify_lost, ["a"]).start()
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="reported lost"):
+        link.recv(torch.zeros(8, dtype=torch.uint8), 0)
+    assert time.monotonic() - began < 1.0
+    os.kill(other.process.pid, signal.SIGKILL)  # lets the thread inside gloo go
+
+
+def test_after_a_failure_the_next_epoch_works_and_the_old_one_is_refused(manager):
+    one, two = manager("one"), manager("two")
+    assert two.epoch_for("one", "i0", -1) == 0
+    linked(one, two)
+    one.notify_lost("two")
+    assert two.epoch_for("one", "i0", one.failed_epoch("two", "i0")) == 1
+    with pytest.raises(LinkError, match="epoch 0"):
+        two.connect("one", "i0", one.endpoint, 0)
+    first, second = linked(one, two, epoch=1)
+    sent, got = torch.arange(64, dtype=torch.float32), torch.empty(64)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(first.send, sent, 3)
+        second.recv(got, 3)
+        sending.result(5)
+    assert torch.equal(sent, got)
+
+
+def test_a_new_incarnation_replaces_the_pod_and_the_old_one_is_refused(manager):
+    own, old = manager("own"), manager("pod", "old")
+    link, _ = linked(own, old)
+    new = manager("pod", "new")
+    fresh, _ = linked(own, new)
+    assert link.dead
+    assert not fresh.dead
+    for refused in (
+        lambda: own.connect("pod", "old", old.endpoint, 5),
+        lambda: own.epoch_for("pod", "old", -1),
+    ):
+        with pytest.raises(LinkError, match="started anew"):
+            refused()
+
+
+def test_a_peer_that_never_comes_fails_at_the_connect_deadline(manager):
+    own, absent = manager(connect_timeout_seconds=0.5), manager("zz")
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="not linked|did not come|no link"):
+        own.connect("zz", "i0", absent.endpoint, 0)
+    assert time.monotonic() - began < 1.5
+    assert own.failed_epoch("zz", "i0") == 0
+
+
+def test_a_waiting_connect_ends_when_the_peer_is_reported_lost(manager):
+    own, absent = manager(connect_timeout_seconds=5), manager("zz")
+    threading.Timer(0.1, own.notify_lost, ["zz"]).start()
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="reported lost"):
+        own.connect("zz", "i0", absent.endpoint, 0)
+    assert time.monotonic() - began < 2
+
+
+def test_strangers_on_the_sentinel_port_do_not_become_peers(manager, monkeypatch):
+    one, two = manager("one"), manager("two")
+    real = socket.create_server
+
+    def with_stranger(address, **options):
+        server = real(address, **options)
+        stranger = socket.create_connection(server.getsockname())
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return server
+
+    monkeypatch.setattr(socket, "create_server", with_stranger)
+    first, second = linked(one, two)
+    assert not first.dead
+    assert not second.dead
+
+
+def test_beyond_max_links_the_idle_one_goes_and_a_held_one_never(manager):
+    own = manager("own", max_links=1)
+    peers = [manager(f"p{i}") for i in range(3)]
+    first, _ = linked(own, peers[0])
+    with first.held(), pytest.raises(OverloadedError):
+        own.connect("p1", "i0", peers[1].endpoint, 0)
+    second, _ = linked(own, peers[1])
+    assert first.dead
+    assert not second.dead
+    assert own.live_links == 1
+    assert own.epoch_for("p0", "i0", -1) == 1
+
+
+def test_reserved_tags_of_two_transfers_do_not_meet(manager):
+    link, _ = linked(manager("one"), manager("two"))
+    ranges = [range(first, first + n) for n in (3, 1, 5) for first in [link.reserve_tags(n)]]
+    assert len(set().union(*ranges)) == 9
+
+
+def test_links_made_and_closed_leave_no_descriptor_thread_or_store_key(manager):
+    one, two = manager("one"), manager("two")
+
+    def cycle(epoch: int) -> None:
+        first, _ = linked(one, two, epoch)
+        first.close()
+        two.drop("one")
+
+    for epoch in range(3):
+        cycle(epoch)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count(), one._store.num_keys()
+    for epoch in range(3, 13):
+        cycle(epoch)
+    after = len(os.listdir("/proc/self/fd")), threading.active_count(), one._store.num_keys()
+    assert after[0] <= before[0] + 4
+    assert after[1] <= before[1] + 2
+    assert after[2] <= before[2] + 2
+
+
+def test_a_piece_too_large_is_refused_before_it_reaches_the_wire(manager):
+    link, _ = linked(manager("one"), manager("two"))
+    with pytest.raises(ValueError, match=r"chunks\.split"):
+        link.send(torch.zeros(PIECE + 1, dtype=torch.uint8), 0)
+    assert not link.dead
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_nccl_on_a_cpu_machine_says_what_to_do():
+    with pytest.raises(BackendUnavailableError, match=r"use transfer\.kv\.backend: Gloo"):
+        LinkManager("Nccl", "pod", "i0", "127.0.0.1", device="cpu")
