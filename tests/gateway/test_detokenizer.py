@@ -11,7 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmd_workers.gateway.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
 
-CORPUS = ["the red circle is left of the blue square", "größer 日本語 😀👩‍🚀 naïve café — ok", "1 + 1 = 2\n\n"]
+CORPUS = [
+    "the red circle is left of the blue square",
+    "größer 日本語 😀👩‍🚀 naïve café — ok",
+    "1 + 1 = 2\n\n",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,9 @@ def test_pieces_of_random_ids_join_to_the_decoding_of_the_whole(byte_level: Toke
 
 @given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 3), max_size=3))
 @settings(max_examples=300, deadline=None)
-def test_valid_text_never_shows_a_replacement_character_on_the_way(byte_level: Tokenizer, text, sizes) -> None:
+def test_valid_text_never_shows_a_replacement_character_on_the_way(
+    byte_level: Tokenizer, text, sizes
+) -> None:
     text = text.replace(REPLACEMENT, "")
     ids = byte_level.encode(text, add_special_tokens=False).ids
     detokenizer = IncrementalDetokenizer(byte_level.decode)
@@ -93,7 +99,9 @@ def test_the_window_stays_small_even_when_no_byte_is_ever_valid(byte_level: Toke
     assert len(detokenizer._window) < 64
 
 
-def test_words_of_a_metaspace_vocabulary_keep_their_spaces_and_bytes_their_characters(byte_fallback: Tokenizer) -> None:
+def test_words_of_a_metaspace_vocabulary_keep_their_spaces_and_bytes_their_characters(
+    byte_fallback: Tokenizer,
+) -> None:
     byte = {b: byte_fallback.token_to_id(f"<0x{b:02X}>") for b in range(256)}
     words = [byte_fallback.token_to_id(w) for w in ("▁the", "▁red", "s", "▁circle")]
     ids = words * 9 + [byte[b] for b in "€😀ü".encode()] + words * 5

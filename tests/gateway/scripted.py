@@ -1,0 +1,185 @@
+"""A worker that speaks the real protocol on the real bus and answers as a test scripts it, misbehaving on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.messages import (
+    Cancel,
+    GenerateRequest,
+    Heartbeat,
+    Load,
+    Phase,
+    PhaseReport,
+    Placed,
+    PodState,
+    RequestFailed,
+    Role,
+    TokenBatch,
+    TokenItem,
+    TokenLogprob,
+)
+from mmd_workers.wire.peers import Heartbeater
+from mmd_workers.wire.subjects import Subjects
+
+Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
+
+
+@dataclass
+class ScriptedWorker:
+    """Plays `script` for each request it takes. `answer` are the token ids of every output."""
+
+    bus: Bus
+    pod: str
+    answer: list[int]
+    script: Script
+    roles: list[Role] = field(default_factory=lambda: ["encode", "prefill", "decode"])
+    state: PodState = "ready"
+    load: Load = field(default_factory=Load)
+    revision: str = "r1"
+    incarnation: str = "one"
+    refuse: Placed | None = None
+    max_model_len: int = 0
+    requests: list[GenerateRequest] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
+    _subscriptions: list[Subscription] = field(default_factory=list)
+    _heartbeater: Heartbeater | None = None
+
+    @classmethod
+    async def start(
+        cls, url: str, subjects: Subjects, pod: str, answer: list[int], script: Script, **more
+    ) -> ScriptedWorker:
+        bus = await Bus.connect(url, pod, subjects)
+        worker = cls(bus, pod, answer, script, **more)
+        worker._subscriptions = [
+            await bus.serve(subjects.prefill(pod), GenerateRequest, worker._take),
+            await bus.subscribe(subjects.cancel, Cancel, worker._cancel),
+        ]
+        await bus.flush()
+        worker._heartbeater = Heartbeater(bus, worker._beat, 0.1)
+        await worker._heartbeater.start()
+        return worker
+
+    async def die(self) -> None:
+        """As a killed process: silence, no goodbye, nothing sent any more."""
+        assert self._heartbeater is not None
+        await self._heartbeater.close(goodbye=False)
+        for task in self._tasks.values():
+            task.cancel()
+        await self.bus.close()
+
+    async def close(self) -> None:
+        if not self.bus.client.is_closed:
+            assert self._heartbeater is not None
+            await self._heartbeater.close()
+            for task in self._tasks.values():
+                task.cancel()
+            await self.bus.close()
+
+    @property
+    def running(self) -> set[tuple[str, int]]:
+        return {key for key, task in self._tasks.items() if not task.done()}
+
+    async def until(self, predicate: Callable[[], bool], seconds: float = 10.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not predicate():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def tokens(
+        self,
+        request: GenerateRequest,
+        indices: list[int],
+        attempt: int | None = None,
+        pod: str | None = None,
+        finish: bool = True,
+    ) -> None:
+        """Send the answer's tokens of these indices as one step's batch; the last one of the answer ends it."""
+        last = min(len(self.answer), request.sampling.max_tokens) - 1
+        full = len(self.answer) <= request.sampling.max_tokens
+        items = [
+            TokenItem(
+                request.request_id,
+                request.attempt if attempt is None else attempt,
+                index,
+                self.answer[index],
+                ("stop" if full else "length") if finish and index == last else None,
+                logprob=-0.25 if request.sampling.logprobs is not None else None,
+                top_logprobs=[
+                    TokenLogprob(self.answer[index] + i, -0.25 - i)
+                    for i in range(request.sampling.logprobs or 0)
+                ],
+            )
+            for index in indices
+            if index <= last
+        ]
+        await self.bus.publish(
+            self.bus.subjects.tokens(request.gateway), TokenBatch(pod or self.pod, 0, items)
+        )
+
+    async def fail(self, request: GenerateRequest, code: str, message: str, retryable: bool) -> None:
+        await self.bus.publish(
+            self.bus.subjects.failures(request.gateway),
+            RequestFailed(request.request_id, request.attempt, self.pod, code, message, retryable),
+        )
+
+    async def phases(self, request: GenerateRequest, *phases: Phase) -> None:
+        await self.bus.publish(
+            self.bus.subjects.phases(request.gateway),
+            PhaseReport(request.request_id, request.attempt, self.pod, list(phases)),
+        )
+
+    async def _take(self, request: GenerateRequest) -> Placed:
+        self.requests.append(request)
+        self.changed.set()
+        if self.refuse is not None:
+            return Placed(request.request_id, False, self.refuse.code, self.refuse.message)
+        task = asyncio.create_task(self._play(request))
+        self._tasks[(request.request_id, request.attempt)] = task
+        return Placed(request.request_id, True)
+
+    async def _play(self, request: GenerateRequest) -> None:
+        try:
+            await self.script(self, request)
+        finally:
+            self.changed.set()
+
+    async def _cancel(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+        for (request_id, attempt), task in list(self._tasks.items()):
+            if request_id == cancel.request_id and attempt <= cancel.attempt:
+                task.cancel()
+        self.changed.set()
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(
+            pod=self.pod,
+            pool="decode",
+            roles=self.roles,
+            incarnation=self.incarnation,
+            revision=self.revision,
+            state=self.state,
+            http_endpoint="127.0.0.1:1",
+            sent=time.time(),
+            load=self.load,
+            max_model_len=self.max_model_len,
+        )
+
+
+# --- scripts --------------------------------------------------------------------------------------------------
+
+
+async def answer_well(worker: ScriptedWorker, request: GenerateRequest) -> None:
+    """One message a token, from where the request's output so far ends."""
+    for index in range(len(request.output_token_ids), len(worker.answer)):
+        await worker.tokens(request, [index])
+
+
+async def say_nothing(worker: ScriptedWorker, request: GenerateRequest) -> None:
+    await asyncio.sleep(3600)

@@ -1,0 +1,134 @@
+"""Reads a JSON body under limits: size and depth are checked while it arrives, before anything is parsed. Knows no field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+
+from mmd_workers.gateway.api import ApiError
+from mmd_workers.gateway.hold import Reservation
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+MAX_DEPTH = 32
+STALL_SECONDS = 30.0
+PARSE_IN_THREAD_BYTES = 1 << 20
+UNKNOWN_LENGTH_BYTES = 1 << 20
+_IN_STRING = re.compile(rb'["\\]')
+_OUTSIDE = re.compile(rb'["\[\]{}]')
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class DepthScanner:
+    """Counts open brackets outside of strings, chunk by chunk; long strings (base64) are skipped at the speed of a search."""
+
+    def __init__(self, limit: int = MAX_DEPTH) -> None:
+        self._limit = limit
+        self._depth = 0
+        self._in_string = False
+        self._skip = 0  # bytes of the next chunk that an escape covers
+
+    def feed(self, chunk: bytes) -> bool:
+        """False: deeper than the limit."""
+        at, self._skip = self._skip, 0
+        while (found := (_IN_STRING if self._in_string else _OUTSIDE).search(chunk, at)) is not None:
+            at = found.end()
+            mark = found.group()
+            if mark == b'"':
+                self._in_string = not self._in_string
+            elif mark == b"\\":
+                at += 1
+                self._skip = max(0, at - len(chunk))
+            elif mark in (b"[", b"{"):
+                self._depth += 1
+                if self._depth > self._limit:
+                    return False
+            else:
+                self._depth -= 1
+        return True
+
+
+async def read_json(headers: Headers, receive: Receive, max_bytes: int, reservation: Reservation) -> Any:
+    """The decoded body. `reservation` is grown to what holding and parsing it takes: twice its size.
+
+    Raises:
+        ApiError: 408, 413, 415, 400 (no JSON, too deep, NaN), 503 (no memory for it now).
+        ClientGoneError: the client hung up.
+    """
+    _check_headers(headers)
+    declared = _declared_length(headers, max_bytes)
+    room = declared if declared is not None else UNKNOWN_LENGTH_BYTES
+    await reservation.grow(2 * room)
+    scanner = DepthScanner()
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                message = await receive()
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the body stalled for {STALL_SECONDS:.0f} s: send it again", code="request_timeout"
+            ) from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        if size > room:  # its length was not declared
+            await reservation.grow(2 * max_bytes - reservation.num_bytes)
+            room = max_bytes
+        if not scanner.feed(chunk):
+            raise ApiError(
+                400, f"the JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
+            )
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            break
+    body = b"".join(chunks)
+    chunks.clear()
+    reservation.shrink(2 * len(body))
+    try:
+        if len(body) > PARSE_IN_THREAD_BYTES:
+            return await asyncio.to_thread(from_json, body, allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+
+
+def _check_headers(headers: Headers) -> None:
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"content-type {kind[:64]!r} is not served: send application/json",
+            code="unsupported_media_type",
+        )
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "send the body without content-encoding", code="unsupported_media_type")
+
+
+def _declared_length(headers: Headers, max_bytes: int) -> int | None:
+    declared = headers.get("content-length", "")
+    if not declared.isdigit():
+        return None
+    if int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    return int(declared)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {max_bytes} bytes: send media by URL, or raise spec.gateway.maxBodyMebibytes",
+        code="request_too_large",
+    )

@@ -1,0 +1,158 @@
+"""What the gateway knows of one sequence: attempts, tokens in order, who may hold it. Pure: no clock, no network, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mmd_workers.wire.messages import (
+    Cancel,
+    FeatureRef,
+    FinishReason,
+    GenerateRequest,
+    RequestFailed,
+    Sampling,
+    TokenItem,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What is to be generated; the same for every attempt. Times are Unix seconds."""
+
+    request_id: str
+    token_ids: list[int]
+    features: list[FeatureRef]
+    sampling: Sampling
+    arrived: float
+    deadline: float
+    trace: dict[str, str] = field(default_factory=dict)
+
+
+class RequestState:
+    """One sequence through all its attempts: every token counts once, whoever sends it, however often and in which order.
+
+    Tokens of the current attempt alone are taken. An attempt begins at the index where the last one got to, so the joined
+    output has neither a repeated nor a missing token.
+    """
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.spec = spec
+        self.attempt = -1
+        self.tokens: list[TokenItem] = []
+        self.finish_reason: FinishReason | None = None
+        self.failure: RequestFailed | None = None
+        self.prefill_pod: str | None = None
+        self.decode_pods: tuple[str, ...] = ()
+        self.decoding_pod: str | None = None
+        self.last_token_at: float | None = None
+        self.duplicates = 0
+        self._ahead: dict[int, TokenItem] = {}
+        self._tokens_before_attempt = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token is here."""
+        return self.finish_reason is not None
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether tokens wait for one that has not come."""
+        return bool(self._ahead)
+
+    @property
+    def started(self) -> bool:
+        """Whether the current attempt has brought a token."""
+        return len(self.tokens) > self._tokens_before_attempt
+
+    def place(self, gateway: str, prefill_pod: str, decode_pods: Sequence[str]) -> GenerateRequest:
+        """Begin the next attempt on these pods; what is left of older ones counts no more."""
+        self.attempt += 1
+        self.prefill_pod = prefill_pod
+        self.decode_pods = tuple(decode_pods)
+        self.decoding_pod = None
+        self.failure = None
+        self._ahead.clear()
+        self._tokens_before_attempt = len(self.tokens)
+        spec = self.spec
+        return GenerateRequest(
+            request_id=spec.request_id,
+            attempt=self.attempt,
+            gateway=gateway,
+            token_ids=spec.token_ids,
+            features=spec.features,
+            sampling=spec.sampling,
+            decode_pods=list(decode_pods),
+            deadline=spec.deadline,
+            arrived=spec.arrived,
+            output_token_ids=[item.token_id for item in self.tokens],
+            trace=spec.trace,
+        )
+
+    def unplace(self) -> None:
+        """Nobody holds the sequence now; what the last attempt still sends counts no more."""
+        self.prefill_pod = None
+        self.decode_pods = ()
+        self.decoding_pod = None
+        self.failure = None
+        self._ahead.clear()
+
+    def accept(self, item: TokenItem, pod: str, now: float) -> list[TokenItem]:
+        """Take a token; returns those that are in order now. Duplicates and other attempts' tokens are dropped."""
+        if item.attempt != self.attempt or self.prefill_pod is None or self.finished:
+            return []
+        if pod != self.prefill_pod or not self.decode_pods:
+            self.decoding_pod = pod
+        expected = len(self.tokens)
+        if item.index < expected or item.index in self._ahead:
+            self.duplicates += 1
+            return []
+        if item.index >= self.spec.sampling.max_tokens:
+            return []
+        if item.finish_reason == "cancelled":  # nobody here asked for that
+            self.failure = RequestFailed(
+                item.request_id,
+                item.attempt,
+                pod,
+                "cancelled",
+                "the worker cancelled the request",
+                retryable=True,
+            )
+            return []
+        self._ahead[item.index] = item
+        ready: list[TokenItem] = []
+        while (
+            self.finish_reason is None and (following := self._ahead.pop(len(self.tokens), None)) is not None
+        ):
+            self.tokens.append(following)
+            ready.append(following)
+            self.finish_reason = following.finish_reason
+        if self.finished:
+            self._ahead.clear()
+        if ready:
+            self.last_token_at = now
+        return ready
+
+    def fail(self, message: RequestFailed) -> bool:
+        """Note that a worker gave up; False when it is not about the current attempt."""
+        if message.attempt != self.attempt or self.prefill_pod is None or self.finished:
+            return False
+        self.failure = message
+        return True
+
+    def certain_holder(self) -> str | None:
+        """The pod without which the current attempt cannot go on: prefill until the decoder is known, then the decoder."""
+        if self.decoding_pod is not None:
+            return self.decoding_pod
+        return None if self.started and self.decode_pods else self.prefill_pod
+
+    def possible_holders(self) -> frozenset[str]:
+        """Pods of which one holds the attempt; more than one just after prefill, before the decoder has spoken."""
+        certain = self.certain_holder()
+        if certain is not None:
+            return frozenset({certain})
+        return frozenset({*self.decode_pods, *((self.prefill_pod,) if self.prefill_pod else ())})
+
+    def cancel(self) -> Cancel | None:
+        """Frees every attempt so far at every worker; None: nothing was ever placed."""
+        return Cancel(self.spec.request_id, self.attempt) if self.attempt >= 0 else None

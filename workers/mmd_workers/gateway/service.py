@@ -1,0 +1,163 @@
+"""Starts the gateway, keeps it up, drains it: the only place that joins bus, media, model and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from mmd_workers.errors import BadMediaError, FetchError
+from mmd_workers.gateway.app import Gateway, build_app
+from mmd_workers.gateway.hold import MediaHold
+from mmd_workers.gateway.intake import Intake
+from mmd_workers.gateway.lifecycle import Dispatcher
+from mmd_workers.gateway.metrics import GatewayMetrics
+from mmd_workers.gateway.router import Router
+from mmd_workers.media.types import Modality
+from mmd_workers.model.frontend import load_frontend
+from mmd_workers.settings import WorkerSettings
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.media import MediaServer
+from mmd_workers.wire.messages import Heartbeat, Load, PodState
+from mmd_workers.wire.peers import Heartbeater, PeerDirectory
+from mmd_workers.wire.subjects import Subjects
+
+HOLD_BODIES = 4  # largest bodies that the media budget has room for
+DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
+DEFAULT_MAX_WAITING_REQUESTS = 512
+
+_log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """Signals are the gateway's business: it drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> None:
+    """Run until SIGTERM or SIGINT (or `stop`): then refuse new requests, finish those in hand, and return.
+
+    Raises:
+        UnsupportedModelError: the model's settings cannot be loaded.
+        PeerLostError: no NATS server.
+    """
+    stop = stop if stop is not None else _stop_on_signals()
+    pipeline, spec = settings.pipeline, settings.pipeline.spec
+    frontend = await asyncio.to_thread(load_frontend, spec.model, spec.gateway.media)
+    subjects = Subjects(pipeline.namespace, pipeline.name, pipeline.revision)
+    bus = await Bus.connect(settings.nats_url, settings.pod, subjects)
+    directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
+    first_pool = spec.prefill
+    router = Router(
+        pipeline.revision,
+        first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
+        random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
+    )
+    encode_seconds = spec.encoder.job_timeout_seconds if spec.encoder is not None else 120
+    dispatcher = Dispatcher(bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds)
+    max_body_bytes = spec.gateway.max_body_mebibytes << 20
+    hold = MediaHold(HOLD_BODIES * max_body_bytes)
+    gateway = Gateway(
+        model=spec.model.id,
+        max_body_bytes=max_body_bytes,
+        max_concurrent_requests=spec.gateway.max_concurrent_requests,
+        request_timeout_seconds=spec.gateway.request_timeout_seconds,
+        frontend=frontend,
+        intake=Intake(pipeline, frontend, _fetch),
+        hold=hold,
+        dispatcher=dispatcher,
+        directory=directory,
+        bus=bus,
+        metrics=GatewayMetrics(CollectorRegistry()),
+    )
+    state: PodState = "ready"
+
+    def beat() -> Heartbeat:
+        return Heartbeat(
+            pod=settings.pod,
+            pool="gateway",
+            roles=[],
+            incarnation=settings.incarnation,
+            revision=pipeline.revision,
+            state="draining" if gateway.draining else state,
+            http_endpoint=f"{settings.pod_ip}:{settings.http_port}",
+            sent=time.time(),
+            load=Load(),
+        )
+
+    heartbeater = Heartbeater(bus, beat, spec.observability.heartbeat_milliseconds / 1000)
+    media_server = MediaServer(bus, settings.pod, hold.get)
+    server = _Server(
+        uvicorn.Config(
+            build_app(gateway),
+            host=settings.pod_ip,
+            port=settings.http_port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=DRAIN_RESERVE_SECONDS,
+        )
+    )
+    try:
+        await directory.start()
+        await dispatcher.start()
+        await media_server.start()
+        await heartbeater.start()
+        serving = asyncio.create_task(server.serve(), name="http")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        _log.info("gateway %s serves %s on port %d", settings.pod, spec.model.id, settings.http_port)
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        await _drain(gateway, heartbeater, spec.gateway.template.termination_grace_period_seconds)
+        server.should_exit = True
+        await serving
+    finally:
+        await heartbeater.close()
+        await dispatcher.close()
+        await media_server.close()
+        await directory.close()
+        await bus.close()
+
+
+async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int) -> None:
+    gateway.draining = True
+    await heartbeater.beat()
+    if not gateway.running:
+        return
+    _log.info("draining: %d requests in hand", gateway.running)
+    try:
+        await asyncio.wait_for(gateway.idle.wait(), max(1, grace_seconds - DRAIN_RESERVE_SECONDS))
+    except TimeoutError:
+        _log.warning("the grace period is over with %d requests in hand: they are cut off", gateway.running)
+
+
+async def _fetch(url: str, _modality: Modality, _max_bytes: int) -> bytes:
+    """Data URLs only, until media/fetch lands."""
+    head, _, payload = url.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64"):
+        raise FetchError("only base64 data URLs")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except ValueError as error:
+        raise BadMediaError("not valid base64") from error
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,169 @@
+"""What happened to recent requests: phases from every pod joined with the gateway's own. A bounded ring; knows no HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mmd_workers.wire.messages import Phase, PhaseReport
+
+KEPT_REQUESTS = 512
+KEPT_PHASES = 512  # of one request
+
+# name of the timing -> name of the phase that workers report
+TIMED_PHASES = {
+    "queue_ms": "queue",
+    "encode_ms": "encode",
+    "embedding_transfer_ms": "embedding_transfer",
+    "prefill_ms": "prefill",
+    "kv_transfer_ms": "kv_transfer",
+    "decode_ms": "decode",
+}
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement of one sequence: where, when (Unix seconds), and why it ended early ("" if it did not)."""
+
+    sequence: int
+    number: int
+    prefill_pod: str
+    decode_pods: list[str]
+    placed: float
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One HTTP request. Times are Unix seconds; `phases` are (pod, sequence, attempt, phase)."""
+
+    request_id: str
+    arrived: float
+    model: str = ""
+    finished: float = 0.0
+    first_token: float = 0.0
+    status: int = 0
+    error: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    media: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    phases: list[tuple[str, int, int, Phase]] = field(default_factory=list)
+
+    def add(self, pod: str, phases: Iterable[Phase], sequence: int = 0, attempt: int = 0) -> None:
+        """Join phases in; those beyond the bound are dropped."""
+        room = KEPT_PHASES - len(self.phases)
+        self.phases.extend([(pod, sequence, attempt, phase) for phase in phases][: max(0, room)])
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds of each phase (time covered by any interval of that name), to the first token, and in total."""
+        covered = {
+            name: _covered_ms([(p.start, p.end) for _, _, _, p in self.phases if p.name == phase])
+            for name, phase in TIMED_PHASES.items()
+        }
+        end = self.finished or time.time()
+        ttft = (self.first_token - self.arrived) * 1000 if self.first_token else 0.0
+        return {
+            name: round(max(0.0, value), 3)
+            for name, value in {**covered, "ttft_ms": ttft, "total_ms": (end - self.arrived) * 1000}.items()
+        }
+
+    def has_phase(self, name: str) -> bool:
+        """Whether any pod has reported this phase."""
+        return any(phase.name == name for _, _, _, phase in self.phases)
+
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first sequence's last prefill found in its cache."""
+        return next(
+            (
+                int(phase.detail.get("cached_tokens", 0))
+                for _, sequence, _, phase in reversed(self.phases)
+                if sequence == 0 and phase.name == "prefill"
+            ),
+            0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the phases in the order they began."""
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "arrived": self.arrived,
+            "first_token": self.first_token,
+            "finished": self.finished,
+            "status": self.status,
+            "error": self.error,
+            "finish_reasons": self.finish_reasons,
+            "usage": self.usage,
+            "media": self.media,
+            "timings": self.timings(),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "phases": [
+                {"pod": pod, "sequence": sequence, "attempt": attempt, **asdict(phase)}
+                for pod, sequence, attempt, phase in sorted(self.phases, key=lambda entry: entry[3].start)
+            ],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """One line of the list."""
+        return {
+            "request_id": self.request_id,
+            "arrived": self.arrived,
+            "finished": self.finished,
+            "status": self.status,
+            "error": self.error,
+            "attempts": len(self.attempts),
+            "timings": self.timings(),
+        }
+
+
+class Timelines:
+    """The newest `capacity` requests, running ones included; a worker's late report still finds its request."""
+
+    def __init__(self, capacity: int = KEPT_REQUESTS) -> None:
+        self._capacity = capacity
+        self._timelines: OrderedDict[str, Timeline] = OrderedDict()
+
+    def open(self, timeline: Timeline) -> None:
+        """Keep a request from now on; the oldest makes room."""
+        self._timelines[timeline.request_id] = timeline
+        while len(self._timelines) > self._capacity:
+            self._timelines.popitem(last=False)
+
+    def get(self, request_id: str) -> Timeline | None:
+        """A request by the id in its response header."""
+        return self._timelines.get(request_id)
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """Summaries, newest first."""
+        return [timeline.summary() for timeline in list(reversed(self._timelines.values()))[:count]]
+
+    def report(self, report: PhaseReport) -> None:
+        """Join a worker's report in; unknown requests are ignored."""
+        request_id, sequence = split_sequence_id(report.request_id)
+        timeline = self._timelines.get(request_id)
+        if timeline is not None:
+            timeline.add(report.pod, report.phases, sequence, report.attempt)
+
+
+def sequence_id(request_id: str, sequence: int) -> str:
+    """Name that workers know a choice of a request by."""
+    return f"{request_id}.{sequence}"
+
+
+def split_sequence_id(name: str) -> tuple[str, int]:
+    """(request id, number of the choice) of a name that `sequence_id` made; anything else counts as choice 0."""
+    request_id, _, number = name.rpartition(".")
+    return (request_id, int(number)) if request_id and number.isdigit() else (name, 0)
+
+
+def _covered_ms(intervals: list[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total * 1000
