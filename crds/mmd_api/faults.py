@@ -25,11 +25,11 @@ M = TypeVar("M", bound=BaseModel)
 MAX_FAULTS = 200
 MAX_SHOWN_CHARACTERS = 80
 _STAND_INS: dict[str, object] = {
-    "metadata": {"name": "stand-in"},
-    "name": "stand-in",
-    "spec": {"model": {"id": "stand-in"}, "decode": {}},
-    "model": {"id": "stand-in"},
-    "id": "stand-in",
+    "metadata": {"name": "standin"},
+    "name": "standin",
+    "spec": {"model": {"id": "standin"}, "decode": {}},
+    "model": {"id": "standin"},
+    "id": "standin",
     "decode": {},
     "maxReplicas": 1000,
 }

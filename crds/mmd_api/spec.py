@@ -90,7 +90,13 @@ class PodTemplate(ApiModel):
 
     labels: Labels = {}
     annotations: Annotations = {}
-    env: Annotated[list[EnvVar], Field(max_length=64)] = []
+    env: Annotated[
+        list[EnvVar],
+        Field(
+            max_length=64,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = []
     service_account_name: Name | None = None
     priority_class_name: Name | None = None
     runtime_class_name: Name | None = None

@@ -83,7 +83,13 @@ class MultimodalDeploymentStatus(ApiModel):
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     pipeline_revision: Revision | None = None
-    conditions: Annotated[list[Condition], Field(max_length=16)] = []
+    conditions: Annotated[
+        list[Condition],
+        Field(
+            max_length=16,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+        ),
+    ] = []
     pools: PoolsStatus = PoolsStatus()
     pools_summary: Annotated[str, Field(max_length=64)] = ""
     bottleneck: Literal["Gateway", "Encoder", "Prefill", "Decode", "Transfer", "None"] | None = None
