@@ -12,7 +12,7 @@ from mmd_workers.kv.links import LinkManager
 
 LAYOUT = SimpleNamespace(num_layers=3, num_kv_heads=[4, 2, 4], head_dim=[64, 128, 96], dtype="bfloat16")
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["kv_peer"])
+context.set_forkserver_preload(["mmd_workers.kv.links"])
 
 
 def pattern(num_tokens: int, seed: int) -> list[torch.Tensor]:
@@ -26,7 +26,8 @@ def pattern(num_tokens: int, seed: int) -> list[torch.Tensor]:
 
 def serve(pipe: Connection, pod: str, incarnation: str, settings: dict) -> None:
     torch.set_num_threads(1)
-    manager = LinkManager("Gloo", pod, incarnation, "127.0.0.1", **settings)
+    device = settings.get("device", "cpu")
+    manager = LinkManager(settings.pop("backend", "Gloo"), pod, incarnation, "127.0.0.1", **settings)
     pipe.send(manager.endpoint)
     link = None
     while True:
@@ -37,13 +38,13 @@ def serve(pipe: Connection, pod: str, incarnation: str, settings: dict) -> None:
                 pipe.send(link.epoch)
             elif command == "send":
                 num_tokens, seed, tag = arguments
-                pipe.send(chunks.send_range(link, pattern(num_tokens, seed), tag))
+                pipe.send(chunks.send_range(link, [t.to(device) for t in pattern(num_tokens, seed)], tag))
             elif command == "recv":
                 num_tokens, seed, tag = arguments
-                got = chunks.recv_range(link, LAYOUT, num_tokens, tag)
+                got = [tensor.cpu() for tensor in chunks.recv_range(link, LAYOUT, num_tokens, tag, device)]
                 pipe.send(all(torch.equal(a, b) for a, b in zip(got, pattern(num_tokens, seed), strict=True)))
             elif command in ("send_forever", "recv_forever"):
-                piece = torch.zeros(4 * 2**20, dtype=torch.uint8)
+                piece = torch.zeros(4 * 2**20, dtype=torch.uint8, device=device)
                 pipe.send("going")
                 tag = 0
                 while True:

@@ -49,7 +49,9 @@ layers = st.lists(st.tuples(st.integers(1, 16), st.sampled_from([32, 80, 128, 25
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(shape, num_tokens, dtype, scattered, first):
+def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
+    shape, num_tokens, dtype, scattered, first
+):
     geometry = layout([h for h, _ in shape], [d for _, d in shape], dtype)
     tensors = chunks.empty_range(geometry, num_tokens)
     for tensor in tensors:
@@ -73,7 +75,9 @@ def test_pieces_of_one_buffer_are_views_of_it():
     tensors = chunks.empty_range(layout([8] * 6, [128] * 6), 700)
     pieces = list(chunks.split(tensors))
     assert len(pieces) > 2
-    assert {piece.untyped_storage().data_ptr() for piece in pieces} == {tensors[0].untyped_storage().data_ptr()}
+    assert {piece.untyped_storage().data_ptr() for piece in pieces} == {
+        tensors[0].untyped_storage().data_ptr()
+    }
 
 
 def test_small_layers_share_a_piece():
