@@ -218,4 +218,6 @@ def install(decoder: torch.nn.Module) -> None:
         )
     if any(getattr(module, "sinks", None) is not None for module in decoder.modules()):
         raise UnsupportedModelError(f"{type(decoder).__name__} has attention sinks, which are not served")
+    if any(getattr(module, "is_kv_shared_layer", False) for module in decoder.modules()):
+        raise UnsupportedModelError(f"{type(decoder).__name__} has layers that share KV, which are not served")
     decoder.set_attn_implementation(NAME)  # type: ignore[operator]

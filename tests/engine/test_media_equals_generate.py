@@ -1,0 +1,187 @@
+"""The same oracle for prompts with media: real encoder and language roles of random checkpoints, features that come late, every cut."""
+
+import functools
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from engine_oracle import Outcome, make_engine, run
+
+from mmd_workers.engine.types import SamplingParams, SequenceInput
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "model"))
+zoo = pytest.importorskip("model_zoo")
+NEW_TOKENS = 12
+
+pytestmark = pytest.mark.models
+
+# plain, 3-row positions, deepstack, all modalities, bidirectional images with and without sliding layers, sound
+ARCHITECTURES = ["llava", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "gemma3", "paligemma", "voxtral"]
+
+
+@functools.cache
+def served(arch):
+    spec = importlib.util.spec_from_file_location("random_model", ROOT / "examples" / "random_model.py")
+    module = sys.modules.setdefault("random_model", importlib.util.module_from_spec(spec))
+    if not hasattr(module, "build"):
+        spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory() as folder:
+        return zoo.serve(module.build(arch, Path(folder) / arch))
+
+
+def requests(arch):
+    takes = zoo.MODALITIES[arch]
+    cases = []
+    if arch != "paligemma":
+        cases.append(["tell me what you know of this and of that and of all the rest"])
+    if "image" in takes:
+        cases.append([zoo.image(100, 64, 1), "tell me what this is"])
+        cases.append([zoo.image(60, 60, 4), "and then", zoo.image(150, 40, 5), "tell me both"])
+    if "video" in takes:
+        cases.append([zoo.video(64, 80, 12, 6.0, 2), "tell me what moves"])
+    if "audio" in takes:
+        cases.append([zoo.audio(20000, 3), "tell me what sounds"])
+    if len(takes) == 3:
+        everything = [
+            zoo.audio(9600, 8),
+            "x",
+            zoo.video(56, 84, 7, 5.0, 7),
+            "y",
+            zoo.image(30, 90, 6),
+            "tell",
+        ]
+        cases.append(everything)
+    return cases
+
+
+@functools.cache
+def answered(arch):
+    """For each request: layout, media, features, and the answer of `generate`."""
+    s = served(arch)
+    out = []
+    for parts in requests(arch):
+        messages = zoo.conversation(*parts)
+        media = [part for part in parts if isinstance(part, zoo.Medium)]
+        layout = s.frontend.layout(messages, [m.info for m in media])
+        answer = zoo.generate(s, zoo.hf_inputs(s, messages, media, layout), NEW_TOKENS)
+        assert len(set(answer)) > 2
+        features = []
+        for medium, laid in zip(media, layout.media, strict=True):
+            taken = zoo.decoded(medium, laid.sampling.frame_indices, laid.sampling.num_samples)
+            features += s.encoder.encode([s.encoder.process(taken, laid)])
+        out.append((layout, media, features, answer))
+    return out
+
+
+def sequence_input(arch, number, **more):
+    layout, media, _, _ = answered(arch)[number]
+    language = served(arch).language
+    spans = [
+        (start, length, medium.info.digest)
+        for medium, laid in zip(media, layout.media, strict=True)
+        for start, length in laid.ranges
+    ]
+    sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
+    return SequenceInput(str(number), language.lower(layout.token_ids, layout.media), sampling, spans, **more)
+
+
+def engine_of(arch, **settings):
+    return make_engine(served(arch).language, blocks=400, block_tokens=8, **settings)
+
+
+def answers(arch):
+    return {str(number): item[3] for number, item in enumerate(answered(arch))}
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 4096])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_tokens):
+    engine = engine_of(arch, chunk_tokens=chunk_tokens)
+    outcome, late = Outcome(), []
+    for number, (_, _, features, _) in enumerate(answered(arch)):
+        engine.add(sequence_input(arch, number))
+        late += [(str(number), medium, feature) for medium, feature in enumerate(features)]
+        outcome.take(engine.step())
+    for name, medium, feature in reversed(late):
+        for _ in range(2):
+            outcome.take(engine.step())
+        assert engine.fill(name, medium, feature)
+    assert run(engine, outcome).tokens == answers(arch)
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_second_time_the_prefix_is_cached_and_media_in_it_need_no_feature(arch):
+    engine = engine_of(arch, chunk_tokens=64)
+    for _ in range(2):
+        for number, (_, _, features, _) in enumerate(answered(arch)):
+            engine.add(sequence_input(arch, number))
+            for medium, feature in enumerate(features):
+                engine.fill(str(number), medium, feature)
+        outcome = run(engine)
+        assert outcome.tokens == answers(arch)
+    total = sum(len(layout.token_ids) for layout, *_ in answered(arch))
+    assert sum(step.prefill_tokens for step in outcome.steps) < total / 2
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_prefill_here_decode_there_with_other_block_sizes(arch):
+    language = served(arch).language
+    prefill, decode = engine_of(arch, chunk_tokens=24), make_engine(language, blocks=400, block_tokens=6)
+    outcome, inputs = Outcome(), {}
+    for number, (layout, _, features, _) in enumerate(answered(arch)):
+        name = str(number)
+        inputs[name] = sequence_input(arch, number, stop_after_prefill=True)
+        decode.reserve(name, len(layout.token_ids), NEW_TOKENS)
+        prefill.add(inputs[name])
+        for medium, feature in enumerate(features):
+            prefill.fill(name, medium, feature)
+    while prefill.has_work():
+        step = prefill.step()
+        outcome.take(step)
+        for ready in step.kv_ready:
+            name, item = ready.sequence_id, inputs[ready.sequence_id]
+            for start in range(ready.start, ready.end, 11):
+                end = min(ready.end, start + 11)
+                decode.write_kv(name, start, prefill.read_kv(name, start, end))
+            if ready.last:
+                prompt = item.prompt
+                decode.attach(
+                    name,
+                    prompt.token_ids,
+                    item.sampling,
+                    outcome.tokens[name],
+                    prompt.next_position,
+                    item.media_spans,
+                )
+                prefill.release(name)
+        outcome.take(decode.step())
+    assert run(decode, outcome).tokens == answers(arch)
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_preempted_prompts_are_computed_again_with_their_media(arch):
+    needed = sum(-(-len(layout.token_ids) // 8) for layout, *_ in answered(arch))
+    engine = make_engine(served(arch).language, blocks=needed + 3, block_tokens=8, prefix_cache=False)
+    for number, (_, _, features, _) in enumerate(answered(arch)):
+        engine.add(sequence_input(arch, number))
+        for medium, feature in enumerate(features):
+            engine.fill(str(number), medium, feature)
+    assert run(engine).tokens == answers(arch)
+    assert engine.stats().preemptions > 0
+
+
+def test_a_feature_of_another_size_is_refused():
+    engine = engine_of("llava")
+    engine.add(sequence_input("llava", 1))
+    feature = answered("llava")[1][2][0]
+    from mmd_workers.errors import CountMismatchError
+    from mmd_workers.model.types import Feature
+
+    short = Feature("image", {"embeddings": torch.zeros(3, feature.tensors["embeddings"].shape[1])})
+    with pytest.raises(CountMismatchError):
+        engine.fill("1", 0, short)
