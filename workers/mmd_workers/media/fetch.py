@@ -1,0 +1,199 @@
+"""Bytes of a medium from a data URL or over HTTP, from addresses that anyone may reach. Knows the policy, nothing of media.
+
+An address is resolved once and the connection goes to the very address that was checked, so a name that changes its mind
+between check and use (DNS rebinding) gains nothing; every redirect is checked as if it were the first URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import re
+import socket
+from urllib.parse import unquote_to_bytes
+
+import httpx
+
+from mmd_api.spec import MediaPolicy
+from mmd_workers.errors import FetchError
+from mmd_workers.media.probe import FIELD
+from mmd_workers.media.types import Modality
+
+MAX_REDIRECTS = 3
+MAX_URL_CHARACTERS = 8192
+MAX_ADDRESSES_TRIED = 4
+PUBLIC_PORTS = (80, 443)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+async def fetch(url: str, policy: MediaPolicy, modality: Modality) -> bytes:
+    """Bytes behind a `data:`, `http:` or `https:` URL, never more than the modality's `maxBytes`.
+
+    Raises:
+        FetchError: malformed or refused URL or address, status, size or time; names the field that decides.
+    """
+    limit = int(getattr(policy, modality).max_bytes)
+    field = f"{FIELD}.{modality}.maxBytes"
+    if url[:5].lower() == "data:":
+        return _data_url(url, limit, field)
+    if not policy.allow_http:
+        raise FetchError(f"URLs are not fetched here; send a data URL, or set {FIELD}.allowHttp")
+    try:
+        async with asyncio.timeout(policy.fetch_timeout_seconds):
+            return await _download(url, policy, limit, field)
+    except TimeoutError as error:
+        raise FetchError(
+            f"the download took longer than {policy.fetch_timeout_seconds} seconds; use a faster server, or raise "
+            f"{FIELD}.fetchTimeoutSeconds"
+        ) from error
+
+
+def _data_url(url: str, limit: int, field: str) -> bytes:
+    header, comma, body = url[5:].partition(",")
+    if not comma:
+        raise FetchError("the data URL has no comma; write data:<type>;base64,<data>")
+    if len(body) > 4 * (limit // 3 + 1) and len(body) > 3 * limit:
+        raise _too_large(limit, field)
+    if header.lower().endswith(";base64"):
+        if len(body) > 4 * (limit // 3 + 1):
+            raise _too_large(limit, field)
+        try:
+            data = base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise FetchError(f"the data URL is not valid base64 ({error}); encode the file's bytes again") from error
+    else:
+        if not body.isascii() or _BAD_PERCENT.search(body):
+            raise FetchError("the data URL is not valid percent encoding; encode the file's bytes again")
+        data = unquote_to_bytes(body)
+    if len(data) > limit:
+        raise _too_large(limit, field)
+    return data
+
+
+def _too_large(limit: int, field: str) -> FetchError:
+    return FetchError(f"the medium is larger than {limit} bytes; send a smaller one, or raise {field}")
+
+
+async def _download(url: str, policy: MediaPolicy, limit: int, field: str) -> bytes:
+    # No proxy, cookie, netrc or other setting of the environment may change where this goes.
+    timeout = httpx.Timeout(policy.fetch_timeout_seconds)
+    async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout) as client:
+        for _ in range(MAX_REDIRECTS + 1):
+            target = _checked_url(url, policy)
+            addresses = await _checked_addresses(target, policy)
+            response = await _connect(client, target, addresses)
+            try:
+                if not response.has_redirect_location:
+                    return await _read(response, limit, field)
+                url = _next(target, response.headers["location"])
+            except httpx.HTTPError as error:
+                raise FetchError(f"the download from {target.host} broke off ({type(error).__name__}); try again") from error
+            finally:
+                await response.aclose()
+    raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times; give the final URL")
+
+
+def _next(target: httpx.URL, location: str) -> str:
+    try:
+        return str(target.join(location))
+    except httpx.InvalidURL as error:
+        raise FetchError(f"{target.host} redirects to something that is no URL; give the final URL") from error
+
+
+def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
+    if len(url) > MAX_URL_CHARACTERS:
+        raise FetchError(f"the URL is longer than {MAX_URL_CHARACTERS} characters; send the file as a data URL")
+    try:
+        target = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise FetchError(f"not a URL ({error}); give http(s)://host/path or a data URL") from error
+    if target.scheme not in ("http", "https") or not target.host:
+        raise FetchError(f"the scheme {target.scheme or 'none'!r} is not fetched; give an http(s) or data URL")
+    if target.userinfo:
+        raise FetchError("a URL with a user name or password is not fetched; remove it")
+    host = target.host.lower().rstrip(".")
+    if policy.allowed_hosts and host not in {allowed.lower().rstrip(".") for allowed in policy.allowed_hosts}:
+        raise FetchError(f"the host {host[:253]} is not allowed; use another, or add it to {FIELD}.allowedHosts")
+    if _port(target) not in PUBLIC_PORTS and not policy.allow_private_addresses:
+        raise FetchError(
+            f"port {target.port} is not fetched from; use 80 or 443, or set {FIELD}.allowPrivateAddresses"
+        )
+    return target
+
+
+def _port(target: httpx.URL) -> int:
+    return target.port or (443 if target.scheme == "https" else 80)
+
+
+async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Address]:
+    """Addresses of a host; all of them must be public, or the host is refused."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            target.host, _port(target), type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )
+    except (OSError, UnicodeError) as error:
+        raise FetchError(f"the host {target.host[:253]} cannot be resolved; check the URL") from error
+    addresses = list(dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
+    if not policy.allow_private_addresses:
+        for address in addresses:
+            if not is_public(address):
+                raise FetchError(
+                    f"the host {target.host[:253]} has the address {address}, which is not public; "
+                    f"use a public one, or set {FIELD}.allowPrivateAddresses"
+                )
+    return addresses[:MAX_ADDRESSES_TRIED]
+
+
+def is_public(address: Address) -> bool:
+    """Whether anyone on the internet could reach it: global unicast, also when wrapped in IPv6 (mapped, 6to4, Teredo, NAT64)."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner: list[Address] = [a for a in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if a]
+        if address in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if inner:
+            return all(is_public(a) for a in inner)
+        if address.is_site_local:
+            return False
+    refused = address.is_private or address.is_loopback or address.is_link_local or address.is_multicast
+    return address.is_global and not (refused or address.is_reserved or address.is_unspecified)
+
+
+async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: list[Address]) -> httpx.Response:
+    """Send the request to the checked addresses in turn, under the host's own name (Host header, TLS server name)."""
+    failure = "no address"
+    for address in addresses:
+        request = client.build_request(
+            "GET",
+            target.copy_with(host=str(address)),
+            headers={"Host": target.netloc.decode("ascii"), "Accept-Encoding": "identity", "User-Agent": "mmd-gateway"},
+            extensions={"sni_hostname": target.host},
+        )
+        try:
+            return await client.send(request, stream=True)
+        except httpx.ConnectError as error:
+            failure = str(error) or type(error).__name__
+        except httpx.HTTPError as error:
+            raise FetchError(f"{target.host} does not answer ({type(error).__name__}); check the URL") from error
+    raise FetchError(f"{target.host} cannot be reached ({failure}); check the URL")
+
+
+async def _read(response: httpx.Response, limit: int, field: str) -> bytes:
+    if response.status_code != 200:
+        raise FetchError(f"the server answered with status {response.status_code}; check the URL")
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise FetchError(f"the server sent the file {encoding[:32]}-encoded though asked not to; serve it as it is")
+    announced = response.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:19]) > limit:
+        raise _too_large(limit, field)
+    received = bytearray()
+    async for chunk in response.aiter_raw():
+        received += chunk
+        if len(received) > limit:
+            raise _too_large(limit, field)
+    return bytes(received)
