@@ -83,6 +83,22 @@ def test_kv_of_a_token_range_arrives_whole_in_another_process_both_ways(manager,
     assert all(torch.equal(a, b) for a, b in zip(got, pattern(777, 8), strict=True))
 
 
+def test_pods_with_ipv6_addresses_link_too():
+    try:
+        one, two = (LinkManager("Gloo", pod, "i0", "::1") for pod in ("one", "two"))
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    first, second = linked(one, two)
+    sent, got = torch.arange(8), torch.empty(8, dtype=torch.int64)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(second.send, sent, 0)
+        first.recv(got, 0)
+        sending.result(5)
+    assert torch.equal(sent, got)
+    one.close()
+    two.close()
+
+
 def test_many_simultaneous_connects_of_both_sides_share_one_link(manager):
     one, two = manager("one"), manager("two")
     with ThreadPoolExecutor(16) as threads:

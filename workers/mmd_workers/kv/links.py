@@ -198,7 +198,7 @@ class LinkManager:
         self._dead_prefixes: deque[str] = deque(maxlen=1024)
         self._closed = False
         self._watch = sentinel.Watch()
-        listener = socket.create_server((host, 0))
+        listener = sentinel.listen(host)
         port = listener.getsockname()[1]
         self.endpoint = f"{host}:{port}"
         self._store: TCPStore | None = TCPStore(

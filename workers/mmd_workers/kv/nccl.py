@@ -69,7 +69,9 @@ class NcclLink:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._peer_rank = 1 - rank
-        self._device = device
+        self._device = device = (
+            device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        )
         self._chunk_timeout_seconds = chunk_timeout_seconds
         self._turn = threading.Lock()
         self._sends: bool | None = None

@@ -46,9 +46,14 @@ def meet(store: Store, rank: int, own_host: str, peer_host: str, timeout_seconds
     return sock
 
 
+def listen(host: str) -> socket.socket:
+    """A listening socket on this address (IPv4 or IPv6) alone, on a free port. Raises OSError when it is not ours."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def _listen(store: Store, host: str, deadline: float) -> socket.socket:
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    with socket.create_server((host, 0)) as listener:
+    with listen(host) as listener:
         store.set("sentinel", f"{listener.getsockname()[1]} {nonce.hex()}")
         while True:
             listener.settimeout(_left(deadline))
