@@ -31,7 +31,7 @@ MIMES: dict[Kind, tuple[Mime, ...]] = {
 }
 SHAPES = ("circle", "square", "triangle")
 # Hue in degrees, saturation and value in percent.
-COLORS = {
+COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0, 82, 88),
     "yellow": (54, 80, 92),
     "green": (128, 78, 74),
@@ -190,9 +190,10 @@ def draw_tone(rng: np.random.Generator) -> tuple[Facts, npt.NDArray[np.float32],
 
 def dark_ground(rng: np.random.Generator, width: int, height: int) -> npt.NDArray[np.float32]:
     """A dark, slightly tinted ground with a gradient and grain, float32 [height, width, 3] in 0..255."""
-    gradient = np.linspace(*rng.uniform(0, 60, 2), height, dtype=np.float32)[:, None, None]
-    tint = rng.uniform(0.7, 1.0, 3).astype(np.float32)
-    return gradient * tint + rng.standard_normal((height, width, 3), dtype=np.float32) * 4
+    top, bottom = rng.uniform(0, 60, 2)
+    gradient = np.linspace(float(top), float(bottom), height)[:, None, None] * rng.uniform(0.7, 1.0, 3)
+    grain = rng.standard_normal((height, width, 3), dtype=np.float32) * 4
+    return gradient.astype(np.float32) + grain
 
 
 def vary(rng: np.random.Generator, color: str) -> npt.NDArray[np.float32]:
@@ -239,9 +240,12 @@ def encode_image(pixels: Frame, mime: Mime, quality: int) -> bytes:
 
 
 def encode_video(frames: Frame, crf: int) -> bytes:
-    """An MP4 (H.264, 4:2:0 chroma) of uint8 [frames, height, width, 3]; one thread, so the bytes are reproducible."""
+    """An MP4 (H.264, 4:2:0 chroma) of uint8 [frames, height, width, 3].
+
+    The bytes are reproducible: one thread, and no macroblock tree, which x264 starts from memory it has not cleared.
+    """
     file = io.BytesIO()
-    options = {"preset": "veryfast", "crf": str(crf), "threads": "1"}
+    options = {"preset": "veryfast", "crf": str(crf), "threads": "1", "x264-params": "mbtree=0"}
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=VIDEO_FPS, options=options)
         stream.height, stream.width = frames.shape[1:3]
