@@ -55,7 +55,7 @@ class Recipe:
     names: dict[str, str] = field(default_factory=dict)  # tokenizer attribute -> token
     extra_tokens: list[str] = field(default_factory=list)
     embedding_std: float = 1.0
-    linear_std: float = 0.15
+    linear_std: float = 0.3
     tokenizer: Any = None
 
     def make_tokenizer(self, pad_to: int = 0) -> None:
@@ -271,7 +271,6 @@ def _internvl(r: Recipe) -> Built:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    r.embedding_std, r.linear_std = 0.3, 0.25
     r.make_tokenizer()
     config = hf.InternVLConfig(
         text_config=hf.Qwen2Config(**r.text()),
@@ -325,10 +324,10 @@ def _smolvlm(r: Recipe) -> Built:
 
 def _gemma3(r: Recipe) -> Built:
     r.names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    r.embedding_std, r.linear_std = 0.02, 0.3
+    r.embedding_std = 0.02
     r.make_tokenizer()
     layers = ["sliding_attention", "full_attention"] * r.size.layers
-    text = r.text(head_dim=r.size.hidden // 4, sliding_window=16, layer_types=layers[: r.size.layers])
+    text = r.text(head_dim=r.size.hidden // 4, query_pre_attn_scalar=1, sliding_window=16, layer_types=layers[: r.size.layers])
     config = hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(**text),
         vision_config=hf.SiglipVisionConfig(**r.clip(vision_use_head=False)),
@@ -348,7 +347,7 @@ def _gemma3(r: Recipe) -> Built:
 
 def _paligemma(r: Recipe) -> Built:
     r.names = {"image_token": "<image>"}
-    r.embedding_std, r.linear_std = 0.02, 0.3
+    r.embedding_std = 0.002
     r.make_tokenizer()
     r.tokenizer.bos_token = "<|im_start|>"
     config = hf.PaliGemmaConfig(

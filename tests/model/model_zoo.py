@@ -175,6 +175,9 @@ def hf_inputs(
         given["audio_kwargs"] = {"sampling_rate": 16000}
     made = dict(processor(**given))
     made.pop("labels", None)
+    if arch == "qwen3_omni_moe_thinker" and frames:  # served with whole positions; see the adapter
+        seconds = [m.geometry["video_second_per_grid"] for m in layout.media if m.modality == "video"]
+        made["video_second_per_grid"] = torch.tensor(seconds).flatten()
     return made
 
 

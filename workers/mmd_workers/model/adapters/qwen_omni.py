@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.inputs import MediaInputs, Processed
 
 
 class QwenOmniAdapter(Adapter):
@@ -18,3 +21,16 @@ class QwenOmniAdapter(Adapter):
         if settings.is_file() and "size" in json.loads(settings.read_text()).get("video_processor", {}):
             processor.videos_kwargs = {k: v for k, v in type(processor).videos_kwargs.items() if k != "size"}
         return processor
+
+
+class Qwen3OmniAdapter(QwenOmniAdapter):
+    """Its `get_rope_index` gives a video fractions of positions; the seconds per grid are rounded so that it gives whole ones."""
+
+    def video(
+        self, inputs: MediaInputs, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int
+    ) -> Processed:
+        """Process the sampled frames of one video."""
+        made = super().video(inputs, frames, indices, fps, num_frames)
+        per_second = self.config.position_id_per_seconds
+        seconds = [max(1, round(s * per_second)) / per_second for s in made.outputs["video_second_per_grid"]]
+        return Processed(made.replacement, made.outputs | {"video_second_per_grid": seconds})
