@@ -39,7 +39,12 @@ def png_claiming(width, height):
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 64))
+        + chunk(b"IEND", b"")
+    )
 
 
 def frame_pixels(number, width=64, height=48):
@@ -59,9 +64,21 @@ def number_of(pixels):
 
 
 def video_bytes(
-    codec="libx264", container="mp4", frames=60, fps=30, width=64, height=48, rotation=0, options=None, mux=None, draw=None
+    codec="libx264",
+    container="mp4",
+    frames=60,
+    fps=30,
+    width=64,
+    height=48,
+    rotation=0,
+    options=None,
+    mux=None,
+    draw=None,
 ):
-    with tempfile.NamedTemporaryFile() as out, av.open(out.name, "w", format=container, options=mux or {}) as c:
+    with (
+        tempfile.NamedTemporaryFile() as out,
+        av.open(out.name, "w", format=container, options=mux or {}) as c,
+    ):
         s = c.add_stream(codec, rate=fps, options=options or {})
         s.width, s.height, s.pix_fmt = width, height, "yuv420p"
         if rotation:
@@ -78,7 +95,9 @@ def tone(num_samples, rate, hertz=440.0):
     return (0.4 * np.sin(2 * np.pi * hertz * np.arange(num_samples) / rate)).astype(np.float32)
 
 
-def audio_bytes(codec="pcm_s16le", fmt="s16", container="wav", rate=44100, num_samples=44100, waveform=None, layout="mono"):
+def audio_bytes(
+    codec="pcm_s16le", fmt="s16", container="wav", rate=44100, num_samples=44100, waveform=None, layout="mono"
+):
     waveform = tone(num_samples, rate) if waveform is None else waveform
     planes = waveform if waveform.ndim == 2 else waveform[None]
     out = io.BytesIO()

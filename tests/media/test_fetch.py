@@ -68,7 +68,12 @@ async def test_addresses_that_are_not_public_are_refused(host):
 
 
 def test_public_addresses_are_public():
-    for text in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:8.8.8.8", "64:ff9b::808:808"):
+    for text in (
+        "93.184.215.14",
+        "2606:2800:21f:cb07:6820:80da:af6b:8b2c",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+    ):
         assert is_public(ipaddress.ip_address(text)), text
 
 
@@ -106,7 +111,10 @@ async def test_one_private_address_among_public_ones_refuses_the_host(monkeypatc
 async def test_a_redirect_to_a_private_address_is_checked_again(monkeypatch):
     """The first address passes the check (as a public one would); the metadata address behind the redirect does not."""
     monkeypatch.setattr(fetch_module, "is_public", lambda a: str(a) == "127.0.0.1" or is_public(a))
-    async with server(reply(status="302 Found", Location="http://169.254.169.254/latest/meta-data")) as (port, seen):
+    async with server(reply(status="302 Found", Location="http://169.254.169.254/latest/meta-data")) as (
+        port,
+        seen,
+    ):
         monkeypatch.setattr(fetch_module, "PUBLIC_PORTS", (80, 443, port))
         with pytest.raises(FetchError, match=r"169\.254\.169\.254, which is not public"):
             await fetch(f"http://127.0.0.1:{port}/", CLOSED, "image")
@@ -117,7 +125,9 @@ async def test_redirects_are_followed_three_times_and_no_more():
     async def answer(head, writer):
         left = int(head.split()[1].strip("/"))
         location = f"/{left - 1}"
-        await (reply(b"end") if left == 0 else reply(status="307 Temporary Redirect", Location=location))(head, writer)
+        await (reply(b"end") if left == 0 else reply(status="307 Temporary Redirect", Location=location))(
+            head, writer
+        )
 
     async with server(answer) as (port, seen):
         assert await fetch(f"http://127.0.0.1:{port}/3", OPEN, "image") == b"end"
@@ -147,11 +157,16 @@ async def test_malformed_and_refused_urls_say_so(url, words):
 
 
 async def test_data_urls_are_decoded_and_bounded():
-    assert await fetch("data:image/png;base64," + base64.b64encode(b"\0\xff!").decode(), CLOSED, "image") == b"\0\xff!"
+    assert (
+        await fetch("data:image/png;base64," + base64.b64encode(b"\0\xff!").decode(), CLOSED, "image")
+        == b"\0\xff!"
+    )
     assert await fetch("data:,%00a%FF", CLOSED, "image") == b"\0a\xff"
     assert len(await fetch("data:;base64," + base64.b64encode(bytes(4096)).decode(), CLOSED, "image")) == 4096
     for url in ("data:;base64," + base64.b64encode(bytes(4097)).decode(), "data:," + "a" * 4097):
-        with pytest.raises(FetchError, match=r"larger than 4096 bytes.*spec\.gateway\.media\.image\.maxBytes"):
+        with pytest.raises(
+            FetchError, match=r"larger than 4096 bytes.*spec\.gateway\.media\.image\.maxBytes"
+        ):
             await fetch(url, CLOSED, "image")
 
 
@@ -202,7 +217,9 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
     start = time.monotonic()
     async with server(drip) as (port, _):
         with pytest.raises(FetchError, match="fetchTimeoutSeconds"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN.model_copy(update={"fetch_timeout_seconds": 1}), "image")
+            await fetch(
+                f"http://127.0.0.1:{port}/", OPEN.model_copy(update={"fetch_timeout_seconds": 1}), "image"
+            )
     assert time.monotonic() - start < 3
 
 

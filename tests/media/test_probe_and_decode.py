@@ -53,7 +53,9 @@ def test_exif_orientation_is_in_the_promised_size_and_in_the_pixels(turn):
 def test_of_an_animated_image_the_first_frame_counts(fmt):
     first, second = picture(), 255 - picture()
     extra = {"lossless": True} if fmt == "WEBP" else {}
-    data = image_bytes(fmt, first, save_all=True, append_images=[Image.fromarray(second)], duration=100, **extra)
+    data = image_bytes(
+        fmt, first, save_all=True, append_images=[Image.fromarray(second)], duration=100, **extra
+    )
     np.testing.assert_array_equal(decode_image(data, probe(data, "image", POLICY)).pixels, first)
 
 
@@ -86,7 +88,9 @@ def test_far_apart_frames_are_found_without_decoding_the_runs_between(monkeypatc
     assert [number_of(f) for f in decode_video(data, info, [5, 47, 89]).frames] == [5, 47, 89]
 
 
-@pytest.mark.parametrize("options", [{"g": "12", "bf": "3", "x264-params": "open-gop=1"}, {"g": "12", "bf": "0"}])
+@pytest.mark.parametrize(
+    "options", [{"g": "12", "bf": "3", "x264-params": "open-gop=1"}, {"g": "12", "bf": "0"}]
+)
 def test_skipping_gives_the_very_pixels_of_a_full_decode(options):
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 255, (60, 48, 64, 3), dtype=np.uint8)
@@ -137,7 +141,9 @@ def test_audio_has_exactly_the_samples_that_were_counted(codec, fmt, container, 
     data = audio_bytes(codec, fmt, container, rate, true)
     info = probe(data, "audio", POLICY)
     assert info.sample_rate_hz == rate
-    assert abs(info.num_samples - true) <= (0 if container != "adts" else 2048)  # ADTS cannot tell its padding
+    assert abs(info.num_samples - true) <= (
+        0 if container != "adts" else 2048
+    )  # ADTS cannot tell its padding
     wanted = resampled_num_samples(info.num_samples, rate, 16000)
     heard = decode_audio(data, info, 16000, wanted).waveform
     assert heard.shape == (wanted,)
@@ -216,8 +222,14 @@ def _measure_and_decode(data, modality):
 @pytest.mark.parametrize(
     ("make", "modality"),
     [
-        (lambda: image_bytes("PNG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)), "image"),
-        (lambda: image_bytes("JPEG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)), "image"),
+        (
+            lambda: image_bytes("PNG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)),
+            "image",
+        ),
+        (
+            lambda: image_bytes("JPEG", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)),
+            "image",
+        ),
         (lambda: image_bytes("BMP"), "image"),
         (lambda: video_bytes(), "video"),
         (lambda: video_bytes(mux={"movflags": "faststart"}), "video"),

@@ -55,7 +55,9 @@ async def test_all_three_modalities_come_back_as_they_do_without_the_sandbox(poo
     first = pool.process_ids
     info = await pool.probe(image, "image", POLICY)
     assert info == probe(image, "image", POLICY)
-    np.testing.assert_array_equal((await pool.decode_image(image, info)).pixels, decode_image(image, info).pixels)
+    np.testing.assert_array_equal(
+        (await pool.decode_image(image, info)).pixels, decode_image(image, info).pixels
+    )
     clip = await pool.decode_video(video, await pool.probe(video, "video", POLICY), [7, 3])
     assert [number_of(f) for f in clip.frames] == [7, 3]
     info = probe(audio, "audio", POLICY)
@@ -120,7 +122,9 @@ async def test_a_decoder_killed_in_the_middle_fails_that_medium_only():
         os.kill(busy, signal.SIGKILL)
         with pytest.raises(BadMediaError, match="SIGKILL"):
             await doomed
-        others = await asyncio.gather(*(pool.decode_image(good, probe(good, "image", POLICY)) for _ in range(6)))
+        others = await asyncio.gather(
+            *(pool.decode_image(good, probe(good, "image", POLICY)) for _ in range(6))
+        )
         assert all(o.pixels.shape == (48, 64, 3) for o in others)
         assert busy not in pool.process_ids
         assert len(pool.process_ids) == 2
@@ -183,7 +187,10 @@ async def test_closing_leaves_no_process_and_fails_work_as_retryable():
 async def test_a_decoder_is_small_and_bounded(pool):
     (pid,) = pool.process_ids
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-    limits = {line[:25].strip(): line[25:].split()[0] for line in Path(f"/proc/{pid}/limits").read_text().splitlines()}
+    limits = {
+        line[:25].strip(): line[25:].split()[0]
+        for line in Path(f"/proc/{pid}/limits").read_text().splitlines()
+    }
     assert limits["Max core file size"] == "0"
     assert limits["Max file size"] == "0"
     assert int(limits["Max open files"]) <= 32

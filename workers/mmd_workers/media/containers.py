@@ -90,7 +90,9 @@ def open_image(data: bytes, container: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
     except (OSError, SyntaxError, ValueError, struct.error) as error:
-        raise BadMediaError(f"the {container} header cannot be read ({error}); send a whole, valid file") from error
+        raise BadMediaError(
+            f"the {container} header cannot be read ({error}); send a whole, valid file"
+        ) from error
 
 
 def orientation(image: Image.Image) -> int:
@@ -114,7 +116,9 @@ def open_av(data: bytes, container: str) -> Iterator[Any]:
         with av.open(io.BytesIO(data), "r", format=_DEMUXERS[container], metadata_errors="ignore") as opened:
             yield opened
     except (av.error.FFmpegError, ValueError, OverflowError, EOFError) as error:
-        raise BadMediaError(f"the {container} data cannot be read ({error}); send a whole, valid file") from error
+        raise BadMediaError(
+            f"the {container} data cannot be read ({error}); send a whole, valid file"
+        ) from error
 
 
 def video_stream(opened: Any) -> Any:
@@ -126,7 +130,9 @@ def video_stream(opened: Any) -> Any:
     for stream in opened.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic and stream.codec_context is not None:
             return stream
-    raise BadMediaError("the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video")
+    raise BadMediaError(
+        "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
+    )
 
 
 def audio_stream(opened: Any) -> Any:

@@ -47,9 +47,7 @@ def video_shape(info: MediumInfo, frame_indices: Sequence[int]) -> tuple[int, in
     return (len(frame_indices), info.height, info.width, 3)
 
 
-def decode_image(
-    data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | None = None
-) -> DecodedImage:
+def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | None = None) -> DecodedImage:
     """First frame of an image as RGB, uint8 [height, width, 3], written to `out` when given.
 
     Raises:
@@ -61,7 +59,9 @@ def decode_image(
         image.load()
         rgb = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
-        raise BadMediaError(f"the {info.container} image cannot be decoded ({error}); send a whole file") from error
+        raise BadMediaError(
+            f"the {info.container} image cannot be decoded ({error}); send a whole file"
+        ) from error
     if turn is not None:
         rgb = rgb.transpose(turn)
     if rgb.size != (info.width, info.height):
@@ -123,7 +123,9 @@ class _FrameWriter:
     def put(self, index: int, frame: Any) -> None:
         if index not in self.missing:
             return
-        width, height = (frame.height, frame.width) if self._quarter_turns % 2 else (frame.width, frame.height)
+        width, height = (
+            (frame.height, frame.width) if self._quarter_turns % 2 else (frame.width, frame.height)
+        )
         if (width, height) != self._size:
             raise BadMediaError(
                 f"frame {index} of the video is {width}x{height}, the container said {self._size[0]}x{self._size[1]}; "
@@ -133,7 +135,6 @@ class _FrameWriter:
         for place in self._places[index]:
             self._out[place] = pixels
         self.missing.discard(index)
-
 
 
 def _decode_needed_runs(data: bytes, info: MediumInfo, writer: _FrameWriter) -> bool:
@@ -177,7 +178,9 @@ def _decode_needed_runs(data: bytes, info: MediumInfo, writer: _FrameWriter) -> 
 
 def _runs(table: containers.VideoTable, wanted: set[int]) -> list[tuple[int, int]]:
     """Packet ranges [first, last] that hold the wanted timestamps, each starting at a key frame shown no later than they are."""
-    keys = sorted((t, n) for n, (t, key) in enumerate(zip(table.pts, table.key, strict=True)) if key and t is not None)
+    keys = sorted(
+        (t, n) for n, (t, key) in enumerate(zip(table.pts, table.key, strict=True)) if key and t is not None
+    )
     runs: dict[int, int] = {}
     for number, (time, shown) in enumerate(zip(table.pts, table.shown, strict=True)):
         if not shown or time is None or time not in wanted:

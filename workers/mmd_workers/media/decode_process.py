@@ -44,7 +44,9 @@ def main() -> None:
         except BadMediaError as error:
             reply = {"bad_media": error.message}
         except MemoryError:
-            reply = {"bad_media": f"decoding needs more than the {memory_bytes >> 20} MiB it may use; send a smaller one"}
+            reply = {
+                "bad_media": f"decoding needs more than the {memory_bytes >> 20} MiB it may use; send a smaller one"
+            }
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

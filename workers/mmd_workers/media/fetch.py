@@ -65,7 +65,9 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
         try:
             data = base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise FetchError(f"the data URL is not valid base64 ({error}); encode the file's bytes again") from error
+            raise FetchError(
+                f"the data URL is not valid base64 ({error}); encode the file's bytes again"
+            ) from error
     else:
         if not body.isascii() or _BAD_PERCENT.search(body):
             raise FetchError("the data URL is not valid percent encoding; encode the file's bytes again")
@@ -92,7 +94,9 @@ async def _download(url: str, policy: MediaPolicy, limit: int, field: str) -> by
                     return await _read(response, limit, field)
                 url = _next(target, response.headers["location"])
             except httpx.HTTPError as error:
-                raise FetchError(f"the download from {target.host} broke off ({type(error).__name__}); try again") from error
+                raise FetchError(
+                    f"the download from {target.host} broke off ({type(error).__name__}); try again"
+                ) from error
             finally:
                 await response.aclose()
     raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times; give the final URL")
@@ -102,23 +106,31 @@ def _next(target: httpx.URL, location: str) -> str:
     try:
         return str(target.join(location))
     except httpx.InvalidURL as error:
-        raise FetchError(f"{target.host} redirects to something that is no URL; give the final URL") from error
+        raise FetchError(
+            f"{target.host} redirects to something that is no URL; give the final URL"
+        ) from error
 
 
 def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
     if len(url) > MAX_URL_CHARACTERS:
-        raise FetchError(f"the URL is longer than {MAX_URL_CHARACTERS} characters; send the file as a data URL")
+        raise FetchError(
+            f"the URL is longer than {MAX_URL_CHARACTERS} characters; send the file as a data URL"
+        )
     try:
         target = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise FetchError(f"not a URL ({error}); give http(s)://host/path or a data URL") from error
     if target.scheme not in ("http", "https") or not target.host:
-        raise FetchError(f"the scheme {target.scheme or 'none'!r} is not fetched; give an http(s) or data URL")
+        raise FetchError(
+            f"the scheme {target.scheme or 'none'!r} is not fetched; give an http(s) or data URL"
+        )
     if target.userinfo:
         raise FetchError("a URL with a user name or password is not fetched; remove it")
     host = target.host.lower().rstrip(".")
     if policy.allowed_hosts and host not in {allowed.lower().rstrip(".") for allowed in policy.allowed_hosts}:
-        raise FetchError(f"the host {host[:253]} is not allowed; use another, or add it to {FIELD}.allowedHosts")
+        raise FetchError(
+            f"the host {host[:253]} is not allowed; use another, or add it to {FIELD}.allowedHosts"
+        )
     if _port(target) not in PUBLIC_PORTS and not policy.allow_private_addresses:
         raise FetchError(
             f"port {target.port} is not fetched from; use 80 or 443, or set {FIELD}.allowPrivateAddresses"
@@ -138,7 +150,9 @@ async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Add
         )
     except (OSError, UnicodeError) as error:
         raise FetchError(f"the host {target.host[:253]} cannot be resolved; check the URL") from error
-    addresses = list(dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
+    addresses = list(
+        dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found)
+    )
     if not policy.allow_private_addresses:
         for address in addresses:
             if not is_public(address):
@@ -152,7 +166,9 @@ async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Add
 def is_public(address: Address) -> bool:
     """Whether anyone on the internet could reach it: global unicast, also when wrapped in IPv6 (mapped, 6to4, Teredo, NAT64)."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner: list[Address] = [a for a in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if a]
+        inner: list[Address] = [
+            a for a in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if a
+        ]
         if address in _NAT64:
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if inner:
@@ -170,7 +186,11 @@ async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: list
         request = client.build_request(
             "GET",
             target.copy_with(host=str(address)),
-            headers={"Host": target.netloc.decode("ascii"), "Accept-Encoding": "identity", "User-Agent": "mmd-gateway"},
+            headers={
+                "Host": target.netloc.decode("ascii"),
+                "Accept-Encoding": "identity",
+                "User-Agent": "mmd-gateway",
+            },
             extensions={"sni_hostname": target.host},
         )
         try:
@@ -178,7 +198,9 @@ async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: list
         except httpx.ConnectError as error:
             failure = str(error) or type(error).__name__
         except httpx.HTTPError as error:
-            raise FetchError(f"{target.host} does not answer ({type(error).__name__}); check the URL") from error
+            raise FetchError(
+                f"{target.host} does not answer ({type(error).__name__}); check the URL"
+            ) from error
     raise FetchError(f"{target.host} cannot be reached ({failure}); check the URL")
 
 
@@ -187,7 +209,9 @@ async def _read(response: httpx.Response, limit: int, field: str) -> bytes:
         raise FetchError(f"the server answered with status {response.status_code}; check the URL")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise FetchError(f"the server sent the file {encoding[:32]}-encoded though asked not to; serve it as it is")
+        raise FetchError(
+            f"the server sent the file {encoding[:32]}-encoded though asked not to; serve it as it is"
+        )
     announced = response.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:19]) > limit:
         raise _too_large(limit, field)

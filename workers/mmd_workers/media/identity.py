@@ -23,6 +23,10 @@ def feature_id(digest: str, revision: str, sampling: Mapping[str, Any]) -> str:
         TypeError: a setting is not JSON.
     """
     canonical = json.dumps(
-        [digest, revision, dict(sampling)], sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+        [digest, revision, dict(sampling)],
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=True,
+        allow_nan=False,
     )
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # the decode processes import this module's neighbours and st
 
 FIELD = "spec.gateway.media"
 MAX_SOURCE_FRAMES_PER_SECOND = 240  # frames of a source are bounded by its allowed duration times this
-MAX_PACKETS_PER_SECOND = 2000  # the shortest packets in use are Opus frames of 2.5 ms; PCM comes in far larger ones
+MAX_PACKETS_PER_SECOND = (
+    2000  # the shortest packets in use are Opus frames of 2.5 ms; PCM comes in far larger ones
+)
 MIN_SAMPLE_RATE_HZ, MAX_SAMPLE_RATE_HZ = 1_000, 384_000
 TRUNCATION_SLACK_SECONDS = 0.1
 
@@ -37,9 +39,13 @@ def probe(data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
     container = containers.sniff(data)
     if container is None:
         allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
-        raise BadMediaError(f"the {modality} is of no known format (its first bytes match none); send one of: {allowed}")
+        raise BadMediaError(
+            f"the {modality} is of no known format (its first bytes match none); send one of: {allowed}"
+        )
     if container not in containers.CONTAINERS[modality]:
-        raise BadMediaError(f"declared as {modality}, but the bytes are {container}; send it as the part it is")
+        raise BadMediaError(
+            f"declared as {modality}, but the bytes are {container}; send it as the part it is"
+        )
     if modality == "image":
         return _probe_image(data, container, policy)
     if modality == "video":
@@ -52,7 +58,9 @@ def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> i
     return -(-num_samples * target_hz // source_hz)
 
 
-def _over(modality: Modality, what: str, value: float, limit: float, field: str, of: str | None = None) -> BadMediaError:
+def _over(
+    modality: Modality, what: str, value: float, limit: float, field: str, of: str | None = None
+) -> BadMediaError:
     return BadMediaError(
         f"the {modality} has {value:g} {what}, the limit is {limit:g}; send less, or raise {FIELD}.{of or modality}.{field}"
         if isinstance(value, float)
@@ -73,7 +81,14 @@ def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPoli
     if width < 1 or height < 1:
         raise BadMediaError(f"the {modality} is {width}x{height} pixels; send one that has pixels")
     if width * height > policy.image.max_pixels:
-        raise _over(modality, f"pixels ({width}x{height})", width * height, policy.image.max_pixels, "maxPixels", "image")
+        raise _over(
+            modality,
+            f"pixels ({width}x{height})",
+            width * height,
+            policy.image.max_pixels,
+            "maxPixels",
+            "image",
+        )
 
 
 def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
@@ -127,7 +142,9 @@ def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
     if measured and not (declared and abs(declared - measured) <= 0.02 * measured):
         fps = measured
     if not (math.isfinite(fps) and 0 < fps <= 10_000):
-        raise BadMediaError("the video's timestamps say nothing of its frame rate; send it re-encoded with a frame rate")
+        raise BadMediaError(
+            "the video's timestamps say nothing of its frame rate; send it re-encoded with a frame rate"
+        )
     return fps, table.num_frames / fps
 
 
@@ -150,7 +167,9 @@ def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo
     if duration > limit_seconds:
         raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
     if container == "wav" and (missing := containers.wav_missing_bytes(data)):
-        raise BadMediaError(f"the audio is cut off: {missing} bytes that its header lists are missing; send the whole file")
+        raise BadMediaError(
+            f"the audio is cut off: {missing} bytes that its header lists are missing; send the whole file"
+        )
     if container in ("flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
         raise BadMediaError(
             f"the audio is cut off: its header says {declared:.2f} seconds, {duration:.2f} are there; send the whole file"

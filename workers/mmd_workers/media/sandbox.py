@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
+STOPPING = "this worker is stopping; the decode can be done elsewhere"
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 
 
@@ -103,10 +104,13 @@ class DecodePool:
     async def close(self) -> None:
         """Kill every process and wait until all are gone; decodes under way fail with OverloadedError."""
         self._closed = True
-        for slot in self._slots:
-            slot.discard()
+        for process in self._started:
+            if process.returncode is None:
+                process.kill()
         async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
             await asyncio.gather(*(process.wait() for process in self._started))
+            for _ in self._slots:  # a job under way sees its socket end first, then gives its place back
+                (await self._free.get()).discard()
 
     @property
     def process_ids(self) -> list[int]:
@@ -131,7 +135,9 @@ class DecodePool:
         shape = decode.video_shape(info, indices)
         job = {"kind": "video", "info": asdict(info), "frame_indices": indices}
         _, result = await self._run(job, data, int(np.prod(shape)))
-        return DecodedVideo(np.frombuffer(result, np.uint8).reshape(shape), indices, info.fps, info.num_frames)
+        return DecodedVideo(
+            np.frombuffer(result, np.uint8).reshape(shape), indices, info.fps, info.num_frames
+        )
 
     async def decode_audio(
         self, data: bytes, info: MediumInfo, sample_rate_hz: int, num_samples: int
@@ -146,7 +152,9 @@ class DecodePool:
         _, result = await self._run(job, data, 4 * num_samples)
         return DecodedAudio(np.frombuffer(result, np.float32), sample_rate_hz)
 
-    async def _run(self, job: dict[str, Any], data: bytes, result_bytes: int) -> tuple[dict[str, Any], mmap.mmap]:
+    async def _run(
+        self, job: dict[str, Any], data: bytes, result_bytes: int
+    ) -> tuple[dict[str, Any], mmap.mmap]:
         if result_bytes < 1 or 2 * len(data) + result_bytes > self._memory_bytes:
             raise BadMediaError(
                 f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB a decode "
@@ -154,7 +162,11 @@ class DecodePool:
             )
         message = json.dumps(job).encode()
         if len(message) > MAX_MESSAGE_BYTES:
-            raise BadMediaError(f"{len(message)} bytes of decode instructions are too many; ask for fewer frames")
+            raise BadMediaError(
+                f"{len(message)} bytes of decode instructions are too many; ask for fewer frames"
+            )
+        if self._closed:
+            raise OverloadedError(STOPPING)
         slot = await self._free.get()
         try:
             with _shared_memory(len(data)) as source, _shared_memory(result_bytes) as result:
@@ -178,10 +190,12 @@ class DecodePool:
         except _ProcessLostError as error:
             slot.discard()
             if self._closed:
-                raise OverloadedError("this worker is stopping; the decode can be done elsewhere") from error
+                raise OverloadedError(STOPPING) from error
             status = await decoder.process.wait()
             log.warning("decode process %d ended with %s", decoder.process.pid, _how(status))
-            raise BadMediaError(f"the decoder died on this medium ({_how(status)}); send it re-encoded") from error
+            raise BadMediaError(
+                f"the decoder died on this medium ({_how(status)}); send it re-encoded"
+            ) from error
         except asyncio.CancelledError:
             slot.discard()
             raise
@@ -193,7 +207,7 @@ class DecodePool:
         """Give the job to the slot's process, a new one when it died while idle (which is no medium's fault)."""
         for _ in range(2):
             if self._closed:
-                raise OverloadedError("this worker is stopping; the decode can be done elsewhere")
+                raise OverloadedError(STOPPING)
             if slot.decoder is None:
                 slot.decoder = await self._spawn()
             decoder = slot.decoder
@@ -208,7 +222,9 @@ class DecodePool:
                 raise
             else:
                 return decoder
-        raise OverloadedError("decode processes die before they take a job; look at this worker's memory limit")
+        raise OverloadedError(
+            "decode processes die before they take a job; look at this worker's memory limit"
+        )
 
     async def _spawn(self) -> _Decoder:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -237,13 +253,15 @@ class DecodePool:
                 await decoder.receive()
         except (TimeoutError, _ProcessLostError) as error:
             decoder.kill()
-            raise OverloadedError("a decode process did not start; look at this worker's memory and log") from error
+            raise OverloadedError(
+                "a decode process did not start; look at this worker's memory and log"
+            ) from error
         except asyncio.CancelledError:
             decoder.kill()
             raise
         if self._closed:
             decoder.kill()
-            raise OverloadedError("this worker is stopping; the decode can be done elsewhere")
+            raise OverloadedError(STOPPING)
         return decoder
 
 

@@ -1,0 +1,178 @@
+"""Logs are bounded and carry their request, metrics have help and units, the server tells stuck from busy."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmd_workers.observe import logs
+from mmd_workers.observe.metrics import LABELS, Metrics
+from mmd_workers.observe.phases import PhaseClock
+from mmd_workers.observe.server import HttpServer, Progress, routes
+
+
+@pytest.fixture
+def json_log():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    out = io.StringIO()
+    logs.configure("encoder-0", "Info", out)
+    yield lambda: [json.loads(line) for line in out.getvalue().splitlines()]
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+async def test_a_json_line_carries_pod_and_the_ids_of_its_request_also_in_tasks(json_log):
+    log = logging.getLogger("mmd.test")
+
+    async def work():
+        log.info("inside %d", 7)
+
+    with logs.request_context("req-1", "trace-9"):
+        task = asyncio.create_task(work())
+    await task
+    log.info("outside")
+    inside, outside = json_log()
+    assert (inside["message"], inside["pod"], inside["level"]) == ("inside 7", "encoder-0", "info")
+    assert (inside["request_id"], inside["trace_id"]) == ("req-1", "trace-9")
+    assert "request_id" not in outside
+
+
+def test_a_line_is_bounded_and_is_one_line(json_log):
+    log = logging.getLogger("mmd.test")
+    log.info("a\nb" + "x" * 100_000)
+    try:
+        raise ValueError("y" * 100_000)
+    except ValueError:
+        log.exception("failed")
+    long, failed = json_log()
+    assert len(long["message"]) < 5000
+    assert "more characters" in long["message"]
+    assert len(failed["exception"]) < 10_000
+
+
+def test_on_a_terminal_lines_are_for_people():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    out = Terminal()
+    try:
+        logs.configure("decode-1", "Warning", out)
+        with logs.request_context("r7"):
+            logging.getLogger("mmd_workers.kv.link").warning("peer lost")
+            logging.getLogger("mmd_workers.kv.link").info("hidden")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} W decode-1 link \[r7\]: peer lost\n", out.getvalue())
+
+
+def test_a_repeated_warning_is_logged_once_an_interval_and_says_how_many_were_kept_back(caplog):
+    warn = logs.RepeatedWarning(logging.getLogger("mmd.test"), interval_seconds=10, max_keys=2)
+    logged = [warn("peer", "no answer from %s", "d-0", now=t) for t in (0, 1, 9.9, 10, 11)]
+    assert logged == [True, False, False, True, False]
+    assert warn("other", "another", now=11)
+    assert [r.getMessage() for r in caplog.records] == [
+        "no answer from d-0", "no answer from d-0 (2 more like it since)", "another"
+    ]  # fmt: skip
+    for key in map(str, range(100)):
+        warn(key, "many", now=20)
+    assert len(warn._last) <= 2
+
+
+UNITS = r"(_seconds|_bytes|_tokens|_sequences|_work|_blocks|_running)(_total)?$|_total$|_info$"
+
+
+def test_every_metric_has_help_a_unit_and_labels_of_bounded_values():
+    metrics = Metrics()
+    families = list(metrics.registry.collect())
+    assert len(families) > 30
+    for family in families:
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        assert family.documentation.strip(), f"{name} has no help"
+        assert name.startswith("mmd_")
+        assert re.search(UNITS, name) or name == "mmd_sequences", f"{name} does not end in its unit"
+    for collector in list(metrics.registry._collector_to_names):
+        assert set(collector._labelnames) <= set(LABELS), collector
+
+
+def test_what_is_counted_is_what_prometheus_reads():
+    metrics = Metrics()
+    metrics.requests.labels("image", "ok").inc()
+    metrics.phase.labels("encode", "image").observe(0.02)
+    metrics.build.info({"version": "1"})
+    samples = {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(metrics.expose().decode())
+        for s in family.samples
+    }
+    assert samples["mmd_requests_total", (("code", "ok"), ("modality", "image"))] == 1
+    assert samples["mmd_phase_seconds_count", (("modality", "image"), ("phase", "encode"))] == 1
+    assert samples["mmd_build_info", (("version", "1"),)] == 1
+
+
+async def test_the_server_tells_alive_ready_metrics_and_state():
+    age, reason, metrics = [0.0], ["loading weights"], Metrics()
+    table = routes(
+        metrics,
+        {"engine": Progress(lambda: age[0], 5)},
+        lambda: reason[0],
+        lambda: {"pod": "p-0", "sent": 1.5},
+    )
+    server = HttpServer.of_routes(table, "127.0.0.1", 0)
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+        assert (await client.get("/livez")).status_code == 200
+        not_ready = await client.get("/readyz")
+        assert (not_ready.status_code, not_ready.json()["reason"]) == (503, "loading weights")
+        reason[0] = ""
+        assert (await client.get("/readyz")).status_code == 200
+        for stuck_age in (5.1, float("inf"), float("nan")):
+            age[0] = stuck_age
+            stuck = await client.get("/livez")
+            assert (stuck.status_code, stuck.json()["stuck"]) == (503, ["engine"])
+        assert (await client.get("/state")).json() == {"pod": "p-0", "sent": 1.5}
+        scraped = await client.get("/metrics")
+        assert scraped.headers["content-type"].startswith("text/plain")
+        assert "mmd_ttft_seconds" in scraped.text
+        assert (await client.get("/nothing")).status_code == 404
+    start = time.monotonic()
+    await server.stop()
+    assert time.monotonic() - start < 3
+    with pytest.raises(httpx.ConnectError):
+        async with httpx.AsyncClient() as client:
+            await client.get(f"http://127.0.0.1:{server.port}/livez")
+
+
+async def test_a_port_that_is_taken_is_an_error_at_start():
+    first = HttpServer.of_routes([], "127.0.0.1", 0)
+    await first.start()
+    with pytest.raises(OSError, match="in use"):
+        await HttpServer.of_routes([], "127.0.0.1", first.port).start()
+    await first.stop()
+
+
+def test_phases_are_in_unix_seconds_and_keep_their_details():
+    clock = PhaseClock()
+    clock.start("queue", modality="image")
+    with clock.phase("encode") as found:
+        found["tokens"] = 12
+    with pytest.raises(ValueError, match="boom"), clock.phase("prefill"):
+        raise ValueError("boom")
+    clock.end("queue", depth=3)
+    encode, prefill, queue = clock.phases
+    assert (encode.name, encode.detail, prefill.name) == ("encode", {"tokens": 12}, "prefill")
+    assert (queue.name, queue.detail) == ("queue", {"modality": "image", "depth": 3})
+    assert queue.start <= encode.start <= encode.end <= queue.end
+    assert abs(queue.end - time.time()) < 1
+    with pytest.raises(KeyError):
+        clock.end("never")
