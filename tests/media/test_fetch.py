@@ -129,7 +129,7 @@ async def test_redirects_are_followed_three_times_and_no_more():
             head, writer
         )
 
-    async with server(answer) as (port, seen):
+    async with server(answer) as (port, _):
         assert await fetch(f"http://127.0.0.1:{port}/3", OPEN, "image") == b"end"
         with pytest.raises(FetchError, match="more than 3 times"):
             await fetch(f"http://127.0.0.1:{port}/9", OPEN, "image")

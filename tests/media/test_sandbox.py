@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import io
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
+from PIL import Image
 
 from mmd_api.spec import MediaPolicy
 from mmd_workers.errors import BadMediaError, OverloadedError
@@ -83,10 +85,12 @@ async def test_an_image_too_large_for_the_memory_of_a_decode_is_refused_before_i
 
 
 async def test_memory_beyond_the_limit_fails_the_medium_and_the_pool_goes_on(pool):
-    # The promise is small, so the pool lets it start; Pillow then wants 1.2 GB for what the header says.
+    # 144 million white pixels in a small file: the promise is tiny, so the pool lets it start; as RGB it needs 432 MB.
+    out = io.BytesIO()
+    Image.new("L", (12_000, 12_000), 255).save(out, "PNG", compress_level=1)
     lying = MediumInfo("image", "", 0, "png", width=10, height=10)
-    with pytest.raises(BadMediaError):
-        await pool.decode_image(png_claiming(20_000, 20_000), lying)
+    with pytest.raises(BadMediaError, match="256 MiB it may use"):
+        await pool.decode_image(out.getvalue(), lying)
     good = image_bytes("PNG")
     assert (await pool.decode_image(good, probe(good, "image", POLICY))).pixels.shape == (48, 64, 3)
 

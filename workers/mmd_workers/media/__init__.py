@@ -1,0 +1,1 @@
+"""Media from outside: measured, fetched, decoded in a sandbox. Knows no model and no bus."""

@@ -252,7 +252,8 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
             ticks += packet.duration or 0
     if coarse and not total:
         ticks = end - (first or 0)
-    return max(0, total + round(ticks * base * rate) - skipped)
+    from_ticks: int = round(ticks * base * rate)
+    return max(0, total + from_ticks - skipped)
 
 
 def wav_missing_bytes(data: bytes) -> int:

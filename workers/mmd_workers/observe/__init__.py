@@ -1,0 +1,1 @@
+"""How every process tells what it does: logs, metrics, probes, phases."""
