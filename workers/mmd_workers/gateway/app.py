@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -46,6 +46,7 @@ from mmd_workers.gateway.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.timeline import Timeline, sequence_id
 from mmd_workers.model.types import Frontend
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import Heartbeat
 from mmd_workers.wire.peers import PeerDirectory
 
 Scope = MutableMapping[str, Any]
@@ -54,6 +55,7 @@ SendChannel = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
 KEEPALIVE_SECONDS = 10.0
+MAX_HASHED_BLOCKS = 1024  # of a prompt, for locality: about 10 ms
 LATE_PHASES_SECONDS = 0.25
 CLIENT_GONE_STATUS = 499
 
@@ -271,12 +273,11 @@ class ChatCompletions:
         return ChoiceStream(index, sequence, gateway.frontend, request.stops, bool(request.logprobs))
 
     def _prefix_blocks(self, prepared: Prepared) -> tuple[str, ...]:
-        """Identities of the prompt's whole blocks, as far as any pod might have them cached."""
+        """Identities of the prompt's first whole blocks; none while no pod says what it has cached."""
         pods = [beat for beat in self._gateway.directory.pods("prefill") if beat.prefix_blocks]
         size = max((beat.load.kv_block_tokens for beat in pods), default=0)
         if not size:
             return ()
-        known = {block for beat in pods for block in beat.prefix_blocks}
         token_ids = prepared.layout.token_ids
         spans = [
             (start, length, feature.feature_id)
@@ -285,10 +286,8 @@ class ChatCompletions:
         ]
         blocks: list[str] = []
         parent = b""
-        for start in range(0, len(token_ids) - size + 1, size):
+        for start in range(0, min(len(token_ids), MAX_HASHED_BLOCKS * size) - size + 1, size):
             parent = block_hash(parent, token_ids[start : start + size], start, spans)
-            if parent.hex() not in known:
-                break
             blocks.append(parent.hex())
         return tuple(blocks)
 
@@ -393,7 +392,7 @@ class ChatCompletions:
         timeline = exchange.timeline
         if _wants_timings(exchange, request):
             until = time.monotonic() + LATE_PHASES_SECONDS
-            while time.monotonic() < until and not timeline.has_phase("prefill"):
+            while time.monotonic() < until and not timeline.is_complete():
                 await asyncio.sleep(0.01)
         timeline.finished = time.time()
         timeline.finish_reasons = [choice.finish_reason or "" for choice in choices]
@@ -432,8 +431,8 @@ async def _hung_up(receive: ReceiveChannel) -> None:
         pass
 
 
-def build_app(gateway: Gateway) -> Starlette:
-    """Routes of the gateway; unknown paths and methods get OpenAI-shaped errors too."""
+def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
+    """Routes of the gateway; `heartbeat` says how it is; unknown paths and methods get OpenAI-shaped errors too."""
 
     async def models(_request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(gateway)]})
@@ -482,6 +481,9 @@ def build_app(gateway: Gateway) -> Starlette:
             return JSONResponse(error.body(), error.status)
         return JSONResponse(timeline.to_json())
 
+    async def state(_request: Request) -> Response:
+        return JSONResponse({**asdict(heartbeat()), "running": gateway.running})
+
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         known = "POST /v1/chat/completions, GET /v1/models, /health, /ready, /metrics, /debug/requests"
@@ -496,6 +498,7 @@ def build_app(gateway: Gateway) -> Starlette:
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),
+            Route("/debug/state", state),
             Route("/debug/requests", requests),
             Route("/debug/requests/{request_id}", one_request),
         ],

@@ -9,7 +9,6 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,14 +17,12 @@ from mmd_workers.errors import BadMediaError, FetchError, MmdError, UnsupportedI
 from mmd_workers.gateway.api import ApiError, ChatRequest, MediaSource, conversation
 from mmd_workers.gateway.hold import Reservation
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
 from mmd_workers.media.probe import probe
 from mmd_workers.media.types import MediumInfo, Modality
 from mmd_workers.model.types import Frontend, PromptLayout
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
-
-Fetch = Callable[[str, Modality, int], Awaitable[bytes]]
-"""(url, modality, max_bytes) -> bytes; http(s) and data URLs. Raises FetchError or BadMediaError."""
 
 CONCURRENT_FETCHES = 8  # of one request
 CONCURRENT_PROBES = 4  # of this process: probing takes a processor
@@ -43,16 +40,15 @@ class Prepared:
 
 
 class Intake:
-    """Prepares requests of one model. `fetch` brings the bytes of a medium."""
+    """Prepares requests of one model."""
 
-    def __init__(self, pipeline: PipelineConfig, frontend: Frontend, fetch: Fetch) -> None:
+    def __init__(self, pipeline: PipelineConfig, frontend: Frontend) -> None:
         self._revision = pipeline.revision
         self._policy = pipeline.spec.gateway.media
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
         self._frontend = frontend
-        self._fetch = fetch
         self._probes = asyncio.Semaphore(CONCURRENT_PROBES)
 
     async def prepare(
@@ -118,7 +114,7 @@ class Intake:
         async def bring(source: MediaSource) -> tuple[bytes, MediumInfo]:
             async with slots:
                 try:
-                    data = await self._fetch(source.url, source.modality, self._max_bytes(source.modality))
+                    data = await fetch(source.url, self._policy, source.modality)
                     async with self._probes:
                         return data, await asyncio.to_thread(probe, data, source.modality, self._policy)
                 except MmdError as error:

@@ -188,13 +188,11 @@ def _prefill_rate(pod: Heartbeat) -> float:
 
 
 def _cached_prefix_tokens(request: RouteRequest, pod: Heartbeat) -> int:
-    """Tokens of the leading run of blocks that the pod has; a block after a missing one is of no use."""
+    """Tokens up to the last block that the pod names: an identity covers everything before it, and what it names is a sample."""
     known = set(pod.prefix_blocks)
-    blocks = 0
-    for block in request.prefix_blocks:
-        if block not in known:
-            break
-        blocks += 1
+    blocks = next(
+        (n for n in range(len(request.prefix_blocks), 0, -1) if request.prefix_blocks[n - 1] in known), 0
+    )
     return blocks * pod.load.kv_block_tokens
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
+import ipaddress
 import logging
 import random
 import signal
@@ -12,21 +12,21 @@ import time
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 
-from mmd_workers.errors import BadMediaError, FetchError
+from mmd_workers.errors import MmdError
 from mmd_workers.gateway.app import Gateway, build_app
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
 from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.router import Router
-from mmd_workers.media.types import Modality
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.media import MediaServer
-from mmd_workers.wire.messages import Heartbeat, Load, PodState
+from mmd_workers.wire.messages import Heartbeat, Load
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory
 from mmd_workers.wire.subjects import Subjects
 
@@ -75,14 +75,13 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         max_concurrent_requests=spec.gateway.max_concurrent_requests,
         request_timeout_seconds=spec.gateway.request_timeout_seconds,
         frontend=frontend,
-        intake=Intake(pipeline, frontend, _fetch),
+        intake=Intake(pipeline, frontend),
         hold=hold,
         dispatcher=dispatcher,
         directory=directory,
         bus=bus,
         metrics=GatewayMetrics(CollectorRegistry()),
     )
-    state: PodState = "ready"
 
     def beat() -> Heartbeat:
         return Heartbeat(
@@ -91,7 +90,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
             roles=[],
             incarnation=settings.incarnation,
             revision=pipeline.revision,
-            state="draining" if gateway.draining else state,
+            state="draining" if gateway.draining else "ready",
             http_endpoint=f"{settings.pod_ip}:{settings.http_port}",
             sent=time.time(),
             load=Load(),
@@ -101,8 +100,8 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     media_server = MediaServer(bus, settings.pod, hold.get)
     server = _Server(
         uvicorn.Config(
-            build_app(gateway),
-            host=settings.pod_ip,
+            build_app(gateway, beat),
+            host=_listen_address(settings.pod_ip),
             port=settings.http_port,
             log_config=None,
             access_log=False,
@@ -132,6 +131,18 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         await bus.close()
 
 
+def run(settings: WorkerSettings) -> None:
+    """Run the gateway as a process; the exit code says whether it ended well."""
+    from mmd_workers.observe.logs import configure_logging
+
+    configure_logging(settings.pod, settings.pipeline.spec.observability.log_level)
+    try:
+        uvloop.run(serve(settings))
+    except MmdError as error:
+        _log.critical("cannot serve (%s): %s", error.code, error.message)
+        raise SystemExit(1) from error
+
+
 async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int) -> None:
     gateway.draining = True
     await heartbeater.beat()
@@ -144,15 +155,9 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int)
         _log.warning("the grace period is over with %d requests in hand: they are cut off", gateway.running)
 
 
-async def _fetch(url: str, _modality: Modality, _max_bytes: int) -> bytes:
-    """Data URLs only, until media/fetch lands."""
-    head, _, payload = url.partition(",")
-    if not head.startswith("data:") or not head.endswith(";base64"):
-        raise FetchError("only base64 data URLs")
-    try:
-        return base64.b64decode(payload, validate=True)
-    except ValueError as error:
-        raise BadMediaError("not valid base64") from error
+def _listen_address(pod_ip: str) -> str:
+    """On a loopback address nobody else is let in; in a pod, port-forwarding comes over loopback as well."""
+    return pod_ip if ipaddress.ip_address(pod_ip).is_loopback else "0.0.0.0"  # noqa: S104
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -13,15 +13,7 @@ from mmd_workers.wire.messages import Phase, PhaseReport
 KEPT_REQUESTS = 512
 KEPT_PHASES = 512  # of one request
 
-# name of the timing -> name of the phase that workers report
-TIMED_PHASES = {
-    "queue_ms": "queue",
-    "encode_ms": "encode",
-    "embedding_transfer_ms": "embedding_transfer",
-    "prefill_ms": "prefill",
-    "kv_transfer_ms": "kv_transfer",
-    "decode_ms": "decode",
-}
+TIMED_PHASES = ("queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode")
 
 
 @dataclass(slots=True)
@@ -59,21 +51,22 @@ class Timeline:
         self.phases.extend([(pod, sequence, attempt, phase) for phase in phases][: max(0, room)])
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds of each phase (time covered by any interval of that name), to the first token, and in total."""
-        covered = {
-            name: _covered_ms([(p.start, p.end) for _, _, _, p in self.phases if p.name == phase])
-            for name, phase in TIMED_PHASES.items()
-        }
-        end = self.finished or time.time()
-        ttft = (self.first_token - self.arrived) * 1000 if self.first_token else 0.0
-        return {
-            name: round(max(0.0, value), 3)
-            for name, value in {**covered, "ttft_ms": ttft, "total_ms": (end - self.arrived) * 1000}.items()
-        }
+        """Milliseconds: `ttft`, `total`, and of each phase that any pod reported, the time covered by its intervals."""
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for _, _, _, phase in self.phases:
+            if phase.name in TIMED_PHASES:
+                spans.setdefault(phase.name, []).append((phase.start, phase.end))
+        timings = {name: _covered_ms(spans[name]) for name in TIMED_PHASES if name in spans}
+        if self.first_token:
+            timings["ttft"] = (self.first_token - self.arrived) * 1000
+        timings["total"] = ((self.finished or time.time()) - self.arrived) * 1000
+        return {name: round(max(0.0, value), 3) for name, value in timings.items()}
 
-    def has_phase(self, name: str) -> bool:
-        """Whether any pod has reported this phase."""
-        return any(phase.name == name for _, _, _, phase in self.phases)
+    def is_complete(self) -> bool:
+        """Whether the prefill pod has reported, and the decode pod of a sequence that was handed over."""
+        names = {phase.name for _, _, _, phase in self.phases}
+        handed_over = any(attempt.decode_pods for attempt in self.attempts)
+        return "prefill" in names and (not handed_over or "kv_transfer" in names)
 
     def cached_tokens(self) -> int:
         """Prompt tokens that the first sequence's last prefill found in its cache."""
