@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -444,3 +445,32 @@ async def test_a_transfer_survives_a_server_restart(own_nats_server, connect):
     assert await sending == "sent"
     assert pod.features["f"][1] == bytes(rows[1])
     await pod.room_is_free()
+
+
+async def test_a_cancelled_sender_stops_although_the_client_swallows_the_cancellation(pod, sender):
+    """nats-py's publish swallows a cancellation that meets it while it flushes."""
+    bus = (await sender._bus.bulk()).bus
+    publish, offers = bus.publish, []
+    request = bus.request
+    home, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    async def stubborn(subject, message, reply=""):
+        home.call_soon_threadsafe(begun.set)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+        await publish(subject, message, reply)
+
+    async def counted(*args, **options):
+        offers.append(1)
+        return await request(*args, **options)
+
+    bus.publish, bus.request = stubborn, counted
+    sending = asyncio.create_task(sender.send(job(), [tensor(8 * MIB)]))
+    await begun.wait()
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    await pod.room_is_free()
+    await asyncio.sleep(0.5)
+    assert len(offers) == 1
+    assert pod.features == {}

@@ -34,7 +34,18 @@ def test_a_server_that_cannot_start_says_why(tmp_path, nats_server):
 
 
 def test_the_data_plane_needs_no_torch():
-    modules = ["bulk", "bus", "codec", "embeddings", "jobs", "media", "messages", "peers", "server", "subjects"]
+    modules = [
+        "bulk",
+        "bus",
+        "codec",
+        "embeddings",
+        "jobs",
+        "media",
+        "messages",
+        "peers",
+        "server",
+        "subjects",
+    ]
     code = f"import sys; import {', '.join('mmd_workers.wire.' + m for m in modules)}; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60, check=False).returncode == 0

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.subjects import Subjects
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -23,7 +28,7 @@ class Bulk:
     def __init__(self, home: asyncio.AbstractEventLoop, name: str) -> None:
         self.bus: Bus
         self._home = home
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # half again as fast for chunks
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed = False
 
@@ -69,8 +74,11 @@ class Bulk:
             return
         self._closed = True
         try:
-            await self.run(self.bus.close(timeout))
-            await self.run(self._cancel_rest())
+            async with asyncio.timeout(timeout + 2.0):
+                await self.run(self.bus.close(timeout))
+                await self.run(self._cancel_rest())
+        except TimeoutError:
+            _log.warning("the bulk connection of %s did not close in time", self._thread.name)
         finally:
             self._stop_thread()
 
@@ -78,7 +86,8 @@ class Bulk:
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
-        await asyncio.wait(rest, timeout=1.0) if rest else None
+        if rest:
+            await asyncio.wait(rest, timeout=1.0)
 
     def _stop_thread(self) -> None:
         self._closed = True

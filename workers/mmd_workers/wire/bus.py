@@ -33,6 +33,7 @@ PENDING_MESSAGES = 65_536
 PENDING_BYTES = 64 << 20
 CONCURRENT_REQUESTS = 256
 RECONNECT_SECONDS = (0.05, 0.5)
+_LOG_KINDS = 1024
 _REFUSED_HEADER = "Mmd-Refused"
 
 _log = logging.getLogger(__name__)
@@ -56,11 +57,14 @@ class RateLimitedLog:
         self._kept_back: dict[str, int] = {}
 
     def warning(self, kind: str, message: str) -> None:
-        """Log `message` unless one of the same `kind` was logged within the period. `kind` must come from a small set."""
+        """Log `message` unless one of the same `kind` was logged within the period."""
         now = time.monotonic()
         if now - self._last.get(kind, -self._period) < self._period:
             self._kept_back[kind] = self._kept_back.get(kind, 0) + 1
             return
+        if len(self._last) >= _LOG_KINDS:
+            self._last.clear()
+            self._kept_back.clear()
         self._last[kind] = now
         more = self._kept_back.pop(kind, 0)
         self._logger.warning("%s%s", message, f" ({more} more like it)" if more else "")

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 import random
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -93,18 +94,27 @@ class EmbeddingSender:
             digest=await asyncio.to_thread(_digest, views),
             timings=timings or {},
         )
-        left = job.deadline - time.time()
+        abandoned = threading.Event()  # besides cancelling: the client's publish can swallow a cancellation
         try:
-            async with asyncio.timeout(max(0.0, left)):
-                return await bulk.run(self._send(bulk.bus, job.receiver, offer, views))
+            async with asyncio.timeout(max(0.0, job.deadline - time.time())):
+                return await bulk.run(self._send(bulk.bus, job.receiver, offer, views, abandoned))
         except TimeoutError as error:
             raise DeadlineError(
                 f"feature {offer.feature_id[:16]} did not reach {job.receiver} before its job's deadline"
             ) from error
+        finally:
+            abandoned.set()
 
-    async def _send(self, bus: Bus, receiver: str, offer: EmbeddingOffer, views: list[memoryview]) -> Sent:
+    async def _send(
+        self,
+        bus: Bus,
+        receiver: str,
+        offer: EmbeddingOffer,
+        views: list[memoryview],
+        abandoned: threading.Event,
+    ) -> Sent:
         failures = 0
-        while True:
+        while not abandoned.is_set():
             try:
                 grant = await bus.request(
                     bus.subjects.embedding(receiver), offer, EmbeddingGrant, timeout=self._timeout
@@ -115,7 +125,7 @@ class EmbeddingSender:
                     _log.info("%s refused feature %s: %s", receiver, offer.feature_id[:16], grant.reason)
                     return "refused"
                 if grant.verdict == "send":
-                    await _Outgoing(bus, grant, views, offer.total_bytes, self._timeout).run()
+                    await _Outgoing(bus, grant, views, offer.total_bytes, self._timeout, abandoned).run()
                     return "sent"
                 pause = max(_RETRY_SECONDS, min(grant.retry_seconds, 5.0))
             except (LinkError, DeadlineError, OverloadedError) as error:
@@ -127,6 +137,7 @@ class EmbeddingSender:
                 _log.warning("transfer to %s failed, offering again: %s", receiver, error.message)
                 pause = _RETRY_SECONDS * failures
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+        raise asyncio.CancelledError
 
 
 class _Outgoing:
@@ -139,8 +150,10 @@ class _Outgoing:
         views: list[memoryview],
         total_bytes: int,
         timeout_seconds: float,
+        abandoned: threading.Event,
     ) -> None:
         self._bus = bus
+        self._abandoned = abandoned
         self._grant = grant
         self._views = views
         self._total = total_bytes
@@ -159,8 +172,7 @@ class _Outgoing:
             for sequence, piece in enumerate(_pieces(self._views, min(grant.chunk_bytes, MAX_CHUNK_BYTES))):
                 while sent + piece.nbytes - self._received > grant.window_bytes:
                     await self._wait("credit")
-                if self._error:
-                    raise LinkError(self._error)
+                self._check()
                 end = sent + piece.nbytes
                 header = EmbeddingChunk(grant.transfer_id, sequence, sent, last=end == self._total)
                 await self._bus.publish(grant.inbox, Frame(header, piece), reply=credits_inbox)
@@ -171,17 +183,21 @@ class _Outgoing:
             if not self._bus.client.is_closed:
                 await subscription.unsubscribe()
 
-    async def _wait(self, what: str) -> None:
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise LinkError("the sender was cancelled")
         if self._error:
             raise LinkError(self._error)
+
+    async def _wait(self, what: str) -> None:
+        self._check()
         self._news.clear()
         try:
             async with asyncio.timeout(self._timeout):
                 await self._news.wait()
         except TimeoutError as error:
             raise LinkError(f"no {what} within {self._timeout} s after {self._received} bytes") from error
-        if self._error:
-            raise LinkError(self._error)
+        self._check()
 
     async def _credit(self, message: Msg) -> None:
         if message.headers and message.headers.get("Status") == "503":
@@ -388,7 +404,7 @@ class EmbeddingReceiver:
 
     async def _watch(self, incoming: _Incoming) -> None:
         """Free the room of a transfer whose sender has gone silent."""
-        while (left := incoming.heard + self._timeout - time.monotonic()) > 0:  # noqa: ASYNC110 - time is what is awaited
+        while (left := incoming.heard + self._timeout - time.monotonic()) > 0:
             await asyncio.sleep(left)
         self._end(incoming, f"no chunk within {self._timeout} s")
 

@@ -199,7 +199,7 @@ class Heartbeater:
 
     async def start(self) -> None:
         """Send the first heartbeat and go on until `close`."""
-        self._bus.on_reconnect(self.beat)
+        self._bus.on_reconnect(self._beat_again)
         await self.beat()
         self._task = asyncio.create_task(self._beat_for_ever(), name="heartbeat")
 
@@ -211,17 +211,26 @@ class Heartbeater:
     async def close(self, goodbye: bool = True) -> None:
         """Stop; unless `goodbye` is False, tell the others that this pod is drained."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+            task, self._task = self._task, None
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
         if goodbye and self._bus.is_connected:
             last = replace(self._make(), state="drained")
-            await self._bus.publish(self._bus.subjects.heartbeat(last.pod), last)
-            await self._bus.flush()
+            try:
+                await self._bus.publish(self._bus.subjects.heartbeat(last.pod), last)
+                await self._bus.flush()
+            except MmdError as error:
+                _log.warning("goodbye of %s not sent, its time-out will tell: %s", last.pod, error.message)
+
+    async def _beat_again(self) -> None:
+        if self._task is not None:
+            await self.beat()
 
     async def _beat_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._period)
+            if self._task is None:
+                return
             if not self._bus.is_connected:
                 continue  # a buffered heartbeat would arrive late and say nothing true
             try:

@@ -27,7 +27,8 @@ class NatsServer:
         self._port = port
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
-        self._ready = threading.Event()
+        self._settled = threading.Event()  # it serves, or it has ended
+        self._serving = False
         self._lines: deque[str] = deque(maxlen=200)
 
     @property
@@ -56,7 +57,7 @@ class NatsServer:
         if self.pid is not None:
             return self
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._ready.clear()
+        self._settled.clear()
         self._process = subprocess.Popen(  # noqa: S603
             [
                 _binary(),
@@ -74,7 +75,7 @@ class NatsServer:
             target=self._read, args=(self._process,), name="nats-log", daemon=True
         )
         self._reader.start()
-        if not self._ready.wait(timeout_seconds) or self.pid is None or self._port is None:
+        if not self._settled.wait(timeout_seconds) or not self._serving:
             said = " | ".join(list(self._lines)[-5:])
             self.kill()
             raise PeerLostError(f"nats-server was not ready within {timeout_seconds:.0f} s; it said: {said}")
@@ -111,8 +112,10 @@ class NatsServer:
                 if self._port is None and (listening := _LISTENING.search(line)):
                     self._port = int(listening[1])
                 if _READY in line:
-                    self._ready.set()
-        self._ready.set()  # it ended: nobody needs to wait any longer
+                    self._serving = True
+                    self._settled.set()
+        self._serving = False
+        self._settled.set()  # it ended: nobody needs to wait any longer
 
 
 def _binary() -> str:
