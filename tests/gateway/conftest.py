@@ -79,14 +79,17 @@ class Running:
         pod = more.pop("pod", f"decode-{len(self.workers)}")
         worker = await ScriptedWorker.start(self.nats.url, self.subjects, pod, ids, script, **more)
         self.workers.append(worker)
-        await self.until_pods(sum(w.state == "ready" for w in self.workers))
+        await self.until_known()
         return worker
 
-    async def until_pods(self, count: int) -> None:
+    async def until_known(self) -> None:
+        """The gateway has heard of every live worker that is ready."""
+        live = [w for w in self.workers if w.state == "ready" and not w.bus.client.is_closed]
+        wanted = {role: sum(role in w.roles for w in live) for role in ("encode", "prefill", "decode")}
         async with asyncio.timeout(10):
             while True:
                 pods = (await self.http.get("/ready")).json()["ready_pods"]
-                if max(pods.values()) >= count:
+                if all(pods[role] >= count for role, count in wanted.items()):
                     return
                 await asyncio.sleep(0.02)
 

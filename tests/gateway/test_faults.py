@@ -1,0 +1,335 @@
+"""Workers die, repeat, reorder, go silent and refuse: the client's stream has every token once, or a clear error in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+import openai
+import pytest
+
+from mmd_workers.gateway import lifecycle
+from mmd_workers.wire.messages import GenerateRequest, Placed
+
+from .conftest import Launch, Running
+from .scripted import ScriptedWorker, answer_well, say_nothing
+
+HELLO = [{"role": "user", "content": "hello"}]
+MODEL = "builtin/demo"
+TEXT = "the red circle is left of the blue square"
+
+
+async def ask(gateway: Running, **options) -> str:
+    answer = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, **{"temperature": 0, **options}
+    )
+    return answer.choices[0].message.content
+
+
+async def assert_nothing_is_left(gateway: Running) -> None:
+    for name in (
+        "mmd_gateway_sequences",
+        "mmd_gateway_requests_running",
+        "mmd_gateway_media_bytes",
+        "mmd_gateway_media_items",
+    ):
+        await gateway.until_metric(name, 0)
+
+
+def half_then(then):
+    """A script: half of the answer, then something; attempts after the first answer well."""
+
+    async def script(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt:
+            await answer_well(worker, request)
+            return
+        half = len(worker.answer) // 2
+        await worker.tokens(request, list(range(half)))
+        await then(worker, request)
+
+    return script
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "GAP_SECONDS", 0.3)
+    monkeypatch.setattr(lifecycle, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(lifecycle, "HANDOVER_SECONDS", 0.2)
+    monkeypatch.setattr(lifecycle, "TICK_SECONDS", 0.05)
+
+
+async def test_a_stream_goes_on_elsewhere_when_its_pod_dies_in_the_middle(launch: Launch) -> None:
+    gateway = await launch()
+    reached = asyncio.Event()
+
+    async def stop_there(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        reached.set()
+        await say_nothing(worker, request)
+
+    first = await gateway.worker(TEXT, half_then(stop_there))
+    stream = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    text = ""
+    second = None
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if second is None:
+            await reached.wait()
+            await first.die()
+            second = await ScriptedWorker.start(
+                gateway.nats.url, gateway.subjects, "decode-9", first.answer, answer_well
+            )
+            gateway.workers.append(second)
+    assert text == TEXT
+    assert second.requests[0].output_token_ids == first.answer[: len(first.answer) // 2]
+    assert second.requests[0].attempt == 1
+    assert second.requests[0].sampling == first.requests[0].sampling
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_reborn_pod_has_forgotten_its_requests(launch: Launch) -> None:
+    gateway = await launch()
+    first = await gateway.worker(TEXT, half_then(say_nothing))
+    asking = asyncio.create_task(ask(gateway))
+    await first.until(lambda: bool(first.requests))
+    await first.die()
+    second = await gateway.worker(TEXT, answer_well, pod=first.pod, incarnation="two")
+    assert await asking == TEXT
+    assert [r.attempt for r in second.requests][-1] >= 1
+
+
+async def test_tokens_sent_twice_and_out_of_order_come_out_once_and_in_order(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def muddled(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        count = len(worker.answer)
+        await worker.tokens(request, [2, 1])
+        await worker.tokens(request, [1, 0])
+        await worker.tokens(request, [0, 3], attempt=7)
+        await worker.tokens(request, list(reversed(range(count))))
+        await worker.tokens(request, list(range(count)))
+
+    await gateway.worker(TEXT, muddled)
+    assert await ask(gateway) == TEXT
+    assert await gateway.metric("mmd_gateway_duplicate_tokens_total") > 0
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_token_lost_on_the_wire_is_made_again(launch: Launch, impatient: None) -> None:
+    gateway = await launch()
+
+    async def lose_one(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        count = len(worker.answer)
+        first = 0 if request.attempt == 0 else len(request.output_token_ids)
+        await worker.tokens(request, [i for i in range(first, count) if request.attempt or i != 3])
+
+    worker = await gateway.worker(TEXT, lose_one)
+    assert await ask(gateway) == TEXT
+    assert worker.requests[1].output_token_ids == worker.answer[:3]
+    assert worker.cancels[0].attempt == 0
+
+
+async def test_a_pod_that_forgot_a_request_and_idles_loses_it_to_another_try(
+    launch: Launch, impatient: None
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, half_then(say_nothing))
+    assert await ask(gateway) == TEXT
+    assert len(worker.requests) == 2
+
+
+async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def give_up(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, "link_failed", "the KV link broke", retryable=True)
+
+    first = await gateway.worker(TEXT, half_then(give_up))
+    second = await gateway.worker(TEXT, half_then(give_up))
+    assert await ask(gateway) == TEXT
+    assert {r.attempt for r in first.requests + second.requests} == {0, 1}
+    assert first.requests
+    assert second.requests, "the pod that failed is avoided"
+
+
+async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_speaks(
+    launch: Launch, impatient: None
+) -> None:
+    gateway = await launch()
+
+    async def hand_over(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt:
+            await answer_well(worker, request)
+        else:
+            await worker.tokens(request, [0])
+            await decoder.die()
+
+    decoder = await gateway.worker(TEXT, say_nothing, pod="d0", roles=["decode"])
+    prefill = await gateway.worker(TEXT, hand_over, pod="p0", roles=["prefill"])
+    other = await ScriptedWorker.start(
+        gateway.nats.url, gateway.subjects, "d1", prefill.answer, say_nothing, roles=["decode"]
+    )
+    gateway.workers.append(other)
+    assert await ask(gateway) == TEXT
+    assert set(prefill.requests[0].decode_pods) <= {"d0", "d1"}
+    assert prefill.requests[1].decode_pods == ["d1"]
+    assert prefill.requests[1].output_token_ids == prefill.answer[:1]
+
+
+async def test_an_error_that_no_retry_can_help_reaches_the_client_as_it_is(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def poison(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(
+            request, "bad_media", "messages[0].content[1]: the video ends early", retryable=False
+        )
+
+    worker = await gateway.worker(TEXT, poison)
+    with pytest.raises(openai.BadRequestError, match="the video ends early") as caught:
+        await ask(gateway)
+    assert caught.value.code == "bad_media"
+    assert len(worker.requests) == 1
+    await assert_nothing_is_left(gateway)
+
+
+async def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_error_event(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await asyncio.sleep(0.2)
+        await worker.fail(request, "count_mismatch", "another number of tokens", retryable=False)
+
+    await gateway.worker(TEXT, half_then(fail))
+    stream = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    pieces: list[str] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            pieces.append(chunk.choices[0].delta.content or "")
+
+    with pytest.raises(openai.APIError, match="another number of tokens"):
+        await read()
+    assert pieces
+    assert TEXT.startswith("".join(pieces))
+
+
+async def test_retries_end_with_the_last_reason(launch: Launch) -> None:
+    gateway = await launch(maxRetries=2)
+
+    async def give_up(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, "link_failed", "the KV link broke", retryable=True)
+
+    worker = await gateway.worker(TEXT, give_up)
+    with pytest.raises(openai.InternalServerError, match=r"given up after 3 placements.*the KV link broke"):
+        await ask(gateway)
+    assert [r.attempt for r in worker.requests] == [0, 1, 2]
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_when_to_return(
+    launch: Launch,
+) -> None:
+    gateway = await launch()
+    full = Placed("", False, "overloaded", "512 requests wait here already")
+    first = await gateway.worker(TEXT, refuse=full)
+    second = await gateway.worker(TEXT)
+    assert [await ask(gateway) for _ in range(3)] == [TEXT] * 3
+    assert second.requests
+    second.refuse = full
+    response = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "512 requests wait here already" in response.json()["error"]["message"]
+    assert first.requests
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(launch: Launch) -> None:
+    gateway = await launch()
+    asking = asyncio.create_task(ask(gateway))
+    await gateway.until_metric("mmd_gateway_requests_held", 1)
+    begun = time.monotonic()
+    await gateway.worker(TEXT)
+    assert await asking == TEXT
+    assert time.monotonic() - begun < 2
+    assert await gateway.metric("mmd_gateway_requests_held") == 0
+
+
+async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Launch) -> None:
+    gateway = await launch(requestTimeoutSeconds=1)
+    with pytest.raises(openai.InternalServerError, match="no ready prefill pod") as caught:
+        await ask(gateway)
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["retry-after"]
+
+
+async def test_a_silent_worker_costs_no_more_than_the_deadline(launch: Launch) -> None:
+    gateway = await launch(requestTimeoutSeconds=1)
+    worker = await gateway.worker(TEXT, say_nothing)
+    with pytest.raises(openai.InternalServerError, match="deadline") as caught:
+        await ask(gateway)
+    assert caught.value.status_code == 504
+    await worker.until(lambda: bool(worker.cancels))
+    assert not worker.running
+    await assert_nothing_is_left(gateway)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_frees_its_request_everywhere(launch: Launch, stream: bool) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, half_then(say_nothing))
+    body = {"model": MODEL, "messages": HELLO, "stream": stream, "n": 2}
+    asking = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=body))
+    await worker.until(lambda: len(worker.requests) == 2)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
+        await asking
+    await worker.until(lambda: not worker.running)
+    assert {c.request_id for c in worker.cancels} == {r.request_id for r in worker.requests}
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(launch: Launch) -> None:
+    gateway = await launch()
+    asking = asyncio.create_task(ask(gateway))
+    await gateway.until_metric("mmd_gateway_requests_held", 1)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await assert_nothing_is_left(gateway)
+
+
+async def test_more_requests_than_allowed_are_told_to_wait(launch: Launch) -> None:
+    gateway = await launch(maxConcurrentRequests=1)
+    worker = await gateway.worker(TEXT, say_nothing)
+    asking = asyncio.create_task(ask(gateway))
+    await worker.until(lambda: bool(worker.requests))
+    with pytest.raises(openai.RateLimitError) as caught:
+        await ask(gateway)
+    assert caught.value.response.headers["retry-after"] == "1"
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+async def test_a_draining_gateway_finishes_what_it_has_and_takes_nothing_new(launch: Launch) -> None:
+    gateway = await launch()
+    go = asyncio.Event()
+
+    async def wait_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await go.wait()
+        await answer_well(worker, request)
+
+    worker = await gateway.worker(TEXT, wait_then_answer)
+    asking = asyncio.create_task(ask(gateway))
+    await worker.until(lambda: bool(worker.requests))
+    gateway.stop.set()
+    async with asyncio.timeout(5):
+        while (await gateway.http.get("/ready")).status_code != 503:
+            await asyncio.sleep(0.01)
+    refused = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    assert refused.status_code == 503
+    go.set()
+    assert await asking == TEXT
+    await asyncio.wait_for(gateway.task, 10)
