@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from mmd_workers.engine.types import EngineStats, StepOutput
 from mmd_workers.errors import MmdError
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.model.load import load_encoder, load_language_model
+from mmd_workers.model.encoder import load_encoder
+from mmd_workers.model.language import load_language_model
 from mmd_workers.model.types import EncoderModel, LanguageModel
-from mmd_workers.observe.logs import configure_logging
-from mmd_workers.observe.metrics import METRICS
-from mmd_workers.observe.server import StatusServer
+from mmd_workers.observe.logs import configure
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.server import HttpServer, Progress, routes
 from mmd_workers.prefill.features import FeatureState, FeatureStore
 from mmd_workers.prefill.handoff import KvSender
 from mmd_workers.prefill.service import FeatureSource, PrefillService
@@ -78,6 +80,7 @@ class Worker:
         self.encoder_model: EncoderModel | None = None
         self.language_model: LanguageModel | None = None
         self.failure: BaseException | None = None
+        self.metrics = Metrics()
         self.stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: set[asyncio.Task[None]] = set()
@@ -99,12 +102,10 @@ class Worker:
             loop.add_signal_handler(number, self.stopping.set)
         pipeline = self.settings.pipeline
         subjects = Subjects(pipeline.namespace, pipeline.name, pipeline.revision)
-        status = StatusServer(
-            host="0.0.0.0",  # noqa: S104  a pod listens on its own address
-            port=self.settings.http_port,
-            live=self._live,
-            ready=lambda: self.state == "ready",
-            state=lambda: asdict(self.heartbeat()),
+        status = HttpServer.of_routes(
+            routes(self.metrics, self._progress(), self._not_ready_because, lambda: asdict(self.heartbeat())),
+            "0.0.0.0",  # noqa: S104  a pod listens on its own address
+            self.settings.http_port,
         )
         await status.start()
         self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
@@ -149,12 +150,18 @@ class Worker:
         if self.spec.encoder is not None:
             await queue.ensure()
         if self.encoder_model is not None:
-            self._make_pipeline(self.encoder_model)
+            await self._make_pipeline(self.encoder_model)
         if self.language_model is not None:
             await self._make_engine(self.language_model)
         if self.language_model is not None and "decode" in self.roles and self.spec.prefill is not None:
             self.decode = DecodeService(
-                self.bus, self.settings.pod, self._engine, self.language_model, self._need_links(), self.book
+                self.bus,
+                self.settings.pod,
+                self._engine,
+                self.language_model,
+                self._need_links(),
+                self.book,
+                self.metrics,
             )
             await self.decode.start()
             self._spawn(self.decode.run(), "decode")
@@ -169,6 +176,7 @@ class Worker:
                 self.pipeline,
                 sorted(self.encoder_model.modalities) if self.encoder_model else [],
                 max_jobs=2 * batching.max_items,
+                metrics=self.metrics,
             )
             self._spawn(self.encoder.run(), "encoder")
         await self.bus.subscribe(self.bus.subjects.cancel, Cancel, self._cancelled)
@@ -186,11 +194,17 @@ class Worker:
         spec = self._encoder_spec
         return QueueLimits(max_attempts=spec.max_deliveries)
 
-    def _make_pipeline(self, model: EncoderModel) -> None:
+    async def _make_pipeline(self, model: EncoderModel) -> None:
         media, spec = self.spec.gateway.media, self._encoder_spec
-        self.decoders = DecodePool(DECODE_PROCESSES, float(media.decode_timeout_seconds), DECODE_MEMORY_BYTES)
+        self.decoders = DecodePool(DECODE_PROCESSES, media.decode_timeout_seconds, DECODE_MEMORY_BYTES)
+        await self.decoders.start()
         self.pipeline = EncodePipeline(
-            model, self.decoders, media, spec.batching, FeatureCache(spec.cache_mebibytes * MEBIBYTE)
+            model,
+            self.decoders,
+            media,
+            spec.batching,
+            FeatureCache(spec.cache_mebibytes * MEBIBYTE),
+            self.metrics,
         )
         self._spawn(self.pipeline.run(), "tower")
 
@@ -220,7 +234,7 @@ class Worker:
     async def _make_prefill(self, model: LanguageModel, queue: EncodeQueue) -> None:
         spec, prefill = self.spec, self.spec.prefill or PrefillSpec()
         transfer = spec.transfer
-        self.store = FeatureStore(prefill.feature_budget_mebibytes * MEBIBYTE, _count_transition)
+        self.store = FeatureStore(prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition)
         source: FeatureSource
         if self.pipeline is not None:
             source = LocalSource(self.bus, self.pipeline, self.store)
@@ -235,6 +249,7 @@ class Worker:
                 chunk_bytes=transfer.embedding.chunk_kibibytes * 1024,
                 job_timeout_seconds=float(self._encoder_spec.job_timeout_seconds),
                 transfer_timeout_seconds=float(transfer.embedding.timeout_seconds),
+                metrics=self.metrics,
             )
             await source.start()
         sender = None
@@ -247,6 +262,7 @@ class Worker:
                 self._need_links(),
                 model.kv_layout,
                 float(transfer.kv.lease_seconds),
+                self.metrics,
             )
         self.prefill = PrefillService(
             self.bus,
@@ -263,6 +279,9 @@ class Worker:
             overlap_tokens=prefill.chunk_tokens // 4,
         )
         await self.prefill.start()
+
+    def _count_transition(self, _before: FeatureState | None, after: FeatureState) -> None:
+        self.metrics.feature_transitions.labels(after).inc()
 
     def _need_links(self) -> LinkManager:
         if self.links is None:
@@ -312,7 +331,7 @@ class Worker:
                 if token.finish_reason is not None and (
                     self.prefill is None or not self.prefill.hands_over(token.sequence_id)
                 ):
-                    await self.book.close(token.sequence_id)
+                    await self.book.finish(token.sequence_id)
             for sequence, error in output.failed:
                 reported = error if isinstance(error, MmdError) else MmdError(str(error))
                 if self.prefill is None or not self.prefill.on_failed(sequence, reported):
@@ -324,7 +343,7 @@ class Worker:
                 await self.prefill.cancel(sequence)
             self.book.forget(sequence)
             if self.runner is not None:
-                await self.runner.call(lambda engine, name=sequence: engine.abort(name))
+                await self.runner.call(partial(Engine.abort, sequence_id=sequence))
         if self.decode is not None:
             await self.decode.cancel(cancel.request_id, cancel.attempt)
 
@@ -397,14 +416,21 @@ class Worker:
             self._stats = await self.runner.call(lambda engine: engine.stats())
             await asyncio.sleep(STATS_SECONDS)
 
-    def _live(self) -> bool:
-        """Whether everything that should move has moved lately; loading may take its time."""
-        if self.state == "loading":
-            return True
-        moved = [self.runner.last_progress] if self.runner is not None else []
-        if self.encoder is not None:
-            moved.append(self.encoder.last_progress)
-        return all(time.monotonic() - at < LIVENESS_SECONDS for at in moved)
+    def _progress(self) -> dict[str, Progress]:
+        """What must move for this process to count as alive."""
+        return {
+            "engine": Progress(
+                lambda: time.monotonic() - self.runner.last_progress if self.runner is not None else 0.0,
+                LIVENESS_SECONDS,
+            ),
+            "encoder": Progress(
+                lambda: time.monotonic() - self.encoder.last_progress if self.encoder is not None else 0.0,
+                LIVENESS_SECONDS,
+            ),
+        }
+
+    def _not_ready_because(self) -> str:
+        return "" if self.state == "ready" else f"this pod is {self.state}"
 
     # --- end ------------------------------------------------------------------------------------------------------
 
@@ -426,7 +452,7 @@ class Worker:
 
     def _grace_seconds(self) -> float:
         pool = getattr(self.spec, self.pool)
-        return max(1.0, pool.template.termination_grace_period_seconds - DRAIN_RESERVE_SECONDS)
+        return max(1.0, float(pool.template.termination_grace_period_seconds) - DRAIN_RESERVE_SECONDS)
 
     def _empty(self) -> bool:
         encoding = self.encoder.active if self.encoder is not None else 0
@@ -458,13 +484,9 @@ class DrainedError(MmdError):
     retryable = True
 
 
-def _count_transition(before: FeatureState | None, after: FeatureState) -> None:
-    METRICS.feature_transitions.labels(before or "none", after).inc()
-
-
 def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
     """Run a worker until it is asked to stop; the process's exit code says whether it ended well."""
-    configure_logging(settings.pod, settings.pipeline.spec.observability.log_level)
+    configure(settings.pod, settings.pipeline.spec.observability.log_level.upper())
     try:
         uvloop.run(Worker(settings, pool, roles).serve())
     except MmdError as error:

@@ -21,7 +21,7 @@ from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.types import LanguageModel
-from mmd_workers.observe.metrics import METRICS
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, Phase
 
@@ -69,6 +69,7 @@ class DecodeService:
         model: LanguageModel,
         links: LinkManager,
         book: SequenceBook,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._pod = pod
@@ -76,6 +77,7 @@ class DecodeService:
         self._model = model
         self._links = links
         self._book = book
+        self._metrics = metrics
         self._layout = asdict(model.kv_layout)
         self._leases = LeaseTable()
         self._inbound: dict[str, _Inbound] = {}
@@ -98,7 +100,7 @@ class DecodeService:
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
-                METRICS.lease_expiries.inc()
+                self._metrics.transfer_failures.labels("kv", "lease_expired").inc()
                 log.warning(
                     "lease of %s ended before its commit; its blocks are free again", lease.request_id
                 )
@@ -182,7 +184,7 @@ class DecodeService:
                     await self._store(chunk, inbound, tensors)
         except MmdError as error:
             log.warning("KV link from %s (epoch %d) failed: %s", *peer, error.message)
-            METRICS.kv_link_failures.inc()
+            self._metrics.transfer_failures.labels("kv", error.code).inc()
             self._links.drop(peer[0])
             for inbound in self._inbound.values():
                 if inbound.peer == peer:
@@ -193,7 +195,7 @@ class DecodeService:
     async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
         await self._runner.call(lambda engine: engine.write_kv(inbound.sequence, chunk.start, tensors))
         num_bytes = chunk.num_tokens * self._model.kv_layout.bytes_per_token()
-        METRICS.kv_transfer_bytes.labels("received").inc(num_bytes)
+        self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
         self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
         inbound.received += 1
         inbound.progress.set()

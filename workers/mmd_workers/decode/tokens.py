@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -80,6 +81,14 @@ class SequenceBook:
             await self._bus.publish(
                 self._bus.subjects.tokens(gateway), TokenBatch(self._pod, self._steps, items)
             )
+
+    async def finish(self, sequence: str) -> None:
+        """The sequence has had its last token here: it decoded since its last phase ended."""
+        if (tracked := self._sequences.get(sequence)) is not None:
+            now = time.time()
+            start = max((phase.end for phase in tracked.phases), default=now)
+            tracked.phases.append(Phase("decode", start, now))
+        await self.close(sequence)
 
     async def close(self, sequence: str) -> None:
         """The sequence has left this pod in peace: report its phases and forget it."""

@@ -17,12 +17,10 @@ from typing import Any
 from mmd_api.spec import EncoderBatching, MediaPolicy
 from mmd_workers.encoder.cache import FeatureCache
 from mmd_workers.encoder.refs import layout_of
-from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.media.types import Decoded
 from mmd_workers.model.types import EncoderModel, Feature, MediumLayout, ProcessedMedium
-from mmd_workers.observe.metrics import METRICS
-from mmd_workers.observe.phases import Stopwatch
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef
 
 BUSY_WINDOW_SECONDS = 10.0
@@ -46,12 +44,14 @@ class EncodePipeline:
         policy: MediaPolicy,
         batching: EncoderBatching,
         cache: FeatureCache,
+        metrics: Metrics,
     ) -> None:
         self._model = model
         self._decoders = decoders
         self._policy = policy
         self._batching = batching
         self._cache = cache
+        self._metrics = metrics
         self._running: dict[str, asyncio.Task[tuple[Feature, dict[str, float]]]] = {}
         self._processor = ThreadPoolExecutor(1, thread_name_prefix="process")
         self._tower = ThreadPoolExecutor(1, thread_name_prefix="tower")
@@ -70,7 +70,7 @@ class EncodePipeline:
     def cached(self, feature_id: str) -> Feature | None:
         """The feature, if it is kept."""
         feature = self._cache.get(feature_id)
-        METRICS.encoder_cache.labels("hit" if feature is not None else "miss").inc()
+        self._metrics.cache.labels("feature", "hit" if feature is not None else "miss").inc()
         return feature
 
     def busy_fraction(self) -> float:
@@ -99,17 +99,16 @@ class EncodePipeline:
         self, ref: FeatureRef, read: Callable[[], Coroutine[Any, Any, bytes]]
     ) -> tuple[Feature, dict[str, float]]:
         self.queued_work[ref.modality] = self.queued_work.get(ref.modality, 0) + ref.work
-        watch = Stopwatch()
-        times = {"start": watch.now()}
+        times = {"start": time.time()}
         try:
             layout = layout_of(ref)
             data = await read()
-            times["read"] = watch.now()
+            times["read"] = time.time()
             decoded = await self._decode(data, layout)
-            times["decoded"] = watch.now()
+            times["decoded"] = time.time()
             loop = asyncio.get_running_loop()
             medium = await loop.run_in_executor(self._processor, self._model.process, decoded, layout)
-            times["processed"] = watch.now()
+            times["processed"] = time.time()
             waiting = _Waiting(medium, ref.work, loop.create_future())
             self._ready.append(waiting)
             self._arrived.set()
@@ -120,7 +119,7 @@ class EncodePipeline:
         return feature, times
 
     async def _decode(self, data: bytes, layout: MediumLayout) -> Decoded:
-        info = await asyncio.to_thread(probe, data, layout.modality, self._policy)
+        info = await self._decoders.probe(data, layout.modality, self._policy)
         sampling = layout.sampling
         if layout.modality == "image":
             return await self._decoders.decode_image(data, info)
@@ -170,7 +169,10 @@ class EncodePipeline:
 
     def _calibrate(self, batch: list[_Waiting], seconds: float) -> None:
         modality = batch[0].medium.modality
-        rate = sum(item.work for item in batch) / max(seconds, 1e-6)
+        work = sum(item.work for item in batch)
+        self._metrics.encode_work.labels(modality).inc(work)
+        self._metrics.encode_busy.inc(seconds)
+        rate = work / max(seconds, 1e-6)
         old = self.work_per_second.get(modality, rate)
         self.work_per_second[modality] = old + THROUGHPUT_SMOOTHING * (rate - old)
 

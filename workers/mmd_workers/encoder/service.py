@@ -9,7 +9,7 @@ import time
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.tensors import buffers_of
 from mmd_workers.errors import MmdError
-from mmd_workers.observe.metrics import METRICS
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingSender
 from mmd_workers.wire.jobs import Delivery, EncodeQueue
@@ -32,12 +32,14 @@ class EncoderService:
         pipeline: EncodePipeline,
         modalities: list[Modality],
         max_jobs: int,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._queue = queue
         self._pipeline = pipeline
         self._modalities = modalities
         self._sender = EmbeddingSender(bus)
+        self._metrics = metrics
         self._slots = asyncio.Semaphore(max_jobs)
         self._max_jobs = max_jobs
         self._jobs: set[asyncio.Task[None]] = set()
@@ -104,16 +106,16 @@ class EncoderService:
                 await self._failed(delivery, error)
             else:
                 await delivery.ack()
-                METRICS.encode_jobs.labels(job.feature.modality, "done").inc()
+                self._metrics.encode_jobs.labels(job.feature.modality, "ok").inc()
 
     async def _failed(self, delivery: Delivery, error: MmdError) -> None:
         job = delivery.job
         log.warning("encode job %s of %s failed: %s", job.job_id, job.request_id, error.message)
         if error.retryable and time.time() < job.deadline:
-            METRICS.encode_jobs.labels(job.feature.modality, "retry").inc()
+            self._metrics.redeliveries.labels(job.feature.modality).inc()
             await delivery.retry(RETRY_SECONDS)
             return
-        METRICS.encode_jobs.labels(job.feature.modality, "failed").inc()
+        self._metrics.encode_jobs.labels(job.feature.modality, error.code).inc()
         await self._bus.publish(
             self._bus.subjects.encode_failed(job.receiver),
             EncodeFailed(

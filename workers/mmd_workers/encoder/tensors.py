@@ -13,7 +13,7 @@ def buffers_of(feature: Feature) -> list[tuple[TensorHeader, memoryview]]:
     result = []
     for name, tensor in feature.tensors.items():
         flat = tensor.detach().to("cpu").contiguous()
-        data = memoryview(flat.reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(flat.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         dtype = str(tensor.dtype).removeprefix("torch.")
         result.append((TensorHeader(name, dtype, list(tensor.shape), data.nbytes), data))
     return result

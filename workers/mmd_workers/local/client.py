@@ -82,9 +82,9 @@ class Client:
             AskError: the gateway refused, gave up, or is gone.
         """
         try:
-            with self._openai.chat.completions.create(
+            with self._openai.chat.completions.create(  # type: ignore[call-overload]
                 model=self.model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 max_tokens=max_tokens,
                 stream=True,
                 stream_options={"include_usage": True},

@@ -54,7 +54,7 @@ def local_pods(
     for workload in objects:
         if workload["kind"] not in ("Deployment", "StatefulSet"):
             continue
-        component = workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL]
+        component = component_of(workload)
         if component == "nats":
             continue
         for ordinal in range(workload["spec"].get("replicas", 1)):
@@ -62,6 +62,11 @@ def local_pods(
             port = gateway_port if component == "gateway" and ordinal == 0 and gateway_port else free_port()
             pods.append(_local_pod(workload, component, name, port, maps, directory, nats_url, threads))
     return pods
+
+
+def component_of(workload: dict[str, Any]) -> str:
+    """What the pods of a workload are: gateway, encoder, prefill, decode or nats."""
+    return str(workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL])
 
 
 def _local_pod(
@@ -119,7 +124,7 @@ def _value(variable: dict[str, Any], pod: str, workload: dict[str, Any]) -> str:
     if "value" in variable:
         return str(variable["value"])
     path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-    facts = {
+    facts: dict[str | None, str] = {
         "metadata.name": pod,
         "metadata.namespace": workload["metadata"].get("namespace", "default"),
         "metadata.uid": pod,

@@ -122,7 +122,7 @@ class Supervisor:
 def _command(command: list[str]) -> list[str]:
     """`mmd` is this installation's, whether or not its folder is on the PATH."""
     if command[0] == "mmd":
-        return [sys.executable, "-m", "mmd_api.cli", *command[1:]]
+        return [sys.executable, "-m", "mmd_api", *command[1:]]
     return command
 
 

@@ -13,14 +13,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from mmd_api import resource
 from mmd_api.resource import MultimodalDeployment
 from mmd_operator.plan import plan_objects
 from mmd_workers.errors import MmdError
 from mmd_workers.local import state
-from mmd_workers.local.pods import LocalPod, local_pods
+from mmd_workers.local.pods import LocalPod, component_of, local_pods
 from mmd_workers.local.supervisor import Supervisor
 from mmd_workers.wire.server import NatsServer
 
@@ -64,7 +66,7 @@ class LocalDeployment:
 
 def load(path: Path) -> MultimodalDeployment:
     """Read the resource; a relative model path is taken from the file's folder."""
-    deployment = MultimodalDeployment.load(path)
+    deployment = resource.load(path)
     model = deployment.spec.model
     if model.id.startswith(("./", "../")):
         absolute = str((path.parent / model.id).resolve())
@@ -122,12 +124,12 @@ async def running(
             await asyncio.to_thread(nats.stop)
 
 
-def _threads_per_worker(objects: list[dict[str, object]]) -> int:
+def _threads_per_worker(objects: list[dict[str, Any]]) -> int:
     """Compute threads of each worker process: the cores shared among those that compute."""
     workers = sum(
-        int(o["spec"].get("replicas", 1))  # type: ignore[attr-defined]
+        int(o["spec"].get("replicas", 1))
         for o in objects
-        if o["kind"] == "StatefulSet"
+        if o["kind"] == "StatefulSet" and component_of(o) != "nats"
     )
     return max(1, (os.cpu_count() or 1) // max(1, workers))
 

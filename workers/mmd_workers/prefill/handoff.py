@@ -18,7 +18,7 @@ from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedErr
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.types import KvLayout
-from mmd_workers.observe.metrics import METRICS
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer
 
@@ -66,6 +66,7 @@ class KvSender:
         links: LinkManager,
         kv_layout: KvLayout,
         lease_seconds: float,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._pod = pod
@@ -74,6 +75,7 @@ class KvSender:
         self._links = links
         self._kv_layout = kv_layout
         self._lease_seconds = lease_seconds
+        self._metrics = metrics
         self._order: dict[str, asyncio.Lock] = {}
 
     async def reserve(self, request: GenerateRequest, incarnation_of: Mapping[str, str]) -> Reservation:
@@ -136,16 +138,19 @@ class KvSender:
         """
         try:
             link = await reservation.link
-            sent = 0
-            while sent < len(ranges.ready) or ranges.finished is None:
-                if sent == len(ranges.ready):
-                    ranges.changed.clear()
-                    await asyncio.wait_for(ranges.changed.wait(), max(0.0, request.deadline - time.time()))
-                    continue
-                start, end = ranges.ready[sent]
-                await self._send(link, reservation, sequence, sent, start, end)
-                sent += 1
-            await self._commit(request, reservation, ranges.finished, sent)
+            with link.held():
+                sent = 0
+                while sent < len(ranges.ready) or ranges.finished is None:
+                    if sent == len(ranges.ready):
+                        ranges.changed.clear()
+                        await asyncio.wait_for(
+                            ranges.changed.wait(), max(0.0, request.deadline - time.time())
+                        )
+                        continue
+                    start, end = ranges.ready[sent]
+                    await self._send(link, reservation, sequence, sent, start, end)
+                    sent += 1
+                await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
             raise DeadlineError("the request's deadline passed while its KV was being sent") from error
 
@@ -171,7 +176,9 @@ class KvSender:
             except asyncio.CancelledError:
                 await asyncio.wait([sending])  # what is announced is sent: the link outlives this request
                 raise
-        METRICS.kv_transfer_bytes.labels("sent").inc((end - start) * self._kv_layout.bytes_per_token())
+        self._metrics.transfer_bytes.labels("kv", "sent").inc(
+            (end - start) * self._kv_layout.bytes_per_token()
+        )
 
     async def _commit(
         self, request: GenerateRequest, reservation: Reservation, finished: Finished, num_chunks: int

@@ -292,6 +292,6 @@ class PrefillService:
             detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
             if "start" in times and "encoded" in times:
                 phases.append(Phase("encode", times["start"], times["encoded"], detail))
-            if "offered" in times and "arrived" in times:
-                phases.append(Phase("embedding_transfer", times["offered"], times["arrived"], detail))
+            if "encoded" in times and "arrived" in times:
+                phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail))
         return phases

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.tensors import feature_of
 from mmd_workers.errors import DeadlineError, MmdError
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingReceiver
@@ -74,6 +75,7 @@ class QueueSource:
         chunk_bytes: int,
         job_timeout_seconds: float,
         transfer_timeout_seconds: float,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._pod = pod
@@ -81,6 +83,7 @@ class QueueSource:
         self._queue = queue
         self._store = store
         self._job_timeout = job_timeout_seconds
+        self._metrics = metrics
         self._modality: dict[str, Modality] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._times = FeatureTimes()
@@ -149,7 +152,10 @@ class QueueSource:
     ) -> None:
         modality = self._modality.get(feature_id)
         if modality is not None:
-            self._times.add(feature_id, {**timings, "arrived": time.time()})
+            now = time.time()
+            self._times.add(feature_id, {**timings, "arrived": now})
+            self._metrics.transfer_bytes.labels("embedding", "received").inc(len(data))
+            self._metrics.transfer.labels("embedding").observe(max(0.0, now - timings.get("encoded", now)))
             self._store.deliver(feature_id, feature_of(modality, headers, data))
 
     async def _failed(self, failure: EncodeFailed) -> None:

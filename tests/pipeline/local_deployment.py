@@ -1,0 +1,133 @@
+"""A deployment as `mmd up` runs it, on a thread of its own, so that plain tests can ask it, kill its pods and look at them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import yaml
+
+from mmd_workers.local import up
+from mmd_workers.local.pods import LocalPod
+
+READY_SECONDS = 120.0
+
+
+class Deployment:
+    """Starts on entry, stops on exit; `lines` holds the latest log lines of every pod."""
+
+    def __init__(self, file: Path) -> None:
+        self.lines: deque[tuple[str, str]] = deque(maxlen=20_000)
+        self._file = file
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="deployment", daemon=True)
+        self.local: up.LocalDeployment
+
+    def __enter__(self) -> Deployment:
+        self._thread.start()
+        if not self._ready.wait(READY_SECONDS) or self._error is not None:
+            said = "\n".join(f"{pod} {line}" for pod, line in list(self.lines)[-40:])
+            raise RuntimeError(f"the deployment did not start: {self._error}\n{said}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the deployment did not stop"
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with up.running(
+            up.load(self._file),
+            threads=1,
+            log_line=lambda pod, line: self.lines.append((pod, line)),
+            ready_seconds=READY_SECONDS,
+        ) as local:
+            self.local = local
+            self._ready.set()
+            await self._stop.wait()
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The official client, without retries of its own."""
+        return openai.OpenAI(base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=120, **options)
+
+    def pods(self, component: str) -> list[LocalPod]:
+        """Pods of one component."""
+        return [pod for pod in self.local.pods if pod.component == component]
+
+    def pid(self, pod: LocalPod) -> int | None:
+        """Process id of a pod, if it runs now."""
+        return self.local.supervisor.children[pod.name].pid
+
+    def kill(self, pod: LocalPod) -> None:
+        """As a crash: SIGKILL, without a word."""
+        pid = self.pid(pod)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def terminate(self, pod: LocalPod) -> None:
+        """As an eviction: SIGTERM."""
+        pid = self.pid(pod)
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+    def state(self, pod: LocalPod) -> dict[str, Any]:
+        """What the pod says of itself."""
+        answer: dict[str, Any] = httpx.get(f"{pod.http_url}/state", timeout=5).json()
+        return answer
+
+    def wait_ready(self, pod: LocalPod, seconds: float = 60.0) -> None:
+        """Until the pod is routable again."""
+
+        def ready() -> bool:
+            try:
+                return httpx.get(f"{pod.http_url}/readyz", timeout=2).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        until(ready, seconds, f"{pod.name} is ready")
+
+    def logged(self, text: str) -> list[str]:
+        """Log lines that contain a text."""
+        return [f"{pod} {line}" for pod, line in list(self.lines) if text in line]
+
+
+def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll a condition of another process until it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def write(path: Path, spec: dict[str, Any], name: str = "test") -> Path:
+    """A MultimodalDeployment file."""
+    resource = {
+        "apiVersion": "serving.multimodal.dev/v1alpha1",
+        "kind": "MultimodalDeployment",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+    path.write_text(yaml.safe_dump(resource))
+    return path

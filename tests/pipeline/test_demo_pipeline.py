@@ -1,0 +1,178 @@
+"""The whole path on real files: HTTP in, encoder, prefill and decode processes, streamed answers equal to `generate`."""
+
+from __future__ import annotations
+
+import base64
+import os
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import oracle
+from local_deployment import Deployment, until
+from mmd_workers.local.samples import Sample, draw
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(240)]
+
+DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
+KINDS = ("image", "video", "audio")
+
+
+def parts(sample: Sample) -> list[dict[str, Any]]:
+    url = f"data:{sample.mime};base64,{base64.b64encode(sample.bytes).decode()}"
+    return [
+        {"type": f"{sample.kind}_url", f"{sample.kind}_url": {"url": url}},
+        {"type": "text", "text": sample.question},
+    ]
+
+
+def ask(demo: Deployment, content: list[dict[str, Any]] | str, **options: Any) -> Any:
+    return demo.client().chat.completions.create(
+        model="builtin/demo", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=24, **options
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_streamed_answer_about_a_real_file_equals_generate(demo: Deployment, kind: Any) -> None:
+    sample = draw(kind, 31)
+    pieces = [
+        choice.delta.content or ""
+        for chunk in ask(demo, parts(sample), stream=True)
+        for choice in chunk.choices
+    ]
+    expected = oracle.answer(DEMO, [(kind, sample.bytes), sample.question], 24)
+    assert "".join(pieces) == expected
+    assert len([piece for piece in pieces if piece]) > 1
+
+
+def test_sixteen_mixed_requests_at_once_all_equal_generate(demo: Deployment) -> None:
+    samples = [draw(KINDS[number % 3], 100 + number) for number in range(16)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda s: ask(demo, parts(s)).choices[0].message.content, samples))
+    expected = [oracle.answer(DEMO, [(s.kind, s.bytes), s.question], 24) for s in samples]
+    assert answers == expected
+
+
+def test_one_question_about_an_image_a_video_and_a_sound_together_equals_generate(demo: Deployment) -> None:
+    samples = [draw(kind, 7) for kind in KINDS]  # type: ignore[arg-type]
+    content = [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "What do you see and hear?"}]
+    expected = oracle.answer(DEMO, [*((s.kind, s.bytes) for s in samples), "What do you see and hear?"], 24)
+    assert ask(demo, content).choices[0].message.content == expected
+
+
+def test_usage_counts_tokens_by_modality(demo: Deployment) -> None:
+    samples = [draw(kind, 9) for kind in KINDS]  # type: ignore[arg-type]
+    usage = ask(demo, [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "?"}]).usage.model_dump()
+    details = usage["prompt_tokens_details"]
+    assert all(details[f"{kind}_tokens"] > 0 for kind in KINDS)
+    assert sum(details[f"{kind}_tokens"] for kind in (*KINDS, "text")) == usage["prompt_tokens"]
+
+
+def test_seeded_sampling_repeats_itself_and_differs_between_seeds(demo: Deployment) -> None:
+    def sample(seed: int) -> str:
+        return str(
+            demo.client()
+            .chat.completions.create(
+                model="builtin/demo",
+                messages=[{"role": "user", "content": "Describe the image."}],
+                temperature=1.5,
+                seed=seed,
+                max_tokens=24,
+                extra_body={"ignore_eos": True},
+            )
+            .choices[0]
+            .message.content
+        )
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+
+
+def test_the_encoder_loads_only_towers_and_the_others_only_the_language_model(demo: Deployment) -> None:
+    def loaded(pod: str, role: str) -> int:
+        lines = [line for name, line in demo.lines if name == pod and f"{role} role loaded" in line]
+        assert lines, f"{pod} said nothing of its {role} role"
+        digits = lines[0].split(f"{role} role loaded ")[1].split(" ")[0]
+        return int(digits)
+
+    encoder = loaded(demo.pods("encoder")[0].name, "encoder")
+    language = [loaded(pod.name, "language") for pool in ("prefill", "decode") for pod in demo.pods(pool)]
+    weights = (DEMO / "model.safetensors").stat().st_size
+    assert len(set(language)) == 1
+    assert 0.9 * weights < encoder + language[0] < 1.1 * weights
+    for pool in ("prefill", "decode"):
+        assert not [1 for name, line in demo.lines if name == demo.pods(pool)[0].name and "encoder role loaded" in line]
+
+
+def test_bad_media_are_refused_with_their_reason_and_cost_nobody_else(demo: Deployment) -> None:
+    truncated = draw("image", 3, "image/png").bytes[:200]
+    bad = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(truncated).decode()}},
+        {"type": "text", "text": "What is in this image?"},
+    ]
+    good = draw("image", 4)
+    with ThreadPoolExecutor(2) as threads:
+        well = threads.submit(lambda: ask(demo, parts(good)).choices[0].message.content)
+        with pytest.raises(openai.APIStatusError) as refused:
+            ask(demo, bad)
+        assert 400 <= refused.value.status_code < 500
+        assert well.result() == oracle.answer(DEMO, [("image", good.bytes), good.question], 24)
+
+
+def test_a_client_that_leaves_frees_its_memory_everywhere(demo: Deployment) -> None:
+    def busy() -> list[str]:
+        held = []
+        for pod in demo.pods("prefill") + demo.pods("decode"):
+            load = demo.state(pod)["load"]
+            if load["decode_running"] or load["prefill_waiting_requests"] or load["kv_blocks_reserved"]:
+                held.append(pod.name)
+        return held
+
+    stream = ask_long(demo)
+    next(iter(stream))
+    until(lambda: bool(busy()), 10, "the request is at work")
+    stream.response.close()
+    until(lambda: not busy(), 10, "nothing is held for a client that is gone")
+
+
+def ask_long(demo: Deployment) -> Any:
+    return demo.client().chat.completions.create(
+        model="builtin/demo",
+        messages=[{"role": "user", "content": "Describe the image."}],
+        temperature=1.0,
+        max_tokens=3000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+
+
+def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
+    import httpx
+
+    answer = ask(demo, parts(draw("video", 55)))
+    timeline: dict[str, Any] = {}
+
+    def complete() -> bool:
+        timeline.update(httpx.get(f"{demo.local.gateway_url}/debug/requests/{answer.id}").json())
+        return {"queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"} <= {
+            phase["name"] for phase in timeline["phases"]
+        }
+
+    until(complete, 5, "all phases were reported")
+    spans = [(phase["start"], phase["end"]) for phase in timeline["phases"]]
+    assert all(timeline["arrived"] - 0.1 <= start <= end for start, end in spans)
+
+
+def test_stopping_leaves_no_process(tmp_path: Path) -> None:
+    from conftest import ROOT
+
+    with Deployment(ROOT / "examples" / "monolithic.yaml") as deployment:
+        pids = [deployment.pid(pod) for pod in deployment.local.pods] + [deployment.local.nats.pid]
+        assert all(pids)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)  # type: ignore[arg-type]
