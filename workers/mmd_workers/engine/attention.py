@@ -17,6 +17,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.cpu import library as cpu_library
+from mmd_workers.engine.cpu.library import Library
+from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
 from mmd_workers.errors import UnsupportedModelError
 from mmd_workers.model.types import KvLayout
 
@@ -118,33 +121,78 @@ def torch_kernel(
     keys = batch.pool.keys[layer].flatten(0, 1)
     values = batch.pool.values[layer].flatten(0, 1)
     heads, dim = query.shape[1], query.shape[2]
-    kv_heads = keys.shape[1]
-    groups = heads // kv_heads
     out = torch.empty(query.shape[0], heads, values.shape[-1], dtype=query.dtype, device=query.device)
     if batch.num_single:
         slots = batch.single_slots()
-        grouped = query[: batch.num_single].reshape(batch.num_single, kv_heads, groups, dim)
+        grouped = query[: batch.num_single].reshape(batch.num_single, keys.shape[1], -1, dim)
         mask = batch.single_mask(window)[:, None, None]
         result = attend(
             grouped, keys[slots].transpose(1, 2), values[slots].transpose(1, 2), mask, scale, softcap
         )
         out[: batch.num_single] = result.reshape(batch.num_single, heads, -1)
+    _attend_chunks(batch, layer, query, scale, window, softcap, out)
+    return out
+
+
+def _attend_chunks(
+    batch: Batch,
+    layer: int,
+    query: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    keys = batch.pool.keys[layer].flatten(0, 1)
+    values = batch.pool.values[layer].flatten(0, 1)
+    groups = query.shape[1] // keys.shape[1]
     for number, chunk in enumerate(batch.chunks()):
-        chunk_mask = batch.chunk_mask(number, window)
+        mask = batch.chunk_mask(number, window)
         context_keys = keys[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
         context_values = values[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
         rows = query[chunk.start : chunk.end].transpose(0, 1)[None]
-        if chunk_mask is None and softcap is None:
+        if mask is None and softcap is None:
             result = functional.scaled_dot_product_attention(
                 rows, context_keys, context_values, is_causal=True, scale=scale
             )
         else:
-            if chunk_mask is None:
+            if mask is None:
                 size = chunk.end - chunk.start
-                chunk_mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
-            result = attend(rows, context_keys, context_values, chunk_mask, scale, softcap)
+                mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+            result = attend(rows, context_keys, context_values, mask, scale, softcap)
         out[chunk.start : chunk.end] = result[0].transpose(0, 1)
-    return out
+
+
+def compiled_kernel(library: Library) -> Kernel:
+    """Single rows by the CPU kernel (float32), chunks by PyTorch."""
+
+    def kernel(
+        batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        rows = batch.num_single
+        pool = batch.pool
+        singles = (
+            library.attend_rows(
+                query[:rows],
+                pool.keys[layer],
+                pool.values[layer],
+                batch.block_table,
+                batch.context_lengths,
+                scale,
+                window,
+                softcap,
+            )
+            if rows
+            else query[:0]
+        )
+        if rows == query.shape[0]:
+            return singles
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out[:rows] = singles
+        _attend_chunks(batch, layer, query, scale, window, softcap, out)
+        return out
+
+    return kernel
 
 
 def varlen_kernel(
@@ -200,7 +248,20 @@ def varlen_works(layout: KvLayout, block_tokens: int, device: torch.device) -> b
 
 def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> Kernel:
     """The fastest kernel that can serve this layout here."""
-    return varlen_kernel if varlen_works(layout, block_tokens, device) else torch_kernel
+    if varlen_works(layout, block_tokens, device):
+        return varlen_kernel
+    if device.type == "cpu" and layout.dtype == "float32" and all(dim % 16 == 0 for dim in layout.head_dim):
+        library = cpu_library.load()
+        if library is not None:
+            return compiled_kernel(library)
+    return torch_kernel
+
+
+def accelerate(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """On a CPU in float32: packed linear layers and fused norms, where the kernels could be built."""
+    if device.type == "cpu" and dtype is torch.float32 and (library := cpu_library.load()) is not None:
+        pack_linears(decoder, library)
+        fuse_norms(decoder)
 
 
 def install(decoder: torch.nn.Module) -> None:
@@ -219,5 +280,7 @@ def install(decoder: torch.nn.Module) -> None:
     if any(getattr(module, "sinks", None) is not None for module in decoder.modules()):
         raise UnsupportedModelError(f"{type(decoder).__name__} has attention sinks, which are not served")
     if any(getattr(module, "is_kv_shared_layer", False) for module in decoder.modules()):
-        raise UnsupportedModelError(f"{type(decoder).__name__} has layers that share KV, which are not served")
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has layers that share KV, which are not served"
+        )
     decoder.set_attn_implementation(NAME)  # type: ignore[operator]

@@ -75,6 +75,7 @@ class Engine:
             CapacityError: `kv_cache_bytes` holds not one block.
         """
         attention.install(model.decoder)
+        attention.accelerate(model.decoder, model.device, model.dtype)
         self.model = model
         self.max_model_len = max_model_len
         self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)

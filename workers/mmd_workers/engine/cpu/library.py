@@ -1,0 +1,162 @@
+"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Knows no model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fopenmp", "-shared", "-fPIC"]
+BUILD_SECONDS = 120
+
+
+class Library:
+    """The loaded kernels. `panel`: output columns of one packed panel."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._linear = self._library.mmd_linear
+        self._linear.argtypes = [pointer, size, size, pointer, size, pointer, pointer, ctypes.c_int]
+        self._linear.restype = None
+        self._attend = self._library.mmd_attend_rows
+        self._attend.argtypes = [
+            pointer,
+            size,
+            size,
+            size,
+            pointer,
+            pointer,
+            size,
+            size,
+            pointer,
+            size,
+            pointer,
+        ]
+        self._attend.argtypes += [ctypes.c_float, size, ctypes.c_float, pointer, ctypes.c_int]
+        self._attend.restype = None
+        self.panel = int(self._library.mmd_panel())
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Weight [n, k] as panels [ceil(n / panel), k, panel], zero padded."""
+        n, k = weight.shape
+        padded = weight.new_zeros(-(-n // self.panel) * self.panel, k)
+        padded[:n] = weight
+        return padded.view(-1, self.panel, k).transpose(1, 2).contiguous()
+
+    def linear(
+        self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [..., k] times a packed [n, k] transposed, plus bias [n]: float32 [..., n]."""
+        x = x.contiguous()
+        k = x.shape[-1]
+        out = torch.empty(*x.shape[:-1], n)
+        if x.numel():
+            self._linear(
+                x.data_ptr(),
+                x.numel() // k,
+                k,
+                packed.data_ptr(),
+                n,
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return out
+
+    def attend_rows(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """One query row for each sequence: query [rows, heads, dim], pools [blocks, block_tokens, kv_heads, dim], dim % 16 == 0."""
+        query = query.contiguous()
+        rows, heads, dim = query.shape
+        out = torch.empty_like(query)
+        self._attend(
+            query.data_ptr(),
+            rows,
+            heads,
+            dim,
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.shape[2],
+            keys.shape[1],
+            block_table.data_ptr(),
+            block_table.shape[1],
+            lengths.data_ptr(),
+            scale,
+            window or 0,
+            softcap or 0.0,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+@functools.cache
+def load() -> Library | None:
+    """The kernels, built when this machine has not built them yet; None where they cannot be built (PyTorch serves then)."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        log.info("no C++ compiler: PyTorch's operators serve on the CPU")
+        return None
+    try:
+        return Library(_build(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the CPU kernels could not be built (%s): PyTorch's operators serve", error)
+        return None
+
+
+def _build(compiler: str) -> Path:
+    name = f"{_fingerprint(compiler)}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimodal-operator"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK) and not (folder / name).exists():
+            raise PermissionError(folder)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="multimodal-operator-"))
+    path = folder / name
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            subprocess.run(  # noqa: S603 - the system's compiler on a file of this package
+                [compiler, *FLAGS, str(SOURCE), "-o", str(made)],
+                check=True,
+                capture_output=True,
+                timeout=BUILD_SECONDS,
+            )
+            made.replace(path)  # atomic: processes that build at the same time all end with a whole file
+    return path
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the processor's instruction set."""
+    version = subprocess.run(  # noqa: S603
+        [compiler, "--version"], check=True, capture_output=True, timeout=BUILD_SECONDS
+    ).stdout
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    digest = hashlib.sha256(SOURCE.read_bytes() + version + " ".join([*FLAGS, features]).encode())
+    return digest.hexdigest()[:24]

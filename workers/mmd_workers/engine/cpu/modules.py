@@ -1,0 +1,74 @@
+"""Replaces what is slow in a float32 decoder on a CPU: linear layers and RMS norms. Each replacement is checked on numbers first."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch.nn import functional
+
+from mmd_workers.engine.cpu.library import Library
+
+TOLERANCE = 1e-5
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer over packed weights; the plain weight is gone."""
+
+    def __init__(self, linear: torch.nn.Linear, library: Library) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._library = library
+        self.register_buffer("packed", library.pack(linear.weight.detach()), persistent=False)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] to [..., out_features]."""
+        assert isinstance(self.packed, torch.Tensor)
+        assert self.bias is None or isinstance(self.bias, torch.Tensor)
+        return self._library.linear(x, self.packed, self.out_features, self.bias)
+
+
+def pack_linears(decoder: torch.nn.Module, library: Library) -> int:
+    """Replace every plain float32 `nn.Linear` below `decoder`; returns how many."""
+    count = 0
+    for parent in list(decoder.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child.weight.dtype is torch.float32:
+                setattr(parent, name, PackedLinear(child, library))
+                count += 1
+    return count
+
+
+def fuse_norms(decoder: torch.nn.Module) -> int:
+    """Let RMS norms that equal PyTorch's fused `rms_norm` use it; returns how many do."""
+    count = 0
+    for module in decoder.modules():
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if (
+            not type(module).__name__.endswith("RMSNorm")
+            or weight is None
+            or eps is None
+            or weight.dim() != 1
+        ):
+            continue
+        probe = torch.linspace(-3, 5, 4 * weight.numel()).sin().view(4, -1) * 2
+        with torch.no_grad():
+            expected = module(probe)
+            for offset in (0.0, 1.0):  # Llama's scale is the weight, Gemma's is 1 + weight
+                scale = weight.detach() + offset if offset else weight.detach()
+                if torch.allclose(
+                    functional.rms_norm(probe, weight.shape, scale, eps), expected, TOLERANCE, TOLERANCE
+                ):
+                    module.forward = types.MethodType(_rms_norm(scale, eps), module)
+                    count += 1
+                    break
+    return count
+
+
+def _rms_norm(scale: torch.Tensor, eps: float):  # type: ignore[no-untyped-def]
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, scale.shape, scale, eps)
+
+    return forward
