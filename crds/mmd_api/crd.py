@@ -134,7 +134,9 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: list[Rule]) 
     if "additionalProperties" in raw and raw["additionalProperties"] is not False:
         node["additionalProperties"] = _structural(raw["additionalProperties"], definitions, [])
     validations = [_validation(rule) for rule in rules if rule.cel is not None]
-    if "patternProperties" in raw:  # how pydantic says: keys of this form; a structural schema has values only
+    if (
+        "patternProperties" in raw
+    ):  # how pydantic says: keys of this form; a structural schema has values only
         ((pattern, value),) = raw["patternProperties"].items()
         node["additionalProperties"] = _structural(value, definitions, [])
         validations.append(_key_validation(pattern, raw["propertyNames"]["maxLength"]))

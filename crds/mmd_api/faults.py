@@ -61,9 +61,15 @@ def parse(model: type[M], data: object) -> M:
         InvalidDeploymentError: with every fault, not the first.
     """
     try:
-        return model.model_validate_json(json.dumps(data), strict=True)
+        text = json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise InvalidDeploymentError(
+            [Fault("", f"holds a value that JSON lacks ({error}); remove it")]
+        ) from error
+    try:
+        return model.model_validate_json(text, strict=True)
     except ValidationError:
-        raise InvalidDeploymentError(_all_faults(model, data)[:MAX_FAULTS]) from None
+        raise InvalidDeploymentError(_all_faults(model, json.loads(text))[:MAX_FAULTS]) from None
 
 
 def cluster_faults(part: BaseModel) -> list[Fault]:
@@ -82,14 +88,14 @@ def field_path(location: Location) -> str:
     return text
 
 
-def _all_faults(model: type[BaseModel], data: object) -> list[Fault]:
-    """Faults of structure first; then the rules, evaluated on the data with the broken values taken out.
+def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
+    """Faults of structure first; then the rules, evaluated on the data with the broken values taken out (in place).
 
     A rule that reads a value that was taken out says nothing: mending the value may mend it.
     """
-    mended = copy.deepcopy(data)
+    mended = data
     faults: dict[Fault, None] = {}
-    unknown: set[str] = set()
+    unknown: set[Location] = set()
     for _ in range(8):
         try:
             parsed = model.model_validate_json(json.dumps(mended), strict=True, context=STRUCTURE_ONLY)
@@ -99,19 +105,34 @@ def _all_faults(model: type[BaseModel], data: object) -> list[Fault]:
                 if not _consequence(detail["loc"], detail["type"], unknown):
                     faults[_structural_fault(model, detail)] = None
             for detail in reversed(details):
-                unknown.update(str(step) for step in detail["loc"][-1:])
+                unknown.add(tuple(step for step in detail["loc"] if step != "[key]"))
                 _mend(mended, detail["loc"], missing=detail["type"] == "missing")
         else:
             for location, rule in _broken(parsed, (), in_cluster=False):
-                if not unknown & set(re.findall(r"\w+", f"{rule.cel} {rule.field}")):
+                if not any(
+                    _reads(rule, at[len(location) :]) for at in unknown if at[: len(location)] == location
+                ):
                     faults[_rule_fault(location, rule)] = None
             break
     return list(faults)
 
 
-def _consequence(location: Location, error_type: str, unknown: set[str]) -> bool:
+def _consequence(location: Location, error_type: str, unknown: set[Location]) -> bool:
     """A field that is missing only because its broken value was taken out."""
-    return error_type == "missing" and str(location[-1]) in unknown
+    return error_type == "missing" and location in unknown
+
+
+def _reads(rule: Rule, field: Location) -> bool:
+    """Whether a rule looks at a field below its model, or at something in or around it. Its CEL says what it looks at."""
+    text = re.sub(r"\.\w+\(", " (", rule.cel or f"self.{rule.field}")
+    present = {tuple(path.split(".")[1:]) for path in re.findall(r"has\((self[\w.]+)\)", text)}
+    values = {
+        tuple(path.split(".")[1:])
+        for path in re.findall(r"self(?:\.\w+)+", re.sub(r"has\([^)]*\)", "", text))
+    }
+    return any(path[: len(field)] == field for path in present | values) or any(
+        field[: len(path)] == path for path in values
+    )
 
 
 def _mend(data: Any, location: Location, *, missing: bool) -> None:
@@ -122,6 +143,8 @@ def _mend(data: Any, location: Location, *, missing: bool) -> None:
         return
     parent: Any = data
     for step in location[:-1]:
+        if isinstance(parent, list) and isinstance(step, int) and step >= len(parent):
+            return  # the entry went with an earlier fault of its own
         parent = parent[step]
     last: Any = location[-1]
     if not missing:

@@ -112,7 +112,11 @@ def _toleration_seconds(t: Toleration) -> bool:
 
 
 def _labels_free(t: PodTemplate) -> bool:
-    return not any(k.startswith(RESERVED_LABEL_DOMAINS) for k in (*t.labels, *t.annotations))
+    return not any(k.startswith(RESERVED_LABEL_DOMAINS) for k in t.labels)
+
+
+def _annotations_free(t: PodTemplate) -> bool:
+    return not any(k.startswith(RESERVED_LABEL_DOMAINS) for k in t.annotations)
 
 
 def _env_unique(t: PodTemplate) -> bool:
@@ -361,15 +365,18 @@ RULES: tuple[Rule, ...] = (
         "tolerationSeconds counts for effect NoExecute alone",
         "set effect: NoExecute, or remove tolerationSeconds",
     ),
-    Rule(
-        "PodTemplate",
-        "labels",
-        "!self.labels.exists(k, k.startsWith('app.kubernetes.io/') || k.startsWith('serving.multimodal.dev/'))"
-        " && !self.annotations.exists(k, k.startsWith('app.kubernetes.io/')"
-        " || k.startsWith('serving.multimodal.dev/'))",
-        _labels_free,
-        "keys of app.kubernetes.io/ and serving.multimodal.dev/ are the operator's own",
-        "use a prefix of yours",
+    *(
+        Rule(
+            "PodTemplate",
+            field,
+            f"!self.{field}.exists(k, "
+            + " || ".join(f"k.startsWith('{domain}')" for domain in RESERVED_LABEL_DOMAINS)
+            + ")",
+            free,
+            "keys of app.kubernetes.io/ and serving.multimodal.dev/ are the operator's own",
+            "use a prefix of yours",
+        )
+        for field, free in (("labels", _labels_free), ("annotations", _annotations_free))
     ),
     Rule(
         "PodTemplate",

@@ -55,6 +55,7 @@ class EnvVar(ApiModel):
     value: Annotated[str, Field(max_length=4096)] = ""
 
 
+CpuQuantity = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]{1,3})?|[0-9]+m)$")]
 Quantity = Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 QualifiedName = Annotated[
     str,
@@ -81,7 +82,7 @@ class Toleration(ApiModel):
 class Resources(ApiModel):
     """CPU and memory of a pod; GPUs are asked for by the pool's `gpus`."""
 
-    cpu: Quantity | None = None
+    cpu: CpuQuantity | None = None
     memory: Quantity | None = None
 
 

@@ -158,7 +158,8 @@ def _environment(scope: Scope, part: Pool | GatewaySpec, port: int) -> list[Mani
         {"name": "MMD_THREADS", "value": str(threads(part.resources))},
         *_hub_environment(scope.spec),
     ]
-    return [*fixed, *({"name": e.name, "value": e.value} for e in part.template.env)]
+    own = [{"name": e.name, "value": e.value} for e in part.template.env]
+    return list({variable["name"]: variable for variable in [*fixed, *own]}.values())
 
 
 def _hub_environment(spec: MultimodalDeploymentSpec) -> list[Manifest]:

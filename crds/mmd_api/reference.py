@@ -1,0 +1,138 @@
+"""The reference page of the resource, written from the same schema and rules as the CRD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mmd_api.crd import Schema, custom_resource_definition
+
+_NOT_YET = "served yet"
+_HEAD = """\
+<!-- Generated from crds/mmd_api by `make crds`. Edit the models, not this page. -->
+# MultimodalDeployment
+
+`apiVersion: serving.multimodal.dev/v1alpha1`, short name `mmd`. `mmd validate -f FILE` names everything that is wrong with a file;
+`mmd render -f FILE` prints every Kubernetes object that the operator would apply.
+
+- **A pool that is left out is served by the next one downstream.** Without `encoder`, prefill workers encode; without `prefill`, decode
+  workers prefill; `decode` alone is one monolithic server.
+- **Size of a pool:** `replicas`, or `autoscaling`, or neither, which means one replica. With `autoscaling` a pool is created with
+  `minReplicas`, and with one replica where that is 0, so that a new revision can become whole.
+- **Accepted, and not acted on yet:** what `autoscaling` says beyond the size to start with, `slo`, `gpuBudget` (checked against the smallest sizes) and
+  `paused`.
+- **Where the model comes from:** `builtin/demo`; a hub id such as `org/model`, fetched (`storage.type: Hub`) or baked into the worker image
+  (`Image`); or an absolute path, in the image or below `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
+  or `../` is taken from the file's folder by `mmd up`; a cluster refuses it, and `mmd validate` says so without failing.
+- **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never speak to each other. It changes
+  with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim and sub-path), `gateway.media.video.maxFrames` and
+  `framesPerSecondMilli`, `decode.kvBlockTokens`, `decode.kvDtype`, `transfer.kv.wirePrecision`, `image.worker` and the version of the wire, and
+  with nothing else.
+- **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
+  through `/scale`; an apply leaves it out.
+- **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password` (URL-encoded); `model.storage.tokenSecret` one with
+  the key `token`.
+- **Numbers** are whole: fractions are percent or milli, and units stand in names.
+"""
+
+
+def reference_page() -> str:
+    """The page as Markdown."""
+    schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    refusals = _grouped((message, path) for path, message in _messages(schema, ""))
+    unserved = {message: paths for message, paths in refusals.items() if _NOT_YET in message}
+    lasting = {message: paths for message, paths in refusals.items() if _NOT_YET not in message}
+    parts = _grouped(
+        (_table(node), path) for part in ("spec", "status") for path, node in _objects(schema, part)
+    )
+    return "\n".join(
+        [
+            _HEAD,
+            _refusals("What is refused", lasting),
+            _refusals("What is not served yet, and refused by name", unserved),
+            *(f"## {', '.join(paths)}\n\n{table}" for table, paths in parts.items()),
+        ]
+    )
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Paths of each text, so that what several parts share is said once."""
+    groups: dict[str, list[str]] = {}
+    for text, path in pairs:
+        groups.setdefault(text, []).append(path)
+    return groups
+
+
+def _refusals(title: str, paths_by_message: dict[str, list[str]]) -> str:
+    rows = [
+        f"| {', '.join(f'`{p}`' for p in dict.fromkeys(paths))} | {message} |"
+        for message, paths in paths_by_message.items()
+    ]
+    return "\n".join([f"## {title}", "", "| field | why, and what to do |", "|---|---|", *rows, ""])
+
+
+def _objects(parent: Schema, name: str, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Every object with fields of its own, parents first."""
+    node, below = parent["properties"][name], f"{path}.{name}".lstrip(".")
+    if "items" in node:
+        node, below = node["items"], f"{below}[]"
+    if "properties" in node:
+        yield below, node
+        for child in node["properties"]:
+            yield from _objects(node, child, below)
+
+
+def _table(node: Schema) -> str:
+    required = node.get("required", [])
+    rows = [_row(name, child, name in required) for name, child in node["properties"].items()]
+    head = ["| field | type | default | |", "|---|---|---|---|"]
+    return "\n".join([node.get("description", ""), "", *head, *rows, ""])
+
+
+def _row(name: str, node: Schema, required: bool) -> str:
+    default = "required" if required else _default(node)
+    return f"| `{name}` | {_type(node)} | {default} | {node.get('description', '')} |"
+
+
+def _default(node: Schema) -> str:
+    value = node.get("default")
+    if value is None or "properties" in node:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _type(node: Schema) -> str:
+    """Type and bounds in a few words."""
+    if "enum" in node:
+        return ", ".join(f"`{choice}`" for choice in node["enum"])
+    match node["type"]:
+        case "integer":
+            low, high = node.get("minimum"), node.get("maximum")
+            return (
+                f"{low} to {high}"
+                if high is not None
+                else f"at least {low}"
+                if low is not None
+                else "integer"
+            )
+        case "array":
+            return f"list of at most {node['maxItems']}"
+        case "object":
+            return f"map of at most {node['maxProperties']}" if "maxProperties" in node else "object"
+        case "string" if "maxLength" in node:
+            return f"string of at most {node['maxLength']}"
+        case other:
+            return str(other)
+
+
+def _messages(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    for entry in node.get("x-kubernetes-validations", ()):
+        field, _, rest = entry["message"].partition(": ")
+        at_root = not path and "fieldPath" not in entry  # such a message begins with its field
+        yield (
+            (field, rest) if at_root else ((path + entry.get("fieldPath", "")).lstrip("."), entry["message"])
+        )
+    for name, child in node.get("properties", {}).items():
+        yield from _messages(child, f"{path}.{name}")
+    if "items" in node:
+        yield from _messages(node["items"], f"{path}[]")

@@ -1,0 +1,141 @@
+import yaml
+
+from mmd_api.crd import CRD_FILE, REFERENCE_FILE, crd_yaml, custom_resource_definition
+from mmd_api.reference import reference_page
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.rules import RULES
+
+VERSION = custom_resource_definition()["spec"]["versions"][0]
+SCHEMA = VERSION["schema"]["openAPIV3Schema"]
+
+
+def nodes(node, path=""):
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    for below in ("items", "additionalProperties"):
+        if below in node:
+            yield from nodes(node[below], f"{path}[]")
+
+
+def described(part: str):
+    return [(p, n) for p, n in nodes(SCHEMA["properties"][part], part)]
+
+
+def test_the_committed_definition_is_the_one_the_models_give():
+    assert CRD_FILE.read_text() == crd_yaml(), "run `make crds`"
+
+
+def test_the_committed_reference_is_the_one_the_models_give():
+    assert REFERENCE_FILE.read_text() == reference_page(), "run `make crds`"
+
+
+def test_the_definition_is_small_enough_for_a_client_side_apply():
+    assert len(crd_yaml()) < 262_144
+
+
+def test_the_schema_is_structural():
+    refused = {
+        "$ref",
+        "$defs",
+        "anyOf",
+        "oneOf",
+        "title",
+        "const",
+        "patternProperties",
+        "propertyNames",
+        "nullable",
+    }
+    for path, node in nodes(SCHEMA):
+        assert "type" in node, path
+        assert not refused & set(node), path
+        assert not ("properties" in node and "additionalProperties" in node), path
+
+
+def test_there_are_no_floats():
+    assert {node["type"] for _, node in nodes(SCHEMA)} == {"object", "array", "string", "integer", "boolean"}
+
+
+def test_everything_in_the_spec_is_bounded():
+    for path, node in described("spec"):
+        match node:
+            case {"enum": _} | {"type": "boolean"}:
+                pass
+            case {"type": "string"}:
+                assert "maxLength" in node, path
+            case {"type": "integer"}:
+                assert {"minimum", "maximum", "format"} <= set(node), path
+            case {"type": "array"}:
+                assert "maxItems" in node, path
+            case {"type": "object"}:
+                assert "properties" in node or "maxProperties" in node, path
+
+
+def test_defaults_of_the_schema_and_of_the_models_are_the_same():
+    """An object that the API server filled in means what `mmd up` reads from the file."""
+    spec = {"model": {"id": "builtin/demo"}, "encoder": {}, "decode": {}}
+    read = MultimodalDeployment.parse(
+        {
+            "apiVersion": "serving.multimodal.dev/v1alpha1",
+            "kind": "MultimodalDeployment",
+            "metadata": {"name": "a"},
+            "spec": spec,
+        }
+    )
+    assert filled(spec, SCHEMA["properties"]["spec"]) == read.spec.model_dump(
+        by_alias=True, exclude_none=True
+    )
+
+
+def filled(value, node):
+    """What the API server makes of a value: defaults from the outside in."""
+    if not isinstance(value, dict) or "properties" not in node:
+        return value
+    whole = {n: c["default"] for n, c in node["properties"].items() if "default" in c} | value
+    return {n: filled(v, node["properties"][n]) for n, v in whole.items()}
+
+
+def test_every_rule_with_cel_stands_in_the_schema_at_a_field_that_exists():
+    placed = {}
+    for path, node in nodes(SCHEMA):
+        for entry in node.get("x-kubernetes-validations", ()):
+            placed.setdefault(entry["message"], []).append(path)
+            if "fieldPath" in entry:
+                below = node
+                for step in entry["fieldPath"].strip(".").split("."):
+                    below = below["properties"][step]
+    for rule in RULES:
+        if rule.cel is not None and rule.model != "ObjectMeta":
+            assert rule.message in placed, rule
+    assert len(placed["metadata.name: " + next(r.message for r in RULES if r.model == "ObjectMeta")]) == 1
+
+
+def test_every_pool_has_the_rules_that_pools_share():
+    for pool in ("encoder", "prefill", "decode"):
+        fields = [
+            e.get("fieldPath")
+            for e in SCHEMA["properties"]["spec"]["properties"][pool]["x-kubernetes-validations"]
+        ]
+        assert ".replicas" in fields, pool
+
+
+def test_conditions_and_variables_are_lists_keyed_by_what_names_them():
+    keyed = {
+        p: n["x-kubernetes-list-map-keys"]
+        for p, n in nodes(SCHEMA)
+        if n.get("x-kubernetes-list-type") == "map"
+    }
+    assert keyed.pop(".status.conditions") == ["type"]
+    assert keyed == {f".spec.{p}.template.env": ["name"] for p in ("gateway", "encoder", "prefill", "decode")}
+
+
+def test_the_columns_read_at_a_glance():
+    assert [c["name"] for c in VERSION["additionalPrinterColumns"]] == [
+        "Ready",
+        "Pools",
+        "Bottleneck",
+        "Model",
+        "Age",
+    ]
+    assert VERSION["subresources"] == {"status": {}}
+    assert yaml.safe_load(crd_yaml())["spec"]["names"]["shortNames"] == ["mmd"]

@@ -1,0 +1,83 @@
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import yaml
+from manifests import base_manifest, merge
+from typer.testing import CliRunner
+
+from mmd_api import cli
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+def mmd(*arguments: str, stdin: str = ""):
+    return CliRunner().invoke(cli.build().app, list(arguments), input=stdin)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_every_example_is_valid(example):
+    result = mmd("validate", "-f", str(example))
+    assert result.exit_code == 0, result.output
+
+
+def test_what_is_wrong_is_said_as_file_field_problem_remedy(tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(
+        yaml.safe_dump(merge(base_manifest(), {"spec": {"decode": {"gpus": -1}, "nats": {"managed": False}}}))
+    )
+    result = mmd("validate", "-f", str(bad))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        f"{bad}: spec.decode.gpus: -1 is too small; set at least 0",
+        f"{bad}: spec.nats.url: managed is false and no server is named; set url, or managed: true",
+    ]
+
+
+def test_a_bad_file_does_not_hide_a_good_one(tmp_path):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(yaml.safe_dump(base_manifest()))
+    bad.write_text("{}")
+    result = mmd("validate", "-f", str(bad), "-f", str(good))
+    assert result.exit_code == 1
+    assert f"{good}: sample is valid" in result.stdout
+    assert f"{bad}: " in result.stderr
+
+
+def test_standard_input_is_a_file_too():
+    result = mmd("validate", "-f", "-", stdin=yaml.safe_dump(base_manifest()))
+    assert (result.exit_code, result.stdout) == (0, "-: sample is valid\n")
+
+
+def test_a_relative_model_path_is_valid_and_said_to_be_for_this_machine_only():
+    manifest = merge(base_manifest(), {"spec": {"model": {"id": "../models/a"}}})
+    result = mmd("validate", "-f", "-", stdin=yaml.safe_dump(manifest))
+    assert result.exit_code == 0
+    assert "valid for `mmd up` only" in result.stdout
+    assert mmd("render", "-f", "-", stdin=yaml.safe_dump(manifest)).exit_code == 1
+
+
+def test_render_takes_the_namespace_of_the_command_line_before_that_of_the_file():
+    manifest = yaml.safe_dump(merge(base_manifest(), {"metadata": {"namespace": "infile"}}))
+    for arguments, expected in ((["-n", "given"], "given"), ([], "infile")):
+        objects = list(yaml.safe_load_all(mmd("render", "-f", "-", *arguments, stdin=manifest).stdout))
+        assert {o["metadata"]["namespace"] for o in objects} == {expected}
+
+
+def test_a_package_that_is_not_installed_is_named_and_the_others_work(monkeypatch, capsys):
+    found = [
+        EntryPoint("workers", "no_such_package.commands:register", cli.COMMANDS_GROUP),
+        EntryPoint("api", "mmd_api.commands:register", cli.COMMANDS_GROUP),
+    ]
+    monkeypatch.setattr(cli, "entry_points", lambda group: found)
+    program = cli.build()
+    assert "validate" in program.commands()
+    (line,) = program.left_out
+    assert "multimodal-operator[worker]" in line
+    assert "no_such_package" in line
+
+    for arguments, said in ((["validate", "-f", str(EXAMPLES[0])], False), (["up"], True)):
+        monkeypatch.setattr("sys.argv", ["mmd", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert (line in capsys.readouterr().err) is said

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+from manifests import base_manifest, merge
+
+from mmd_api import pipeline
+from mmd_api.pipeline import PipelineConfig, pipeline_revision
+from mmd_api.resource import MultimodalDeployment
+
+
+def revision(**spec) -> str:
+    return pipeline_revision(MultimodalDeployment.parse(merge(base_manifest(), {"spec": spec})).spec)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"id": "org/model"}},
+        {"model": {"id": "org/model", "revision": "v2"}},
+        {"model": {"dtype": "BFloat16"}},
+        {"model": {"id": "org/model", "storage": {"type": "Hub"}}},
+        {"model": {"id": "/models", "storage": {"type": "PersistentVolumeClaim", "claimName": "a"}}},
+        {"model": {"id": "/models", "storage": {"type": "PersistentVolumeClaim", "claimName": "b"}}},
+        {
+            "model": {
+                "id": "/models",
+                "storage": {"type": "PersistentVolumeClaim", "claimName": "b", "subPath": "c"},
+            }
+        },
+        {"gateway": {"media": {"video": {"maxFrames": 8}}}},
+        {"gateway": {"media": {"video": {"framesPerSecondMilli": 1000}}}},
+        {"decode": {"kvBlockTokens": 32}},
+        {"image": {"worker": "multimodal-worker:next"}},
+    ],
+    ids=json.dumps,
+)
+def test_what_changes_the_meaning_of_an_embedding_or_a_block_changes_the_revision(change):
+    assert revision(**change) != revision()
+
+
+def test_each_of_those_changes_gives_a_revision_of_its_own():
+    claims = [{"id": "/models", "storage": {"type": "PersistentVolumeClaim", "claimName": c}} for c in "ab"]
+    assert (
+        len({revision(model=m) for m in [*claims, {"id": "/models"}, {"id": "/models", "dtype": "Float16"}]})
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"maxModelLen": 4096}},
+        {"image": {"nats": "nats:next", "pullPolicy": "Always"}},
+        {
+            "gateway": {
+                "replicas": 3,
+                "media": {"image": {"maxPixels": 1_000_000}, "video": {"maxBytes": 2048}},
+            }
+        },
+        {"gateway": {"maxRetries": 1, "requestTimeoutSeconds": 5}},
+        {"encoder": {"replicas": 3, "cacheMebibytes": 1, "batching": {"maxItems": 1}}},
+        {"encoder": None},
+        {"prefill": None},
+        {"prefill": {"chunkTokens": 64, "prefixCache": False}},
+        {"decode": {"replicas": 9, "maxSequences": 1, "kvCacheMebibytes": 16}},
+        {"decode": {"template": {"labels": {"a": "b"}}, "nodeSelector": {"a": "b"}}},
+        {"transfer": {"embedding": {"chunkKibibytes": 64}, "kv": {"leaseSeconds": 5}}},
+        {"nats": {"managed": False, "url": "nats://elsewhere:4222"}},
+        {"slo": {"ttftMilliseconds": 100}, "gpuBudget": 1, "paused": True},
+        {"observability": {"logLevel": "Debug"}},
+    ],
+    ids=json.dumps,
+)
+def test_sizes_limits_placement_and_promises_leave_the_revision_alone(change):
+    assert revision(**change) == revision()
+
+
+def test_the_wire_version_changes_the_revision(monkeypatch):
+    before = revision()
+    monkeypatch.setattr(pipeline, "WIRE_VERSION", pipeline.WIRE_VERSION + 1)
+    assert revision() != before
+
+
+def test_a_revision_is_ten_hex_digits():
+    assert len(revision()) == 10
+    assert int(revision(), 16) >= 0
+
+
+def test_what_a_worker_is_told_comes_back_the_same(tmp_path):
+    spec = MultimodalDeployment.parse(base_manifest()).spec
+    config = PipelineConfig.of(spec, "default", "sample")
+    (tmp_path / "pipeline.json").write_text(config.dump())
+    assert PipelineConfig.load(tmp_path / "pipeline.json") == config
