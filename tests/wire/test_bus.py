@@ -1,11 +1,12 @@
 import asyncio
 import logging
 import threading
+import time
 
 import pytest
 
 from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
-from mmd_workers.wire.bus import Bus, Refusal
+from mmd_workers.wire.bus import CONCURRENT_REQUESTS, Bus, Refusal
 from mmd_workers.wire.codec import Frame, WireError
 from mmd_workers.wire.messages import Cancel, MediaRead, MediaSlice, Placed
 
@@ -200,3 +201,58 @@ async def test_bulk_has_a_connection_of_its_own(connect):
         assert (await got.get()).attempt == 1
     await here.close()
     assert not any(thread.name.startswith("here-bulk") for thread in threading.enumerate())
+
+
+async def test_more_requests_than_can_be_held_are_refused_at_once(connect):
+    here = await connect("here")
+    go_on = asyncio.Event()
+
+    async def slow(cancel: Cancel) -> Placed:
+        await go_on.wait()
+        return Placed(cancel.request_id, True)
+
+    await here.serve("x", Cancel, slow)
+    requests = [
+        asyncio.create_task(here.request("x", Cancel(f"r{i}", 0), Placed, timeout=10))
+        for i in range(CONCURRENT_REQUESTS + 5)
+    ]
+    async with asyncio.timeout(5):
+        done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        assert all(isinstance(task.exception(), OverloadedError) for task in done)
+        go_on.set()
+        results = await asyncio.gather(*requests, return_exceptions=True)
+    assert sum(isinstance(result, OverloadedError) for result in results) == 5
+
+
+async def test_a_handler_that_is_too_slow_costs_messages_not_memory(connect, monkeypatch):
+    monkeypatch.setattr("mmd_workers.wire.bus.PENDING_MESSAGES", 10)
+    here, there = await connect("here"), await connect("there")
+    go_on = asyncio.Event()
+
+    async def slow(_: Cancel) -> None:
+        await go_on.wait()
+
+    await here.subscribe("x", Cancel, slow)
+    await here.flush()
+    for i in range(50):
+        await there.publish("x", Cancel("r", i))
+    await there.flush()
+    await here.flush()
+    assert here.dropped_messages in (39, 40)  # ten wait, one may be in hand
+    go_on.set()
+
+
+async def test_a_handler_that_never_ends_does_not_hold_up_closing(connect):
+    here = await connect("here")
+    begun = asyncio.Event()
+
+    async def stuck(_: Cancel) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    await here.subscribe("x", Cancel, stuck)
+    await here.publish("x", Cancel("r", 0))
+    await begun.wait()
+    begin = time.monotonic()
+    await here.close(timeout=0.3)
+    assert time.monotonic() - begin < 1.5

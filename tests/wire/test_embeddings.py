@@ -69,7 +69,7 @@ async def pod(connect):
 
 @pytest.fixture
 async def sender(connect):
-    return EmbeddingSender(await connect("encoder-0"), timeout_seconds=1.0)
+    return EmbeddingSender(await connect("encoder-0"), timeout_seconds=2.0)
 
 
 @pytest.fixture
@@ -474,3 +474,16 @@ async def test_a_cancelled_sender_stops_although_the_client_swallows_the_cancell
     await asyncio.sleep(0.5)
     assert len(offers) == 1
     assert pod.features == {}
+
+
+async def test_an_offer_made_again_replaces_the_transfer_that_never_began(pod, wire):
+    first = await wire.offer(DATA)
+    second = await wire.offer(DATA)
+    assert (first.verdict, second.verdict) == ("send", "send")
+    assert pod.receiver.reserved_bytes == MIB
+    await wire.chunk(second, 0, 0, DATA[:HALF])
+    await wire.chunk(second, 1, HALF, DATA[HALF:], last=True)
+    async with asyncio.timeout(3):
+        await pod.arrived.wait()
+    assert pod.features["f"][1] == DATA
+    await pod.room_is_free()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,6 +104,7 @@ class Bus:
         self._reconnect_hooks: list[Callable[[], Awaitable[None]]] = []
         self._hook_tasks: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
+        self._subscriptions: weakref.WeakSet[NatsSubscription] = weakref.WeakSet()
         self._bulk: Bulk | None = None
         self._bulk_lock = asyncio.Lock()
 
@@ -290,13 +292,26 @@ class Bus:
         for task in (*self._serving, *self._hook_tasks):
             task.cancel()
         if self.is_connected:
-            try:
-                async with asyncio.timeout(max(0.05, end - time.monotonic())):
-                    await self._client.drain()
-            except (TimeoutError, nats_errors.Error) as error:
-                _log.warning("closing %s without draining: %s", self.client_name, error or "deadline")
+            await self._drain(max(0.05, end - time.monotonic()))
         if not self._client.is_closed:
             await self._client.close()
+
+    async def _drain(self, seconds: float) -> None:
+        """Let every subscription finish what has arrived. (The client's own drain has no deadline that holds.)"""
+        drains = [asyncio.create_task(subscription.drain()) for subscription in list(self._subscriptions)]
+        if drains:
+            done, late = await asyncio.wait(drains, timeout=seconds)
+            for drain in late:
+                drain.cancel()
+            if late:
+                _log.warning("closing %s with %d handlers still busy", self.client_name, len(late))
+            for drain in done:
+                if (error := drain.exception()) and not isinstance(error, nats_errors.BadSubscriptionError):
+                    _log.warning("closing %s without draining: %s", self.client_name, error)
+        try:
+            await self.flush(min(seconds, 2.0))
+        except DeadlineError as error:
+            _log.warning("closing %s: %s", self.client_name, error.message)
 
     async def _open(self) -> None:
         async def error_callback(error: Exception) -> None:
@@ -342,11 +357,13 @@ class Bus:
         self, subject: str, receive: Callable[[Msg], Awaitable[None]], pending_bytes: int = PENDING_BYTES
     ) -> NatsSubscription:
         try:
-            return await self._client.subscribe(
+            subscription = await self._client.subscribe(
                 subject, cb=receive, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=pending_bytes
             )
         except nats_errors.Error as error:
             raise PeerLostError(f"cannot subscribe to {subject}: {type(error).__name__} {error}") from error
+        self._subscriptions.add(subscription)
+        return subscription
 
     async def _publish(self, subject: str, data: bytes, reply: str = "") -> None:
         try:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 from nats.aio.msg import Msg
 
 from mmd_workers.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
@@ -45,6 +46,7 @@ _MAX_TRANSFERS = 4
 _MAX_TENSORS = 1024
 _ATTEMPTS = 3
 _RETRY_SECONDS = 0.05
+_OFFER_SECONDS = 5.0  # a receiver that is gone is known at once; one that is busy may take its time
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -117,7 +119,7 @@ class EmbeddingSender:
         while not abandoned.is_set():
             try:
                 grant = await bus.request(
-                    bus.subjects.embedding(receiver), offer, EmbeddingGrant, timeout=self._timeout
+                    bus.subjects.embedding(receiver), offer, EmbeddingGrant, timeout=_OFFER_SECONDS
                 )
                 if grant.verdict == "have":
                     return "have"
@@ -337,12 +339,22 @@ class EmbeddingReceiver:
             return EmbeddingGrant(
                 offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not wanted here"
             )
+        earlier = self._transfers.get(offer.feature_id)
+        if (
+            earlier is not None
+            and earlier.offer.transfer_id == offer.transfer_id
+            and not earlier.handing_over
+        ):
+            self._end(earlier, "its sender offered it again")
         full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
         if full or offer.feature_id in self._transfers:
             reason = "no room now" if full else "another sender is at it"
             return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=_RETRY_SECONDS, reason=reason)
         incoming = _Incoming(
-            offer, bulk.bus.new_inbox(), memoryview(bytearray(offer.total_bytes)), time.monotonic()
+            offer,
+            bulk.bus.new_inbox(),
+            np.empty(offer.total_bytes, dtype=np.uint8).data,
+            time.monotonic(),
         )
         self._transfers[offer.feature_id] = incoming
         self._reserved += offer.total_bytes
