@@ -17,7 +17,13 @@ STRUCTURE_ONLY: dict[str, Any] = {"structure_only": True}
 class ApiModel(BaseModel):
     """A part of the resource. Unknown fields are refused, so a typing error never passes silently."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="after")
     def _keep_the_rules(self, info: ValidationInfo) -> Self:

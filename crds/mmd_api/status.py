@@ -33,43 +33,66 @@ class Condition(ApiModel):
     """One fact about the deployment, true at `observedGeneration`."""
 
     type: ConditionType
+    """What the fact is about."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     observed_generation: Annotated[int, Field(ge=0)]
+    """Generation of the spec it was seen at."""
     last_transition_time: AwareDatetime
+    """When status last changed."""
     reason: Reason
+    """One CamelCase word."""
     message: Text = ""
+    """For people, with the remedy where something is wrong."""
 
 
 class ScalingDecision(ApiModel):
     """The last change of a pool's size, with the metric and the numbers that drove it."""
 
     time: AwareDatetime
+    """When."""
     from_replicas: Count
+    """Size before."""
     to_replicas: Count
+    """Size after."""
     reason: Reason
+    """Why, in one CamelCase word."""
     metric: Annotated[str, Field(max_length=64)] | None = None
+    """Signal that drove it."""
     observed_milli: Annotated[int, Field(ge=0)] | None = None
+    """What the signal said, times 1000."""
     target_milli: Annotated[int, Field(ge=0)] | None = None
+    """What it was aimed at, times 1000."""
     limited_by: Reason | None = None
+    """What kept it from going further."""
     message: Text = ""
+    """The same for people."""
 
 
 class PoolStatus(ApiModel):
     """Pods of one pool over all its revisions; `revision` is the one that takes new requests."""
 
     desired: Count = 0
+    """Pods wanted."""
     ready: Count = 0
+    """Pods that take work."""
     draining: Count = 0
+    """Pods that finish what they hold."""
     revision: Revision | None = None
+    """Pipeline revision that takes new requests."""
     last_decision: ScalingDecision | None = None
+    """Last change of size."""
 
 
 class PoolsStatus(ApiModel):
     """One entry for each pool of the spec."""
 
     encoder: PoolStatus | None = None
+    """Encoder pool."""
     prefill: PoolStatus | None = None
+    """Prefill pool."""
     decode: PoolStatus | None = None
+    """Decode pool."""
 
     @property
     def summary(self) -> str:
@@ -82,7 +105,9 @@ class MultimodalDeploymentStatus(ApiModel):
     """What the operator last saw. `poolsSummary` repeats `pools` in the words of the printer column."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
+    """Generation of the spec that was last acted on."""
     pipeline_revision: Revision | None = None
+    """Revision that takes new requests."""
     conditions: Annotated[
         list[Condition],
         Field(
@@ -90,10 +115,15 @@ class MultimodalDeploymentStatus(ApiModel):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
     ] = []
+    """Facts, keyed by type."""
     pools: PoolsStatus = PoolsStatus()
+    """Each pool."""
     pools_summary: Annotated[str, Field(max_length=64)] = ""
+    """Ready and desired pods, as in the printer column."""
     bottleneck: Literal["Gateway", "Encoder", "Prefill", "Decode", "Transfer", "None"] | None = None
+    """What holds requests up most."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
+    """Where the gateway listens."""
 
     def condition(self, condition_type: ConditionType) -> Condition | None:
         """The condition of a type, if it was ever set."""
