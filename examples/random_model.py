@@ -76,8 +76,8 @@ class Recipe:
         raw.train_from_iterator(CORPUS.splitlines(), trainer)
         self.tokenizer = hf.PreTrainedTokenizerFast(
             tokenizer_object=raw,
-            eos_token="<|im_end|>",
-            pad_token="<|endoftext|>",
+            eos_token="<|im_end|>",  # noqa: S106
+            pad_token="<|endoftext|>",  # noqa: S106
             extra_special_tokens=dict(self.names),
             model_max_length=4096,
         )
@@ -136,7 +136,11 @@ def mrope(hidden: int) -> dict[str, Any]:
     half = hidden // 8
     first = half // 4
     rest = (half - first) // 2
-    return {"rope_type": "default", "mrope_section": [first, rest, half - first - rest], "rope_theta": 10000.0}
+    return {
+        "rope_type": "default",
+        "mrope_section": [first, rest, half - first - rest],
+        "rope_theta": 10000.0,
+    }
 
 
 def _llava(r: Recipe) -> Built:
@@ -247,7 +251,9 @@ def _qwen_vl(r: Recipe, version: str) -> Built:
         image_processor=hf.Qwen2VLImageProcessor(size=QWEN_PIXELS, **PATCHES),
         video_processor=video_class(size=video_size, cap_pixels_per_frame=False, **PATCHES),
         tokenizer=r.tokenizer,
-        chat_template=chat_template(image=QWEN_IMAGE, video="<|video_pad|>" if version == "3" else QWEN_VIDEO),
+        chat_template=chat_template(
+            image=QWEN_IMAGE, video="<|video_pad|>" if version == "3" else QWEN_VIDEO
+        ),
     )
     return getattr(hf, stem + "ForConditionalGeneration")(config), processor
 
@@ -278,7 +284,9 @@ def _internvl(r: Recipe) -> Built:
         image_token_id=r.id("<IMG_CONTEXT>"),
     )
     processor = hf.InternVLProcessor(
-        image_processor=hf.GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=4),
+        image_processor=hf.GotOcr2ImageProcessor(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
         video_processor=hf.InternVLVideoProcessor(size=SQUARE),
         tokenizer=r.tokenizer,
         image_seq_length=4,
@@ -291,7 +299,7 @@ def _idefics(r: Recipe, stem: str) -> Built:
     r.names = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
     r.names |= {"global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"}
     if stem == "SmolVLM":
-        r.names["video_token"] = "<video>"
+        r.names |= {"video_token": "<video>"}
     r.extra_tokens = [f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)]
     r.make_tokenizer()
     config = getattr(hf, stem + "Config")(
@@ -323,11 +331,20 @@ def _smolvlm(r: Recipe) -> Built:
 
 
 def _gemma3(r: Recipe) -> Built:
-    r.names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    r.names = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     r.embedding_std = 0.02
     r.make_tokenizer()
     layers = ["sliding_attention", "full_attention"] * r.size.layers
-    text = r.text(head_dim=r.size.hidden // 4, query_pre_attn_scalar=1, sliding_window=16, layer_types=layers[: r.size.layers])
+    text = r.text(
+        head_dim=r.size.hidden // 4,
+        query_pre_attn_scalar=1,
+        sliding_window=16,
+        layer_types=layers[: r.size.layers],
+    )
     config = hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(**text),
         vision_config=hf.SiglipVisionConfig(**r.clip(vision_use_head=False)),
@@ -347,9 +364,9 @@ def _gemma3(r: Recipe) -> Built:
 
 def _paligemma(r: Recipe) -> Built:
     r.names = {"image_token": "<image>"}
-    r.embedding_std = 0.002
+    r.embedding_std = 0.02
     r.make_tokenizer()
-    r.tokenizer.bos_token = "<|im_start|>"
+    r.tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
     config = hf.PaliGemmaConfig(
         text_config=hf.GemmaConfig(**r.text(head_dim=r.size.hidden // 4)),
         vision_config=hf.SiglipVisionConfig(**r.clip(vision_use_head=False, projection_dim=r.size.hidden)),
@@ -385,11 +402,17 @@ def _mistral3(r: Recipe) -> Built:
 
 
 def _ears(seconds: int, mels: int = 16) -> Any:
-    return hf.WhisperFeatureExtractor(feature_size=mels, sampling_rate=16000, hop_length=160, chunk_length=seconds)
+    return hf.WhisperFeatureExtractor(
+        feature_size=mels, sampling_rate=16000, hop_length=160, chunk_length=seconds
+    )
 
 
 def _qwen2_audio(r: Recipe) -> Built:
-    r.names = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+    r.names = {
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
     r.make_tokenizer()
     config = hf.Qwen2AudioConfig(
         text_config=hf.Qwen2Config(**r.text()),
@@ -461,7 +484,9 @@ OMNI_NAMES = {
 def _omni_parts(r: Recipe, audio: dict[str, Any], text: dict[str, Any], vision: str) -> dict[str, Any]:
     r.names = dict(OMNI_NAMES)
     r.make_tokenizer()
-    ids = {name.replace("_token", "_token_id"): r.id(t) for name, t in OMNI_NAMES.items() if "bos" not in name}
+    ids = {
+        name.replace("_token", "_token_id"): r.id(t) for name, t in OMNI_NAMES.items() if "bos" not in name
+    }
     ids = {k: v for k, v in ids.items() if "eos" not in k}
     return ids | {
         "text_config": r.text(rope_parameters=mrope(r.size.hidden)) | text,
@@ -500,7 +525,12 @@ def _qwen3_omni_moe(r: Recipe) -> Built:
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
     audio = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 16, "conv_chunksize": 50}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": r.size.hidden // 4}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": r.size.hidden // 4,
+    }
     config = Qwen3OmniMoeThinkerConfig(**_omni_parts(r, audio, experts, "3"))
     model = hf.Qwen3OmniMoeThinkerForConditionalGeneration(config)
     return model, _omni_processor(r, hf.Qwen3OmniMoeProcessor, 4)
@@ -547,7 +577,9 @@ def _randomise(model: torch.nn.Module, recipe: Recipe, seed: int) -> None:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
 
 
-def build(arch: str, path: str | Path, seed: int = 0, size: Size | None = None, shard_size: str = "5GB") -> Path:
+def build(
+    arch: str, path: str | Path, seed: int = 0, size: Size | None = None, shard_size: str = "5GB"
+) -> Path:
     """Write a checkpoint of `arch` into folder `path` and return it.
 
     Raises:
@@ -569,7 +601,9 @@ def build(arch: str, path: str | Path, seed: int = 0, size: Size | None = None, 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("arch", choices=sorted(ARCHITECTURES))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.video_utils import VideoMetadata
+
 from mmd_api.spec import MediaPolicy, ModelSpec
 from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
@@ -19,7 +21,6 @@ from mmd_workers.model.language import HfLanguageModel, load_language_model
 from mmd_workers.model.roles import architecture_class
 from mmd_workers.model.source import load_config
 from mmd_workers.model.types import LoweredPrompt, PromptLayout
-from transformers.video_utils import VideoMetadata
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 12
@@ -93,7 +94,9 @@ def decoded(medium: Medium, indices: Sequence[int], samples: int) -> Decoded:
 
 def conversation(*parts: str | Medium) -> list[dict[str, Any]]:
     """One user message; strings are text parts."""
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.info.modality} for p in parts]
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": p.info.modality} for p in parts
+    ]
     return [{"role": "user", "content": content}]
 
 
@@ -136,7 +139,9 @@ def hf_inputs(
             tokenizer.chat_template = processor.chat_template
         if tokenizer is processor:
             messages = [{**m, "content": "".join(p["text"] for p in m["content"])} for m in messages]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         return {k: ids[k] for k in ("input_ids", "attention_mask")}
     if arch == "voxtral":
         return _voxtral_inputs(served, messages, media, layout)

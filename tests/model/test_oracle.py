@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import model_zoo as zoo
 import pytest
 import torch
-
-import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 
@@ -18,12 +17,25 @@ CASES: dict[str, tuple[set[str], Case]] = {
     "image": ({"image"}, lambda: [zoo.image(100, 64, 1), "tell me what this is"]),
     "video": ({"video"}, lambda: [zoo.video(64, 80, 12, 6.0, 2), "tell me what moves"]),
     "audio": ({"audio"}, lambda: [zoo.audio(20000, 3), "tell me what sounds"]),
-    "two images": ({"image"}, lambda: [zoo.image(60, 60, 4), "and then", zoo.image(150, 40, 5), "tell me both"]),
-    "image and video": ({"image", "video"}, lambda: [zoo.image(80, 60, 6), "then", zoo.video(56, 56, 8, 4.0, 7), "tell"]),
+    "two images": (
+        {"image"},
+        lambda: [zoo.image(60, 60, 4), "and then", zoo.image(150, 40, 5), "tell me both"],
+    ),
+    "image and video": (
+        {"image", "video"},
+        lambda: [zoo.image(80, 60, 6), "then", zoo.video(56, 56, 8, 4.0, 7), "tell"],
+    ),
     "two sounds": ({"audio"}, lambda: [zoo.audio(9600, 8), "then", zoo.audio(32000, 9), "tell me both"]),
     "everything": (
         {"image", "video", "audio"},
-        lambda: [zoo.audio(9600, 8), "x", zoo.video(56, 84, 7, 5.0, 7), "y", zoo.image(30, 90, 6), "tell me all"],
+        lambda: [
+            zoo.audio(9600, 8),
+            "x",
+            zoo.video(56, 84, 7, 5.0, 7),
+            "y",
+            zoo.image(30, 90, 6),
+            "tell me all",
+        ],
     ),
 }
 # What transformers' own processors or models refuse, or make depend on the other media of a request (qwen3_omni_moe pads
@@ -62,4 +74,6 @@ def test_greedy_tokens_of_the_split_model_equal_generate(
     carried = expected[:5]  # a sequence that moved here after five tokens
     resumed = zoo.lowered(served, layout, media, carried)
     assert carried + zoo.greedy(served, resumed, zoo.NEW_TOKENS - 5) == expected
-    assert torch.equal(resumed.positions[:, : len(layout.token_ids)], zoo.lowered(served, layout, media).positions)
+    assert torch.equal(
+        resumed.positions[:, : len(layout.token_ids)], zoo.lowered(served, layout, media).positions
+    )

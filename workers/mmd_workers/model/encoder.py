@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mmd_api.spec import ModelSpec
 
+from mmd_api.spec import ModelSpec
 from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
 from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, Modality
 from mmd_workers.model import inputs as media_inputs
@@ -25,7 +25,13 @@ class HfEncoderModel:
     """Towers and projectors of one model. `process` may run in many threads, `encode` in one at a time."""
 
     def __init__(
-        self, model: Any, processor: Any, adapter: Adapter, device: torch.device, dtype: torch.dtype, loaded_bytes: int
+        self,
+        model: Any,
+        processor: Any,
+        adapter: Adapter,
+        device: torch.device,
+        dtype: torch.dtype,
+        loaded_bytes: int,
     ) -> None:
         self.model = model
         self.loaded_bytes = loaded_bytes
@@ -36,7 +42,8 @@ class HfEncoderModel:
         self._inputs = MediaInputs(processor, shapes_only=False)
         self._hidden_size = int(adapter.config.get_text_config().hidden_size)
         self._placeholder = {
-            m: str(processor.tokenizer.convert_ids_to_tokens(adapter.placeholder_id(m))) for m in self.modalities
+            m: str(processor.tokenizer.convert_ids_to_tokens(adapter.placeholder_id(m)))
+            for m in self.modalities
         }
         self._lock = threading.Lock()
 
@@ -79,7 +86,8 @@ class HfEncoderModel:
         joined = {name: torch.cat([m.tensors[name] for m in batch]) for name in batch[0].tensors}
         with self._lock, torch.no_grad():
             moved = {
-                name: t.to(self.device, self.dtype if t.is_floating_point() else None) for name, t in joined.items()
+                name: t.to(self.device, self.dtype if t.is_floating_point() else None)
+                for name, t in joined.items()
             }
             output = self._adapter.features(self.model, modality, moved)
             rows = {EMBEDDINGS: self._adapter.scale_features(_rows(_main(output)))}
@@ -94,10 +102,18 @@ class HfEncoderModel:
                     "the processor settings and the weights of this checkpoint do not belong together"
                 )
         if names != set(rows):
-            raise CountMismatchError(f"the {modality} tower returned {sorted(rows)} where {sorted(names)} were promised")
-        split = {name: t.to("cpu", self.dtype).split(counts) for name, t in rows.items()}
+            raise CountMismatchError(
+                f"the {modality} tower returned {sorted(rows)} where {sorted(names)} were promised"
+            )
+        split = {name: torch.split(t.to("cpu", self.dtype), counts) for name, t in rows.items()}
         return [
-            Feature(modality, {name: parts[i].clone(memory_format=torch.contiguous_format) for name, parts in split.items()})
+            Feature(
+                modality,
+                {
+                    name: parts[i].clone(memory_format=torch.contiguous_format)
+                    for name, parts in split.items()
+                },
+            )
             for i in range(len(batch))
         ]
 
@@ -110,7 +126,9 @@ class HfEncoderModel:
             return self._adapter.video(self._inputs, frames, layout.sampling.frame_indices, fps, total)
         if isinstance(medium, DecodedAudio) and layout.modality == "audio":
             return self._adapter.audio(self._inputs, medium.waveform)
-        raise UnsupportedInputError(f"a {layout.modality} was laid out, but {type(medium).__name__} was decoded")
+        raise UnsupportedInputError(
+            f"a {layout.modality} was laid out, but {type(medium).__name__} was decoded"
+        )
 
 
 def _main(output: Any) -> Any:

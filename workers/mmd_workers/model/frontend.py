@@ -6,17 +6,21 @@ Counts come from the model's own processors, run on tensors that have a shape bu
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+import re
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mmd_api.spec import MediaPolicy, ModelSpec
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
+from transformers.utils.chat_template_utils import mark_control_tokens
 from transformers.video_utils import VideoMetadata
 
+from mmd_api.spec import MediaPolicy, ModelSpec
 from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
 from mmd_workers.media.types import MediumInfo, Modality
 from mmd_workers.model import inputs as media_inputs
@@ -69,7 +73,8 @@ class HfFrontend:
             token_id = adapter.placeholder_id(modality)
             self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
-        self._control_tokens = tuple(tokenizer.added_tokens_encoder)
+        self._control_re = _any_of(tokenizer.added_tokens_encoder)
+        self._lock = threading.Lock()
         self._probe = functools.lru_cache(PROBES_KEPT)(self._probe_uncached)
 
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
@@ -83,6 +88,8 @@ class HfFrontend:
         """
         self._check_parts(messages, media)
         sanitize = self._mentions_control_token(messages)
+        if sanitize:
+            messages = self._mark(messages)
         if self._processor is None:
             return PromptLayout(self._text_ids(messages, sanitize), [])
         plans = [self._sampling(info) for info in media]
@@ -92,7 +99,7 @@ class HfFrontend:
         replacements: dict[str, list[str]] = {}
         for info, probe in zip(media, probes, strict=True):
             replacements.setdefault(info.modality, []).append(probe.replacement)
-        text = self._adapter.render(self._processor, _as_parts(messages), sanitize)
+        text = self._adapter.render(self._processor, _as_parts(messages))
         text, order = self._adapter.expand(self._processor, text, replacements)
         token_ids = self._encode(text, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
@@ -121,34 +128,59 @@ class HfFrontend:
                     )
         given = [info.modality for info in media]
         if wanted != given:
-            raise UnsupportedInputError(f"messages name the media {wanted}, but {given} were given; pass them in order of use")
+            raise UnsupportedInputError(
+                f"messages name the media {wanted}, but {given} were given; pass them in order of use"
+            )
 
     def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
         for message in messages:
             content = message.get("content")
             parts = content if isinstance(content, list) else [{"text": content or ""}]
             for part in parts:
-                text = str(part.get("text", ""))
-                if any(token in text for token in self._control_tokens):
+                if self._control_re.search(str(part.get("text", ""))):
                     return True
         return False
 
-    def _text_ids(self, messages: Sequence[dict[str, Any]], sanitize: bool) -> list[int]:
-        found = self.tokenizer.apply_chat_template(
-            _as_text(messages),
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-            sanitize_control_tokens=sanitize,
-        )
-        return [int(i) for i in found]
+    def _mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Mark control tokens that users wrote, so that they are neither replaced nor encoded as such."""
+        marked = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                content = [
+                    {**p, "text": mark_control_tokens(p["text"], self._control_re)} if "text" in p else p
+                    for p in content
+                ]
+            marked.append(
+                {
+                    **message,
+                    "content": content
+                    if isinstance(content, list)
+                    else mark_control_tokens(content, self._control_re),
+                }
+            )
+        return marked
 
-    def _encode(self, text: str, sanitize: bool) -> list[int]:
-        bos = self.tokenizer.bos_token
-        settings: dict[str, Any] = {"add_special_tokens": not (bos and text.startswith(bos))}
-        if sanitize:
-            settings["sanitize_control_tokens"] = True
-        return [int(i) for i in self.tokenizer(text, **settings)["input_ids"]]
+    def _text_ids(self, messages: Sequence[dict[str, Any]], sanitize: bool) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            _as_text(messages), tokenize=False, add_generation_prompt=True
+        )
+        return self._encode(str(text), sanitize, add_special_tokens=False)
+
+    def _encode(self, text: str, sanitize: bool, add_special_tokens: bool | None = None) -> list[int]:
+        if (
+            add_special_tokens is None
+        ):  # as the processors do: a template that writes the first token writes all
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and text.startswith(bos))
+        with self._lock:  # the tokenizer switches how it treats added tokens while it encodes marked text
+            if not sanitize:
+                return [
+                    int(i) for i in self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+                ]
+            ids = self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"]
+            first = self.tokenizer("", add_special_tokens=True)["input_ids"][:1] if add_special_tokens else []
+        return [int(i) for i in [*(i for i in first if i == self.tokenizer.bos_token_id), *ids]]
 
     def _sampling(self, info: MediumInfo) -> SamplingPlan:
         if info.modality == "video":
@@ -168,26 +200,30 @@ class HfFrontend:
         if total < 1 or info.fps <= 0:
             raise UnsupportedInputError("the video has no frames or no frame rate; send one that has")
         group = int(getattr(chooser, "temporal_patch_size", None) or 1)
+        least = min(total, 2 * group)
+        if total == least:
+            return list(range(total))
+        rate = min(max(policy.frames_per_second_milli / 1000, least * info.fps / total), info.fps)
         own_frames = getattr(chooser, "num_frames", None)
-        rate = policy.frames_per_second_milli / 1000
-        if total <= 2 * group or total == 1:
-            chosen = list(range(total))
-        else:
-            metadata = VideoMetadata(
-                total_num_frames=total, fps=info.fps, duration=total / info.fps, width=info.width, height=info.height
-            )
-            if own_frames is None:
-                rate = min(rate, info.fps)
-                chosen = chooser.sample_frames(metadata=metadata, fps=rate)
-            else:
-                count = min(own_frames, policy.max_frames, total)
-                extra = {"skip_secs": 0} if hasattr(chooser, "fps") and chooser.fps is not None else {}
-                extra |= {"fps": rate} if extra else {}
-                chosen = chooser.sample_frames(metadata=metadata, num_frames=count, **extra)
-            chosen = sorted({min(total - 1, max(0, int(i))) for i in chosen})
-        if len(chosen) > policy.max_frames:
-            keep = np.linspace(0, len(chosen) - 1, policy.max_frames).round().astype(int)
-            chosen = [chosen[i] for i in keep]
+        wish: dict[str, Any] = {"fps": rate}
+        if own_frames is not None:
+            asks_both = "skip_secs" in inspect.signature(chooser.sample_frames).parameters
+            wish = ({"fps": rate} if asks_both else {}) | {
+                "num_frames": min(own_frames, policy.max_frames, total)
+            }
+        metadata = VideoMetadata(
+            total_num_frames=total,
+            fps=info.fps,
+            duration=total / info.fps,
+            width=info.width,
+            height=info.height,
+        )
+        chosen = sorted(
+            {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **wish)}
+        )
+        limit = max(1, policy.max_frames - policy.max_frames % group)
+        if len(chosen) > limit:
+            chosen = [chosen[i] for i in np.linspace(0, len(chosen) - 1, limit).round().astype(int)]
         return chosen
 
     def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> _Probe:
@@ -202,12 +238,18 @@ class HfFrontend:
                 plan.num_samples,
             )
         except PROCESSOR_ERRORS as error:
-            what = f"{info.num_samples} samples" if info.modality == "audio" else f"{info.width} x {info.height} pixels"
+            what = (
+                f"{info.num_samples} samples"
+                if info.modality == "audio"
+                else f"{info.width} x {info.height} pixels"
+            )
             raise UnsupportedInputError(
                 f"medium {number} ({info.modality}, {what}): the model's processor refuses it: {error}; send another size"
             ) from error
         if not probe.replacement.count(self._placeholder[info.modality]):
-            raise UnsupportedInputError(f"medium {number} ({info.modality}) is too short or too small to become a token")
+            raise UnsupportedInputError(
+                f"medium {number} ({info.modality}) is too short or too small to become a token"
+            )
         return probe
 
     def _probe_uncached(
@@ -249,7 +291,9 @@ class HfFrontend:
     ) -> list[MediumLayout]:
         """Deal out the placeholder positions: markers of one modality keep the order of their media."""
         positions = iter([i for i, token in enumerate(token_ids) if token in self._placeholder_ids])
-        total = sum(p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True))
+        total = sum(
+            p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True)
+        )
         found = sum(1 for token in token_ids if token in self._placeholder_ids)
         if total != found or len(order) != len(media):
             raise CountMismatchError(
@@ -271,6 +315,11 @@ class HfFrontend:
                 work=probe.work,
             )
         return [placed[n] for n in range(len(media))]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, longer ones first."""
+    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -103,7 +103,9 @@ class MediaInputs:
 
     def image(self, pixels: torch.Tensor) -> Processed:
         """Process uint8 pixels [3, height, width]."""
-        outputs, texts = self.processor._process_images([pixels], **self._settings["images_kwargs"] | CHANNELS_FIRST)
+        outputs, texts = self.processor._process_images(
+            [pixels], **self._settings["images_kwargs"] | CHANNELS_FIRST
+        )
         return Processed(texts[0], dict(outputs))
 
     def video(self, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int) -> Processed:
@@ -118,7 +120,9 @@ class MediaInputs:
         )
         videos = self._settings["videos_kwargs"] | CHANNELS_FIRST
         videos |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
-        if isinstance(self.processor, OmniModalProcessorMixin):  # these ask for the rate instead of the metadata
+        if isinstance(
+            self.processor, OmniModalProcessorMixin
+        ):  # these ask for the rate instead of the metadata
             videos["fps"] = metadata.sampled_fps
             settings = self._settings | {"videos_kwargs": videos, "load_audio_from_video": False}
         else:

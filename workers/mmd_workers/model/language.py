@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mmd_api.spec import ModelSpec
 
+from mmd_api.spec import ModelSpec
 from mmd_workers.errors import CountMismatchError, UnsupportedModelError
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
@@ -36,16 +36,17 @@ class HfLanguageModel:
         self.device, self.dtype, self.loaded_bytes = device, dtype, loaded_bytes
         self.eos_token_ids = eos_token_ids
         self.hidden_size = int(text.hidden_size)
+        self.max_model_len = int(text.max_position_embeddings)
         self.kv_layout = _kv_layout(self.decoder, text, dtype)
         self.position_axes = 1 if rope_index(model) is None else 3
         self._adapter = adapter
         self._head = model.get_output_embeddings()
-        self._table = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        self._table = self.decoder.get_input_embeddings()
         self._extra_names = adapter.extra_names()
         self._softcap = getattr(text, "final_logit_softcapping", None)
         self._scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
         self.vocab_size = int(self._head.weight.shape[0])
-        ids = {adapter.placeholder_id(modality) for modality in ("image", "video", "audio")}  # type: ignore[arg-type]
+        ids = {adapter.placeholder_id(modality) for modality in ("image", "video", "audio")}
         self.suppress_token_ids = tuple(sorted(i for i in ids if i is not None and i < self.vocab_size))
 
     def lower(
@@ -112,6 +113,11 @@ class HfLanguageModel:
         embeds = embeds.clone()
         return embeds, {name: torch.zeros_like(embeds) for name in self._extra_names}
 
+    def feature_bytes(self, modality: str, num_tokens: int) -> int:
+        """Bytes of all tensors of a feature of this many tokens, for reserving room before it is made."""
+        levels = 1 + (len(self._extra_names) if modality != "audio" else 0)
+        return num_tokens * self.hidden_size * self.dtype.itemsize * levels
+
     def forward(
         self, embeds: torch.Tensor, positions: torch.Tensor, extras: dict[str, torch.Tensor]
     ) -> torch.Tensor:
@@ -174,7 +180,9 @@ def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLay
         module = owners[index]
         dims.append(int(module.head_dim))  # type: ignore[arg-type]
         projection = getattr(module, "k_proj", None)
-        heads.append(projection.out_features // dims[-1] if projection is not None else int(text.num_key_value_heads))
+        heads.append(
+            projection.out_features // dims[-1] if projection is not None else int(text.num_key_value_heads)
+        )
     return KvLayout(len(owners), heads, dims, str(dtype).removeprefix("torch."))
 
 
@@ -189,7 +197,7 @@ def load_language_model(model: ModelSpec, device: torch.device) -> HfLanguageMod
     adapter = adapter_for(config)
     dtype = source.resolve_dtype(model, config)
     loaded, loaded_bytes = load_role(folder, config, "language", dtype, device)
-    if not getattr(loaded, "_supports_attention_backend", True):
+    if not getattr(loaded.get_decoder(), "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"spec.model.id: {config.model_type} does not let its attention be replaced; choose another architecture"
         )

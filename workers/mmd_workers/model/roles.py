@@ -46,7 +46,9 @@ def architecture_class(config: Any) -> type[Any]:
         found = getattr(transformers.models.auto.modeling_auto, mapping, {}).get(config.model_type)
         names += [found] if isinstance(found, str) else list(found or [])
     if config.model_type.endswith("_thinker"):
-        stem = {"qwen2_5_omni_thinker": "Qwen2_5Omni", "qwen3_omni_moe_thinker": "Qwen3OmniMoe"}.get(config.model_type)
+        stem = {"qwen2_5_omni_thinker": "Qwen2_5Omni", "qwen3_omni_moe_thinker": "Qwen3OmniMoe"}.get(
+            config.model_type
+        )
         names.insert(0, f"{stem}ThinkerForConditionalGeneration")
     for name in names:
         cls = getattr(transformers, name, None)
@@ -90,7 +92,9 @@ def sliced_class(cls: type[Any], role: Role) -> type[Any]:
     return Sliced
 
 
-def load_role(folder: Path, config: Any, role: Role, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
+def load_role(
+    folder: Path, config: Any, role: Role, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, int]:
     """Load a role's model in evaluation mode. Returns it and the bytes of its weights, shared ones counted once.
 
     Raises:
@@ -99,7 +103,12 @@ def load_role(folder: Path, config: Any, role: Role, dtype: torch.dtype, device:
     cls = sliced_class(architecture_class(config), role)
     try:
         model, report = cls.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(

@@ -18,9 +18,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from mmd_api.spec import ModelSpec
 from transformers import AutoConfig, GenerationConfig
 
+from mmd_api.spec import ModelSpec
 from mmd_workers.errors import UnsupportedModelError
 
 BUILTIN = {"builtin/demo": "demo"}
@@ -74,7 +74,9 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
             f"{where} is gated; accept its licence on the hub and name a secret with your token in spec.model.storage.tokenSecret"
         ) from error
     except RevisionNotFoundError as error:
-        raise UnsupportedModelError(f"spec.model.revision: {spec.revision!r} does not exist in {spec.id!r}") from error
+        raise UnsupportedModelError(
+            f"spec.model.revision: {spec.revision!r} does not exist in {spec.id!r}"
+        ) from error
     except RepositoryNotFoundError as error:
         raise UnsupportedModelError(
             f"{where} is not on the hub, or is private; check the spelling or name a token in spec.model.storage.tokenSecret"

@@ -145,7 +145,9 @@ class LoweredPrompt:
     extras: dict[str, torch.Tensor]
     missing: dict[int, tuple[int, int]]  # medium number -> [first, last+1) of its placeholder positions
     atomic_ranges: list[tuple[int, int]]
-    ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # medium number -> its [start, length] runs
+    ranges: dict[int, list[tuple[int, int]]] = field(
+        default_factory=dict
+    )  # medium number -> its [start, length] runs
 
     @property
     def filled_until(self) -> int:

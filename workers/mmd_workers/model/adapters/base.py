@@ -47,17 +47,19 @@ class Adapter:
                 return int(found)
         return self.placeholder_id("image") if modality == "video" else None
 
-    def render(self, processor: Any, messages: Sequence[dict[str, Any]], sanitize: bool) -> str:
-        """Chat messages to text in which each medium is one marker; `sanitize` marks control tokens that users wrote."""
-        text = processor.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, sanitize_control_tokens=sanitize
-        )
-        return str(text)
+    def render(self, processor: Any, messages: Sequence[dict[str, Any]]) -> str:
+        """Chat messages to text in which each medium is one marker."""
+        return str(processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
-    def expand(self, processor: Any, text: str, replacements: Mapping[str, list[str]]) -> tuple[str, list[Modality]]:
+    def expand(
+        self, processor: Any, text: str, replacements: Mapping[str, list[str]]
+    ) -> tuple[str, list[Modality]]:
         """Replace the markers by what stands for the media. Returns the text and the modality of each marker in order."""
         texts, spans = processor.get_text_with_replacements(
-            [text], replacements.get("image", []), replacements.get("video", []), replacements.get("audio", [])
+            [text],
+            replacements.get("image", []),
+            replacements.get("video", []),
+            replacements.get("audio", []),
         )
         return texts[0], [span["type"] for span in (spans[0] if spans else [])]
 
@@ -76,8 +78,11 @@ class Adapter:
         return inputs.audio(waveform)
 
     def max_audio_samples(self, processor: Any) -> int:
-        """Samples after which the model's processor cuts a sound off."""
-        return int(processor.feature_extractor.n_samples)
+        """Samples after which the model's processor cuts a sound off; 0 where it never does."""
+        if (seconds := getattr(processor, "max_audio_len", None)) is not None:
+            return int(seconds * processor.feature_extractor.sampling_rate)
+        truncates = getattr(processor, "audio_kwargs", {}).get("truncation", True)
+        return int(processor.feature_extractor.n_samples) if truncates else 0
 
     def work(self, processed: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> int:
         """Encoder work of one medium: patches of the vision tower, or mel frames."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmd_workers.media.types import Modality
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.types import MediumLayout
-from mmd_workers.media.types import Modality
 
 
 class PaliGemmaAdapter(Adapter):
@@ -18,7 +18,11 @@ class PaliGemmaAdapter(Adapter):
         del media
         return [(0, prompt_tokens)]
 
-    def expand(self, processor: Any, text: str, replacements: Mapping[str, list[str]]) -> tuple[str, list[Modality]]:
+    def expand(
+        self, processor: Any, text: str, replacements: Mapping[str, list[str]]
+    ) -> tuple[str, list[Modality]]:
         """As the processor's own `prepare_inputs_layout` does."""
         head, marker, tail = text.rpartition(processor.image_token)
-        return super().expand(processor, f"{head}{marker}{processor.tokenizer.bos_token}{tail}\n", replacements)
+        return super().expand(
+            processor, f"{head}{marker}{processor.tokenizer.bos_token}{tail}\n", replacements
+        )

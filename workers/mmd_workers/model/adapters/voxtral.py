@@ -21,14 +21,17 @@ class VoxtralAdapter(Adapter):
         del processor
         return frozenset({"audio"})
 
-    def render(self, processor: Any, messages: Sequence[dict[str, Any]], sanitize: bool) -> str:
+    def render(self, processor: Any, messages: Sequence[dict[str, Any]]) -> str:
         """By the tokenizer's template: the processor's own method insists on decoding sound itself."""
-        del sanitize
         return str(
-            processor.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            processor.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
         )
 
-    def expand(self, processor: Any, text: str, replacements: Mapping[str, list[str]]) -> tuple[str, list[Modality]]:
+    def expand(
+        self, processor: Any, text: str, replacements: Mapping[str, list[str]]
+    ) -> tuple[str, list[Modality]]:
         """Replace each audio marker."""
         sounds = iter(replacements.get("audio", []))
         found: list[Modality] = []
@@ -50,8 +53,3 @@ class VoxtralAdapter(Adapter):
         audio = self.config.audio_config
         rows = windows.shape[0] * audio.max_source_positions * audio.hidden_size // audio.intermediate_size
         return Processed(processor.audio_token * rows, {"input_features": windows})
-
-    def max_audio_samples(self, processor: Any) -> int:
-        """No cut: longer sound takes more windows."""
-        del processor
-        return 0
