@@ -16,8 +16,8 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 constexpr int PANEL = 2 * LANES;     // output columns of one packed panel
-constexpr int ROWS = 6;              // rows of the micro-kernel: 12 accumulators
-constexpr int64_t DEPTH = 256;       // panel rows kept in the first-level cache
+constexpr int ROWS = LANES == 16 ? 12 : 6;      // rows of the micro-kernel: 2 * ROWS accumulators fit the register file
+constexpr int64_t DEPTH = 4096 / PANEL;         // panel rows at once: 16 KiB stay in the first-level cache
 constexpr int64_t ROW_BLOCK = 48;    // rows that a thread works on at once when there are many
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
@@ -28,8 +28,18 @@ static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 static inline Vec splat(float x) { return Vec{} + x; }
 
 static inline float sum(Vec v) {
+  typedef float Half __attribute__((vector_size(LANES * 2)));
+  typedef float Quarter __attribute__((vector_size(LANES)));
+  Half low, high;
+  std::memcpy(&low, &v, sizeof low);
+  std::memcpy(&high, reinterpret_cast<char*>(&v) + sizeof low, sizeof high);
+  low += high;
+  Quarter first, second;
+  std::memcpy(&first, &low, sizeof first);
+  std::memcpy(&second, reinterpret_cast<char*>(&low) + sizeof first, sizeof second);
+  first += second;
   float total = 0;
-  for (int i = 0; i < LANES; i++) total += v[i];
+  for (int i = 0; i < LANES / 4; i++) total += first[i];
   return total;
 }
 
@@ -60,18 +70,21 @@ static inline Vec exp_of(Vec x) {
 template <int R>
 static void micro(const float* x, int64_t ldx, const float* panel, int64_t depth, float* out, int64_t ldo, bool add) {
   Vec a[R], b[R];
+#pragma GCC unroll 12
   for (int i = 0; i < R; i++) {
     a[i] = add ? load(out + i * ldo) : Vec{};
     b[i] = add ? load(out + i * ldo + LANES) : Vec{};
   }
   for (int64_t k = 0; k < depth; k++) {
     Vec w0 = load(panel + k * PANEL), w1 = load(panel + k * PANEL + LANES);
+#pragma GCC unroll 12
     for (int i = 0; i < R; i++) {
       Vec value = splat(x[i * ldx + k]);
       a[i] += value * w0;
       b[i] += value * w1;
     }
   }
+#pragma GCC unroll 12
   for (int i = 0; i < R; i++) {
     store(out + i * ldo, a[i]);
     store(out + i * ldo + LANES, b[i]);
@@ -101,15 +114,15 @@ static void micro_row(const float* x, const float* panel, int64_t depth, float* 
   store(out + LANES, b0 + b1);
 }
 
+template <int R>
 static void micro_rows(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, float* out,
                        int64_t ldo, bool add) {
-  switch (rows) {
-    case 1: micro_row(x, panel, depth, out, add); break;
-    case 2: micro<2>(x, ldx, panel, depth, out, ldo, add); break;
-    case 3: micro<3>(x, ldx, panel, depth, out, ldo, add); break;
-    case 4: micro<4>(x, ldx, panel, depth, out, ldo, add); break;
-    case 5: micro<5>(x, ldx, panel, depth, out, ldo, add); break;
-    default: micro<6>(x, ldx, panel, depth, out, ldo, add);
+  if constexpr (R == 1) {
+    micro_row(x, panel, depth, out, add);
+  } else if (rows == R) {
+    micro<R>(x, ldx, panel, depth, out, ldo, add);
+  } else {
+    micro_rows<R - 1>(rows, x, ldx, panel, depth, out, ldo, add);
   }
 }
 
@@ -128,10 +141,10 @@ static void multiply(const float* x, int64_t m, int64_t k, const float* packed, 
         const float* from = x + row * k + k0;
         float* to = out + row * n + p * PANEL;
         if (columns == PANEL) {
-          micro_rows(rows, from, k, panel, depth, to, n, k0 > 0);
+          micro_rows<ROWS>(rows, from, k, panel, depth, to, n, k0 > 0);
         } else {
           for (int64_t i = 0; k0 > 0 && i < rows; i++) std::memcpy(tile + i * PANEL, to + i * n, columns * 4);
-          micro_rows(rows, from, k, panel, depth, tile, PANEL, k0 > 0);
+          micro_rows<ROWS>(rows, from, k, panel, depth, tile, PANEL, k0 > 0);
           for (int64_t i = 0; i < rows; i++) std::memcpy(to + i * n, tile + i * PANEL, columns * 4);
         }
         row += rows;

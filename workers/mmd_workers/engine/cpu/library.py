@@ -18,7 +18,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-O3", "-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 BUILD_SECONDS = 120
 

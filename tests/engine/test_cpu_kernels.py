@@ -1,0 +1,115 @@
+"""The compiled CPU kernels equal PyTorch's operators, and PyTorch serves exactly where they cannot be built."""
+
+import pytest
+import torch
+import transformers
+from engine_oracle import SMALL, TEXT_MODELS, TextModel, generate, make_engine, prompt_of, run, text_input
+from torch.nn import functional
+
+from mmd_workers.engine import attention
+from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.cpu import library, modules
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.sequence import Sequence
+from mmd_workers.engine.types import SamplingParams
+from mmd_workers.model.types import KvLayout
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels():
+    loaded = library.load()
+    if loaded is None:
+        pytest.skip("no C++ compiler here")
+    return loaded
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 131])
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (50, 33), (1, 1), (129, 300)])
+def test_a_packed_linear_layer_equals_the_plain_one(kernels, rows, n, k):
+    generator = torch.Generator().manual_seed(rows + n)
+    plain = torch.nn.Linear(k, n)
+    x = torch.randn(2, rows, k, generator=generator)
+    packed = modules.PackedLinear(plain, kernels)
+    torch.testing.assert_close(packed(x), plain(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed(x[:, ::2]), plain(x[:, ::2]).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 48), (8, 8, 64)])
+def test_attention_of_single_rows_equals_pytorch(kernels, heads, kv_heads, dim, window, softcap):
+    generator = torch.Generator().manual_seed(1)
+    pool = KvPool(KvLayout(1, [kv_heads], [dim], "float32"), 40, 5, CPU)
+    for tensor in (pool.keys[0], pool.values[0]):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    free = torch.randperm(40, generator=generator).tolist()
+    work = []
+    for length in (1, 5, 18, 47):
+        blocks = [free.pop() for _ in range(-(-length // 5))]
+        sequence = Sequence("a", 0, [0] * length, 0, 0, SamplingParams(1), [], None, blocks=blocks)
+        work.append(Work(sequence, length - 1, length))
+    query = torch.randn(4, heads, dim, generator=generator) * 3
+    arguments = (Batch(pool, work), 0, query, 0.3, window, softcap)
+    torch.testing.assert_close(
+        attention.compiled_kernel(kernels)(*arguments),
+        attention.torch_kernel(*arguments),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_norms_are_fused_only_where_the_numbers_are_the_same():
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).model
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=16)).model
+    x = torch.randn(3, 64)
+    for decoder, norms in ((plain, 5), (gemma, 9)):
+        for module in decoder.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.weight.data = torch.rand(64)
+        expected = decoder.norm(x)
+        assert modules.fuse_norms(decoder) == norms
+        torch.testing.assert_close(decoder.norm(x), expected, rtol=1e-5, atol=1e-5)
+
+    class OtherRMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.rand(64)), 1e-6
+
+        def forward(self, x):
+            return 2 * functional.rms_norm(x, (64,), self.weight, self.eps)
+
+    other = OtherRMSNorm()
+    assert modules.fuse_norms(other) == 0
+
+
+def test_a_float32_decoder_on_a_cpu_uses_the_kernels(kernels):
+    model = TextModel(TEXT_MODELS["llama"]())
+    engine = make_engine(model)
+    assert engine.kernel is not attention.torch_kernel
+    linears = [type(m).__name__ for m in model.decoder.modules() if "Linear" in type(m).__name__]
+    assert linears == ["PackedLinear"] * 14
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_without_a_compiler_pytorch_serves_the_same_tokens(name, monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: None)
+    model = TextModel(TEXT_MODELS[name]())
+    engine = make_engine(model, chunk_tokens=12)
+    assert engine.kernel is attention.torch_kernel
+    prompts = [prompt_of(length, length) for length in (3, 30, 21)]
+    for number, prompt in enumerate(prompts):
+        engine.add(text_input(model, str(number), prompt, 12))
+    reference = TEXT_MODELS[name]()
+    assert run(engine).tokens == {str(n): generate(reference, p, 12) for n, p in enumerate(prompts)}
+
+
+def test_a_compiler_that_fails_leaves_pytorch_to_serve(monkeypatch, tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho broken; [ $# -eq 1 ]\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.load.__wrapped__() is None
