@@ -117,7 +117,7 @@ def resources(wanted: Resources, gpus: int = 0) -> Manifest:
     requests = {k: v for k, v in (("cpu", wanted.cpu), ("memory", wanted.memory)) if v is not None}
     limits: Manifest = {"memory": wanted.memory} if wanted.memory is not None else {}
     if gpus:
-        limits["nvidia.com/gpu"] = gpus
+        limits["nvidia.com/gpu"] = str(gpus)  # a quantity: the API server gives it back as text
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 

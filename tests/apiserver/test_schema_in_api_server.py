@@ -1,0 +1,106 @@
+"""The generated definition in a real API server: accepted, within the cost limits of CEL, and as strict as our own reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("kubernetes")
+
+from kubernetes import client, watch
+from manifests import BadManifest, bad_manifests, base_manifest
+
+from mmd_api.crd import custom_resource_definition
+from mmd_api.resource import GROUP, PLURAL, VERSION, MultimodalDeployment, load
+from mmd_operator.plan import plan_objects
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ON_ONE_MACHINE_ONLY = "qwen2_5_vl-random.yaml"
+
+
+@pytest.fixture(scope="session")
+def api(api_server: str) -> client.ApiClient:
+    configuration = client.Configuration(host=api_server)
+    configuration.verify_ssl = False
+    configuration.api_key = {"authorization": "Bearer test"}
+    definition = custom_resource_definition()
+    with client.ApiClient(configuration) as made:
+        extensions = client.ApiextensionsV1Api(made)
+        extensions.create_custom_resource_definition(definition)
+        name = definition["metadata"]["name"]
+        for event in watch.Watch().stream(
+            extensions.list_custom_resource_definition,
+            field_selector=f"metadata.name={name}",
+            timeout_seconds=30,
+        ):
+            conditions = event["object"].status.conditions or []
+            if any(c.type == "Established" and c.status == "True" for c in conditions):
+                break
+        else:
+            pytest.fail("the definition was not established")
+        yield made
+
+
+def create(api: client.ApiClient, manifest: dict) -> dict:
+    return client.CustomObjectsApi(api).create_namespaced_custom_object(
+        GROUP, VERSION, "default", PLURAL, manifest, dry_run="All", field_validation="Strict"
+    )
+
+
+def test_the_base_of_the_table_is_accepted_and_filled_in_as_the_reader_does(api):
+    stored = create(api, base_manifest())
+    assert MultimodalDeployment.parse(stored).spec == MultimodalDeployment.parse(base_manifest()).spec
+
+
+@pytest.mark.parametrize("case", [c for c in bad_manifests() if not c.file_only], ids=lambda c: c.name)
+def test_the_api_server_refuses_what_the_reader_refuses(api, case: BadManifest):
+    with pytest.raises(client.ApiException) as refused:
+        create(api, case.manifest)
+    message = json.loads(refused.value.body)["message"]
+    assert refused.value.status in (400, 422), message
+    assert case.server_field in message
+    if case.same_words_from_server:
+        assert case.words in message
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_example_is_accepted_but_the_one_for_a_single_machine(api, example: Path):
+    manifest = yaml.safe_load(example.read_text())
+    if example.name == ON_ONE_MACHINE_ONLY:
+        with pytest.raises(client.ApiException, match="relative path"):
+            create(api, manifest)
+    else:
+        assert create(api, manifest)["spec"]
+
+
+@pytest.mark.parametrize("example", ["demo.yaml", "monolithic.yaml", "gpu.yaml"])
+def test_every_object_of_the_plan_is_accepted_and_every_pod_is_restricted(api, example: str):
+    """Pods are created in a namespace that enforces the pod security standard "restricted"."""
+    core = client.CoreV1Api(api)
+    namespace = example.partition(".")[0]
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    core.create_namespace({"metadata": {"name": namespace, "labels": labels}})
+    core.create_namespaced_service_account(namespace, {"metadata": {"name": "default"}})
+    dynamic = client.CustomObjectsApi(api)
+    pods = 0
+    for manifest in plan_objects(load(EXAMPLES / example), namespace):
+        group, _, version = manifest["apiVersion"].rpartition("/")
+        options = {"dry_run": "All", "field_validation": "Strict"}
+        match manifest["kind"]:
+            case "ConfigMap":
+                core.create_namespaced_config_map(namespace, manifest, **options)
+            case "Service":
+                core.create_namespaced_service(namespace, manifest, **options)
+            case kind:
+                plural = {"NetworkPolicy": "networkpolicies"}.get(kind, f"{kind.lower()}s")
+                dynamic.create_namespaced_custom_object(
+                    group, version, namespace, plural, manifest, **options
+                )
+        if template := manifest["spec"].get("template") if "spec" in manifest else None:
+            metadata = {"name": manifest["metadata"]["name"], **template["metadata"]}
+            core.create_namespaced_pod(namespace, {"metadata": metadata, "spec": template["spec"]}, **options)
+            pods += 1
+    assert pods >= 3
