@@ -120,6 +120,9 @@ def load_role(
             f"spec.model.id: {len(wrong)} weights of the {role} part are missing or misshapen in {folder.name!r} "
             f"(first: {wrong[0]}); the checkpoint is incomplete or of another architecture than its config.json says"
         )
+    if role == "language" and model.base_model is not model.get_decoder():
+        for name in list(model.base_model._parameters):  # one row, such as the separator of tiled images: the encoder's
+            model.base_model._parameters[name] = None
     model.eval().requires_grad_(False).to(device)
     tensors = {t.data_ptr(): t.numel() * t.element_size() for t in model.parameters() if t.numel()}
     return model, sum(tensors.values())

@@ -1,0 +1,276 @@
+"""Each role loads its own share of a checkpoint and no byte of the other's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import model_zoo as zoo
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from mmd_api.spec import MediaPolicy, ModelSpec
+from mmd_workers.errors import CountMismatchError, UnsupportedModelError
+from mmd_workers.model import source
+from mmd_workers.model.encoder import load_encoder
+from mmd_workers.model.frontend import load_frontend
+from mmd_workers.model.language import load_language_model
+from mmd_workers.model.roles import Absent
+from mmd_workers.model.types import Feature
+
+pytestmark = pytest.mark.models
+
+Checkpoint = Callable[[str], Path]
+MULTIMODAL = [arch for arch, takes in zoo.MODALITIES.items() if takes]
+
+
+@pytest.mark.parametrize("arch", MULTIMODAL)
+def test_the_roles_bytes_add_up_to_the_whole_model(arch: str, checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint(arch))
+    assert served.encoder is not None
+    whole = sum(p.numel() * p.element_size() for p in served.model.parameters())
+    assert served.encoder.loaded_bytes + served.language.loaded_bytes == whole
+    assert min(served.encoder.loaded_bytes, served.language.loaded_bytes) > 0
+
+
+@pytest.mark.parametrize("arch", MULTIMODAL)
+def test_no_role_holds_the_others_weights(arch: str, checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint(arch))
+    assert served.encoder is not None
+    decoder = {id(m): n for n, m in served.model.named_modules()}[id(served.model.get_decoder())]
+    ours = {n for n, _ in served.encoder.model.named_parameters()}
+    theirs = {n for n, _ in served.language.model.named_parameters()}
+    assert not ours & theirs
+    assert not {n for n in ours if n.startswith(decoder) or n.startswith("lm_head")}
+    assert all(n.startswith(decoder) or n.startswith("lm_head") for n in theirs)
+    absent = [m for m in served.language.model.modules() if isinstance(m, Absent)]
+    assert absent
+    with pytest.raises(RuntimeError, match="another role"):
+        absent[0](torch.zeros(1))
+
+
+def test_a_role_reads_only_its_own_bytes_of_a_shard(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Bytes of the towers are overwritten with noise on disk: the language model does not notice."""
+    folder = _copy(checkpoint("qwen2_5_vl"), tmp_path)
+    before = load_language_model(ModelSpec(id=str(folder)), zoo.CPU)
+    weights = load_file(folder / "model.safetensors")
+    spoilt = {n: torch.full_like(t, float("nan")) if "visual" in n else t for n, t in weights.items()}
+    assert any("visual" in n for n in weights)
+    save_file(spoilt, folder / "model.safetensors", metadata={"format": "pt"})
+    after = load_language_model(ModelSpec(id=str(folder)), zoo.CPU)
+    same = zip(before.model.parameters(), after.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+def test_a_role_loads_from_shards_as_from_one_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    whole = zoo.serve(checkpoint("llava")).model
+    folder = _copy(checkpoint("llava"), tmp_path)
+    (folder / "model.safetensors").unlink()
+    whole.save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    served = zoo.serve(checkpoint("llava"))
+    assert served.encoder is not None
+    spec = ModelSpec(id=str(folder))
+    assert load_encoder(spec, zoo.CPU).loaded_bytes == served.encoder.loaded_bytes
+    assert load_language_model(spec, zoo.CPU).loaded_bytes == served.language.loaded_bytes
+
+
+@pytest.mark.parametrize(
+    ("lost", "load"), [("language_model.layers.1", load_language_model), ("visual", load_encoder)]
+)
+def test_missing_weights_are_refused_by_name(
+    lost: str, load: Callable[..., object], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = _copy(checkpoint("qwen2_5_vl"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    lost = lost if any(lost in n for n in weights) else "layers.1."
+    kept = {n: t for n, t in weights.items() if lost not in n}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"spec\.model\.id.*missing or misshapen"):
+        load(ModelSpec(id=str(folder)), zoo.CPU)
+
+
+def test_the_thinker_of_a_full_omni_checkpoint_is_served(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = _copy(checkpoint("qwen2_5_omni"), tmp_path)
+    thinker = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config | {"thinker_config": thinker}))
+    weights = {"thinker." + n: t for n, t in load_file(folder / "model.safetensors").items()}
+    weights["talker.thinker_to_talker_proj.weight"] = torch.zeros(8, 8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    alone = zoo.serve(checkpoint("qwen2_5_omni"))
+    spec = ModelSpec(id=str(folder))
+    assert load_frontend(spec, MediaPolicy()).modalities == {"image", "video", "audio"}
+    ours = load_language_model(spec, zoo.CPU).model.state_dict()
+    theirs = alone.language.model.state_dict()
+    assert all(torch.equal(t, theirs[n]) for n, t in ours.items())
+    assert alone.encoder is not None
+    assert load_encoder(spec, zoo.CPU).loaded_bytes == alone.encoder.loaded_bytes
+
+
+@pytest.mark.parametrize("arch", list(zoo.MODALITIES))
+def test_the_engines_attention_replaces_every_layers(arch: str, checkpoint: Checkpoint) -> None:
+    language = load_language_model(ModelSpec(id=str(checkpoint(arch)), dtype="Float32"), zoo.CPU)
+    seen: dict[int, tuple[int, int, int | None]] = {}
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **more: object,
+    ) -> tuple[torch.Tensor, None]:
+        assert attention_mask is None
+        seen[module.layer_idx] = (key.shape[1], key.shape[3], more.get("sliding_window"))
+        return torch.zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("recorded", attend)
+    AttentionMaskInterface.register("recorded", lambda *a, **k: None)
+    language.decoder.set_attn_implementation("recorded")
+    embeds, extras = language.embed(torch.tensor([5, 6, 7]))
+    hidden = language.forward(embeds, torch.arange(3).expand(language.position_axes, -1), extras)
+    assert hidden.shape == (3, language.hidden_size)
+    assert language.logits(hidden).shape == (3, language.vocab_size)
+    assert language.logits(hidden).dtype == torch.float32
+    layout = language.kv_layout
+    assert [seen[i][:2] for i in range(layout.num_layers)] == list(
+        zip(layout.num_kv_heads, layout.head_dim, strict=True)
+    )
+    assert len(seen) == layout.num_layers
+    if arch == "gemma3":
+        assert [seen[i][2] for i in range(2)] == [16, None]
+
+
+@pytest.mark.parametrize("arch", MULTIMODAL)
+def test_a_batch_of_media_gives_what_each_gives_alone(arch: str, checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint(arch))
+    assert served.encoder is not None
+    makers = {"image": lambda s: zoo.image(70, 50, s), "video": lambda s: zoo.video(60, 40, 6, 3.0, s)}
+    makers["audio"] = lambda s: zoo.audio(12000, s)
+    for modality in zoo.MODALITIES[arch]:
+        batch = []
+        for seed in range(3):
+            medium = makers[modality](seed)
+            (laid,) = served.frontend.layout(zoo.conversation(medium, "tell"), [medium.info]).media
+            batch.append(
+                served.encoder.process(zoo.decoded(medium, laid.sampling.frame_indices, 12000), laid)
+            )
+        together = served.encoder.encode(batch)
+        headers = served.encoder.feature_headers(modality, laid.num_tokens)
+        for one, feature in zip(batch, together, strict=True):
+            (alone,) = served.encoder.encode([one])
+            assert {n: (str(t.dtype)[6:], list(t.shape)) for n, t in feature.tensors.items()} == headers
+            for name, tensor in feature.tensors.items():
+                assert tensor.is_contiguous()
+                assert not tensor.requires_grad
+                torch.testing.assert_close(tensor, alone.tensors[name], rtol=1e-3, atol=1e-3)
+        assert not torch.equal(together[0].tensors["embeddings"], together[1].tensors["embeddings"])
+
+
+def test_media_of_different_shapes_are_no_batch(checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint("qwen2_5_vl"))
+    assert served.encoder is not None
+    batch = []
+    for medium in (zoo.image(56, 56), zoo.image(112, 56)):
+        (laid,) = served.frontend.layout(zoo.conversation(medium), [medium.info]).media
+        batch.append(served.encoder.process(zoo.decoded(medium, [], 0), laid))
+    with pytest.raises(ValueError, match="shape_key"):
+        served.encoder.encode(batch)
+
+
+def test_prefill_may_go_up_to_the_first_missing_feature(checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint("qwen3_vl"))
+    assert served.encoder is not None
+    media = [zoo.image(60, 60, 1), zoo.image(80, 40, 2)]
+    layout = served.frontend.layout(
+        zoo.conversation(media[0], "and", media[1], "tell"), [m.info for m in media]
+    )
+    prompt = served.language.lower(layout.token_ids, layout.media)
+    assert prompt.filled_until == layout.media[0].ranges[0][0]
+    features = []
+    for medium, laid in zip(media, layout.media, strict=True):
+        (feature,) = served.encoder.encode([served.encoder.process(zoo.decoded(medium, [], 0), laid)])
+        features.append(feature)
+    served.language.fill(prompt, 1, features[1])  # the later one first
+    assert prompt.filled_until == layout.media[0].ranges[0][0]
+    served.language.fill(prompt, 0, features[0])
+    assert prompt.filled_until == len(layout.token_ids)
+    rows = slice(layout.media[1].ranges[0][0], layout.media[1].ranges[0][0] + layout.media[1].num_tokens)
+    assert torch.equal(prompt.embeds[rows], features[1].tensors["embeddings"])
+    assert torch.equal(prompt.extras["deepstack.1"][rows], features[1].tensors["deepstack.1"])
+
+
+def test_a_feature_of_another_length_is_refused_and_changes_nothing(checkpoint: Checkpoint) -> None:
+    served = zoo.serve(checkpoint("llava"))
+    picture = zoo.image(60, 60)
+    layout = served.frontend.layout(zoo.conversation(picture, "tell"), [picture.info])
+    prompt = served.language.lower(layout.token_ids, layout.media)
+    before = prompt.embeds.clone()
+    with pytest.raises(CountMismatchError, match="16 placeholders of width 64"):
+        served.language.fill(prompt, 0, Feature("image", {"embeddings": torch.ones(15, 64)}))
+    assert torch.equal(prompt.embeds, before)
+    assert 0 in prompt.missing
+
+
+def test_no_encoder_is_made_for_a_text_model(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"spec\.encoder.*leave the pool out"):
+        load_encoder(ModelSpec(id=str(checkpoint("llama"))), zoo.CPU)
+
+
+def test_a_model_whose_state_is_no_kv_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="choose"):
+        load_language_model(ModelSpec(id=str(tmp_path)), zoo.CPU)
+
+
+def test_dtype_auto_is_the_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = _copy(checkpoint("qwen2_5_vl"), tmp_path)
+    assert load_language_model(ModelSpec(id=str(folder)), zoo.CPU).dtype == torch.float32
+    half = load_language_model(ModelSpec(id=str(folder), dtype="BFloat16"), zoo.CPU)
+    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+    assert half.kv_layout.dtype == "bfloat16"
+    assert half.embed(torch.tensor([4]))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("model_id", "says"),
+    [
+        ("/no/such/folder", "has no config.json"),
+        ("three/part/name", "no hub id"),
+        ("nobody/nothing-here", "could not be fetched|not on the hub"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_with_a_remedy(
+    model_id: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnsupportedModelError, match=rf"spec\.model\.id.*({says})"):
+        source.resolve(ModelSpec(id=model_id), weights=True)
+
+
+def test_a_model_longer_than_it_was_made_for_is_refused(checkpoint: Checkpoint) -> None:
+    spec = ModelSpec(id=str(checkpoint("llama")), max_model_len=4097)
+    with pytest.raises(
+        UnsupportedModelError, match=r"spec\.model\.maxModelLen: 4097 exceeds the model's 4096"
+    ):
+        load_frontend(spec, MediaPolicy())
+    assert load_frontend(spec.model_copy(update={"max_model_len": 100}), MediaPolicy()).max_model_len == 100
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "from_the_future"}')
+    with pytest.raises(UnsupportedModelError, match="code from model repositories is never run"):
+        load_frontend(ModelSpec(id=str(tmp_path)), MediaPolicy())
+
+
+def _copy(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "copy"))
