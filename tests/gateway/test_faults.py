@@ -31,8 +31,8 @@ async def ask(gateway: Running, **options) -> str:
 async def assert_nothing_is_left(gateway: Running) -> None:
     for name in (
         "mmd_gateway_sequences",
-        "mmd_gateway_requests_running",
-        "mmd_gateway_media_bytes",
+        "mmd_requests_running",
+        "mmd_media_held_bytes",
         "mmd_gateway_media_items",
     ):
         await gateway.until_metric(name, 0)
@@ -248,12 +248,12 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
 async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))
-    await gateway.until_metric("mmd_gateway_requests_held", 1)
+    await gateway.until_metric("mmd_gateway_sequences_held", 1)
     begun = time.monotonic()
     await gateway.worker(TEXT)
     assert await asking == TEXT
     assert time.monotonic() - begun < 2
-    assert await gateway.metric("mmd_gateway_requests_held") == 0
+    assert await gateway.metric("mmd_gateway_sequences_held") == 0
 
 
 async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Launch) -> None:
@@ -293,7 +293,7 @@ async def test_a_client_that_hangs_up_frees_its_request_everywhere(launch: Launc
 async def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))
-    await gateway.until_metric("mmd_gateway_requests_held", 1)
+    await gateway.until_metric("mmd_gateway_sequences_held", 1)
     asking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asking

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -45,6 +45,7 @@ from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.timeline import Timeline, sequence_id
 from mmd_workers.model.types import Frontend
+from mmd_workers.observe.logs import request_context
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import Heartbeat
 from mmd_workers.wire.peers import PeerDirectory
@@ -159,7 +160,7 @@ class _Exchange:
 
     async def fail(self, error: ApiError) -> None:
         """The error as a response, or as the last event of a stream that has begun."""
-        self.timeline.error = f"{error.code}: {error.message}"
+        self.timeline.code, self.timeline.error = error.code, error.message
         if self.streaming:
             self.timeline.status = error.status
             await self.events(f"data: {json.dumps(error.body())}\n\n", "data: [DONE]\n\n")
@@ -188,7 +189,7 @@ class ChatCompletions:
         reservation = gateway.hold.reservation()
         gateway.dispatcher.timelines.open(timeline)
         try:
-            with gateway.admit():
+            with request_context(request_id), gateway.admit():
                 try:
                     body = await read_json(exchange.headers, receive, gateway.max_body_bytes, reservation)
                     request = parse_chat_request(body)
@@ -201,7 +202,8 @@ class ChatCompletions:
         except MmdError as error:
             await exchange.fail(api_error(error))
         except ClientGoneError:
-            timeline.status, timeline.error = CLIENT_GONE_STATUS, "the client hung up"
+            timeline.status, timeline.code = CLIENT_GONE_STATUS, "client_gone"
+            timeline.error = "the client hung up"
         except Exception:  # noqa: BLE001 - a bug must not leave the client waiting
             _log.exception("%s failed", request_id)
             await exchange.fail(ApiError(500, "internal error: see the gateway's log", code="internal"))
@@ -400,26 +402,22 @@ class ChatCompletions:
             prepared.layout, sum(choice.completion_tokens for choice in choices), timeline.cached_tokens()
         )
         timeline.usage = usage.model_dump()
-        metrics = self._gateway.metrics
+        counted = self._gateway.metrics.shared.tokens
         for modality in ("text", "image", "video", "audio"):
             tokens = timeline.usage["prompt_tokens_details"][f"{modality}_tokens"]
-            metrics.prompt_tokens.labels(modality).inc(tokens)
-        metrics.output_tokens.inc(usage.completion_tokens)
-        for choice in choices:
-            if choice.completion_tokens > 1 and timeline.first_token:
-                metrics.itl.observe(
-                    (timeline.finished - timeline.first_token) / (choice.completion_tokens - 1)
-                )
+            counted.labels(f"prompt_{modality}").inc(tokens)
+        counted.labels("prompt_cached").inc(usage.prompt_tokens_details.cached_tokens)
+        counted.labels("output").inc(usage.completion_tokens)
         return usage
 
     def _count(self, timeline: Timeline) -> None:
-        metrics = self._gateway.metrics
-        metrics.requests.labels(str(timeline.status)).inc()
-        metrics.total.observe(timeline.finished - timeline.arrived)
+        modality, shared = timeline.modality(), self._gateway.metrics.shared
+        shared.requests.labels(modality, timeline.code).inc()
+        shared.e2e.labels(modality).observe(timeline.finished - timeline.arrived)
         if timeline.first_token:
-            modalities = {medium["modality"] for medium in timeline.media}
-            kind = next((m for m in ("video", "audio", "image") if m in modalities), "text")
-            metrics.ttft.labels(kind).observe(timeline.first_token - timeline.arrived)
+            shared.ttft.labels(modality).observe(timeline.first_token - timeline.arrived)
+        if timeline.code != "ok":
+            shared.errors.labels(timeline.code).inc()
 
 
 def _wants_timings(exchange: _Exchange, request: ChatRequest) -> bool:
@@ -465,7 +463,7 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette
 
     async def metrics(_request: Request) -> Response:
         _sample(gateway)
-        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(gateway.metrics.shared.expose(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def requests(request: Request) -> Response:
         count = request.query_params.get("limit", "100")
@@ -518,15 +516,13 @@ def _model(gateway: Gateway) -> dict[str, Any]:
 
 
 def _sample(gateway: Gateway) -> None:
-    metrics, dispatcher, hold = gateway.metrics, gateway.dispatcher, gateway.hold
-    metrics.running.set(gateway.running)
-    metrics.sequences.set(dispatcher.live_sequences)
+    dispatcher, hold, own = gateway.dispatcher, gateway.hold, gateway.metrics
+    own.shared.requests_running.set(gateway.running)
+    own.shared.held_bytes.set(hold.used_bytes)
     held = dispatcher.held_by_role()
     for role in ("encode", "prefill", "decode"):
-        metrics.held.labels(role).set(held.get(role, 0))
-    metrics.retries.set(dispatcher.retries)
-    metrics.duplicates.set(dispatcher.duplicate_tokens)
-    metrics.media_bytes.set(hold.used_bytes)
-    metrics.media_budget.set(hold.budget_bytes)
-    metrics.media_items.set(hold.held_media)
-    metrics.media_waiting.set(hold.waiting)
+        own.held.labels(role).set(held.get(role, 0))
+    own.sequences.set(dispatcher.live_sequences)
+    own.media_budget.set(hold.budget_bytes)
+    own.media_items.set(hold.held_media)
+    own.media_waiting.set(hold.waiting)

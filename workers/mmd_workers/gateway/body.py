@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -17,6 +18,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_DEPTH = 32
 STALL_SECONDS = 30.0
+DISCARD_BYTES = 32 << 20
+DISCARD_SECONDS = 5.0
 PARSE_IN_THREAD_BYTES = 1 << 20
 UNKNOWN_LENGTH_BYTES = 1 << 20
 _IN_STRING = re.compile(rb'["\\]')
@@ -63,46 +66,73 @@ async def read_json(headers: Headers, receive: Receive, max_bytes: int, reservat
         ApiError: 408, 413, 415, 400 (no JSON, too deep, NaN), 503 (no memory for it now).
         ClientGoneError: the client hung up.
     """
-    _check_headers(headers)
-    declared = _declared_length(headers, max_bytes)
-    room = declared if declared is not None else UNKNOWN_LENGTH_BYTES
-    await reservation.grow(2 * room)
-    scanner = DepthScanner()
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                message = await receive()
-        except TimeoutError as error:
-            raise ApiError(
-                408, f"the body stalled for {STALL_SECONDS:.0f} s: send it again", code="request_timeout"
-            ) from error
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        if size > room:  # its length was not declared
-            await reservation.grow(2 * max_bytes - reservation.num_bytes)
-            room = max_bytes
-        if not scanner.feed(chunk):
-            raise ApiError(
-                400, f"the JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
-            )
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            break
-    body = b"".join(chunks)
-    chunks.clear()
-    reservation.shrink(2 * len(body))
+    chunks = _Chunks(receive)
+    try:
+        body = await _read(headers, chunks, max_bytes, reservation)
+    except ApiError:
+        await chunks.discard()
+        raise
     try:
         if len(body) > PARSE_IN_THREAD_BYTES:
             return await asyncio.to_thread(from_json, body, allow_inf_nan=False)
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+
+
+class _Chunks:
+    """A body as it arrives."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.ended = False
+
+    async def next(self) -> bytes:
+        """The next chunk, which may be empty; `ended` says whether it was the last."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self.ended = not message.get("more_body", False)
+        return bytes(message.get("body", b""))
+
+    async def discard(self) -> None:
+        """Read on for a while: most clients send everything before they read, and a connection closed now would hide the answer."""
+        left = DISCARD_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while left > 0 and not self.ended:
+                    left -= len(await self.next())
+
+
+async def _read(headers: Headers, chunks: _Chunks, max_bytes: int, reservation: Reservation) -> bytes:
+    _check_headers(headers)
+    declared = _declared_length(headers, max_bytes)
+    room = declared if declared is not None else UNKNOWN_LENGTH_BYTES
+    await reservation.grow(2 * room)
+    scanner = DepthScanner()
+    parts: list[bytes] = []
+    size = 0
+    while not chunks.ended:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                part = await chunks.next()
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the body stalled for {STALL_SECONDS:.0f} s: send it again", code="request_timeout"
+            ) from error
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        if size > room:  # its length was not declared
+            await reservation.grow(2 * max_bytes - reservation.num_bytes)
+            room = max_bytes
+        if not scanner.feed(part):
+            raise ApiError(
+                400, f"the JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
+            )
+        parts.append(part)
+    reservation.shrink(2 * size)
+    return b"".join(parts)
 
 
 def _check_headers(headers: Headers) -> None:

@@ -22,6 +22,7 @@ from mmd_workers.media.identity import feature_id
 from mmd_workers.media.probe import probe
 from mmd_workers.media.types import MediumInfo, Modality
 from mmd_workers.model.types import Frontend, PromptLayout
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 
 CONCURRENT_FETCHES = 8  # of one request
@@ -42,13 +43,14 @@ class Prepared:
 class Intake:
     """Prepares requests of one model."""
 
-    def __init__(self, pipeline: PipelineConfig, frontend: Frontend) -> None:
+    def __init__(self, pipeline: PipelineConfig, frontend: Frontend, metrics: Metrics) -> None:
         self._revision = pipeline.revision
         self._policy = pipeline.spec.gateway.media
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
         self._frontend = frontend
+        self._metrics = metrics
         self._probes = asyncio.Semaphore(CONCURRENT_PROBES)
 
     async def prepare(
@@ -128,6 +130,7 @@ class Intake:
         infos: list[MediumInfo] = []
         for data, info in (task.result() for task in tasks):
             reservation.put(info.digest, data)
+            self._metrics.fetch_bytes.labels(info.modality).inc(info.num_bytes)
             infos.append(info)
         reservation.shrink(sum(info.num_bytes for info in infos))
         return infos

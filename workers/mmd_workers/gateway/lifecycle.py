@@ -10,7 +10,8 @@ import contextlib
 import logging
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from mmd_workers.errors import (
     BadMediaError,
@@ -24,6 +25,7 @@ from mmd_workers.errors import (
     PeerLostError,
     UnsupportedInputError,
 )
+from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import NothingRoutable, Overloaded, Router, RouteRequest
 from mmd_workers.gateway.timeline import Attempt, Timeline, Timelines, split_sequence_id
@@ -67,6 +69,15 @@ _BY_CODE: dict[str, type[MmdError]] = {
 def error_of(code: str, message: str) -> MmdError:
     """The typed error that a worker reported as data."""
     return _BY_CODE.get(code, MmdError)(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Why an attempt is over, and the pod to avoid next ("" for none). `reason` is a metric's label."""
+
+    reason: Literal["pod_lost", "gave_up", "gap", "silent", "forgotten"]
+    message: str
+    pod: str
 
 
 class Sequence:
@@ -123,6 +134,7 @@ class Dispatcher:
         gateway: str,
         max_retries: int,
         encode_seconds: float,
+        metrics: GatewayMetrics,
     ) -> None:
         self._bus = bus
         self._directory = directory
@@ -130,12 +142,11 @@ class Dispatcher:
         self._gateway = gateway
         self._max_retries = max_retries
         self._encode_seconds = encode_seconds
+        self._metrics = metrics
         self._live: dict[str, Sequence] = {}
         self._subscriptions: list[Subscription] = []
         self._pods_changed = asyncio.Event()
         self.timelines = Timelines()
-        self.retries = 0
-        self.duplicate_tokens = 0
 
     @property
     def live_sequences(self) -> int:
@@ -184,7 +195,7 @@ class Dispatcher:
         if sequence.task is not None:
             sequence.task.cancel()
             await asyncio.wait([sequence.task])
-        self.duplicate_tokens += sequence.state.duplicates
+        self._metrics.duplicates.inc(sequence.state.duplicates)
         if not sequence.state.finished:
             await self._cancel(sequence)
 
@@ -196,10 +207,17 @@ class Dispatcher:
             sequence = self._live.get(item.request_id)
             if sequence is None or sequence.error is not None:
                 continue
-            if sequence.state.accept(item, batch.pod, now):
+            before = sequence.state.last_token_at
+            if taken := sequence.state.accept(item, batch.pod, now):
+                if before is not None:
+                    self._metrics.shared.itl.labels(sequence.timeline.modality()).observe(
+                        (now - before) / len(taken)
+                    )
                 if not sequence.timeline.first_token:
                     sequence.timeline.first_token = now
-                sequence.wake()
+                sequence.news.set()
+            if sequence.state.finished or sequence.state.failure is not None:
+                sequence.signal.set()
 
     async def _on_failure(self, failed: RequestFailed) -> None:
         sequence = self._live.get(failed.request_id)
@@ -241,20 +259,21 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         while True:
             await self._place(sequence, avoid)
-            lost, pod = await self._watch(sequence)
+            lost = await self._watch(sequence)
             if lost is None:
                 return
             failures += 1
-            self.retries += 1
-            sequence.attempt.lost = lost
-            _log.warning("%s attempt %d: %s", sequence.state.spec.request_id, sequence.state.attempt, lost)
+            self._metrics.shared.retries.labels(lost.reason).inc()
+            sequence.attempt.lost = lost.message
+            name = sequence.state.spec.request_id
+            _log.warning("%s attempt %d is lost: %s", name, sequence.state.attempt, lost.message)
             await self._cancel(sequence)
             sequence.state.unplace()
             if failures > self._max_retries:
                 raise PeerLostError(
-                    f"given up after {failures} placements; the last one failed because {lost}"
+                    f"given up after {failures} placements; the last one failed because {lost.message}"
                 )
-            avoid = frozenset({pod}) if pod else frozenset()
+            avoid = frozenset({lost.pod}) if lost.pod else frozenset()
             await asyncio.sleep(random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2**failures))  # noqa: S311
 
     async def _place(self, sequence: Sequence, avoid: frozenset[str]) -> None:
@@ -310,46 +329,44 @@ class Dispatcher:
                 raise refusal
             refused[pod] = placed
 
-    async def _watch(self, sequence: Sequence) -> tuple[str | None, str]:
-        """Wait until the sequence has finished (None) or has to be placed again: why, and the pod to avoid."""
+    async def _watch(self, sequence: Sequence) -> Lost | None:
+        """Wait until the sequence has finished (None) or has to be placed again."""
         state = sequence.state
         while True:
             sequence.signal.clear()
             if state.finished:
-                return None, ""
-            if state.failure is not None:
-                failed = state.failure
+                return None
+            if (failed := state.failure) is not None:
                 if not failed.retryable:
                     raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
-                return f"{failed.pod} gave it up: {failed.code} {failed.message}", failed.pod
-            stuck = self._stuck(sequence, time.time())
-            if stuck is not None:
-                return stuck
+                return Lost("gave_up", f"{failed.pod} gave it up: {failed.code} {failed.message}", failed.pod)
+            if (lost := self._stuck(sequence, time.time())) is not None:
+                return lost
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(sequence.signal.wait(), TICK_SECONDS)
 
-    def _stuck(self, sequence: Sequence, now: float) -> tuple[str, str] | None:
-        """Why nothing more will come of this attempt, and the pod to avoid; None: it may be well."""
+    def _stuck(self, sequence: Sequence, now: float) -> Lost | None:
+        """Why nothing more will come of this attempt; None: it may be well."""
         state = sequence.state
         moved = max(sequence.placed_at, state.last_token_at or 0.0)
-        certain = state.certain_holder()
-        if certain is not None and certain in sequence.lost_pods:
-            return f"pod {certain} is lost", certain
+        certain = state.certain_holder() or ""
+        if certain in sequence.lost_pods:
+            return Lost("pod_lost", f"pod {certain} is gone", certain)
         suspects = sequence.lost_pods & state.possible_holders()
         if suspects and now - moved > HANDOVER_SECONDS:
-            return f"pod {min(suspects)} was lost while it may have held the sequence", min(suspects)
+            return Lost("pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects))
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
-            return f"token {len(state.tokens)} did not arrive, later ones did", ""
+            return Lost("gap", f"token {len(state.tokens)} did not arrive, later ones did", "")
         if state.started and now - moved > SILENCE_SECONDS:
-            return f"no token for {SILENCE_SECONDS:.0f} s", certain or ""
+            return Lost("silent", f"no token came for {SILENCE_SECONDS:.0f} s", certain)
         idle = all(self._is_idle(pod, moved) for pod in state.possible_holders())
         sequence.idle_since = (sequence.idle_since or now) if idle else None
         patience = IDLE_SECONDS
         if state.spec.features and not state.started:
             patience += self._encode_seconds  # a pod that only waits for encoders may look idle
         if sequence.idle_since is not None and now - max(sequence.idle_since, moved) > patience:
-            return f"its pods report no work for {patience:.0f} s, and no token came", certain or ""
+            return Lost("forgotten", f"its pods report no work for {patience:.0f} s", certain)
         return None
 
     def _is_idle(self, pod: str, since: float) -> bool:

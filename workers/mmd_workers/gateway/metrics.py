@@ -1,62 +1,34 @@
-"""What the gateway counts. Names carry units; labels come from small closed sets."""
+"""What only a gateway counts, beside the catalogue that every process shares; on the same registry."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+from mmd_workers.observe.metrics import Metrics
 
 
 class GatewayMetrics:
-    """Instruments of one gateway on its own registry."""
+    """`shared` is the catalogue. Gauges are set when they are scraped. `role`: encode, prefill, decode."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.requests = Counter("mmd_gateway_requests", "Finished requests", ["status"], registry=registry)
-        self.ttft = Histogram(
-            "mmd_gateway_ttft_seconds",
-            "Arrival to first token",
-            ["modality"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.itl = Histogram(
-            "mmd_gateway_itl_seconds",
-            "Mean time between a sequence's tokens",
-            buckets=_ITL,
-            registry=registry,
-        )
-        self.total = Histogram(
-            "mmd_gateway_request_seconds", "Arrival to end", buckets=_SECONDS, registry=registry
-        )
-        self.prompt_tokens = Counter(
-            "mmd_gateway_prompt_tokens", "Prompt tokens", ["modality"], registry=registry
-        )
-        self.output_tokens = Counter("mmd_gateway_output_tokens", "Tokens sent to clients", registry=registry)
-        self.running = Gauge("mmd_gateway_requests_running", "Requests in hand", registry=registry)
+    def __init__(self, shared: Metrics) -> None:
+        self.shared = shared
+        registry = shared.registry
         self.sequences = Gauge(
             "mmd_gateway_sequences", "Sequences placed or waiting for a pod", registry=registry
         )
         self.held = Gauge(
-            "mmd_gateway_requests_held",
+            "mmd_gateway_sequences_held",
             "Sequences that wait for a pod, by the role that is missing",
             ["role"],
             registry=registry,
         )
-        self.retries = Gauge(
-            "mmd_gateway_retries_total", "Placements after a worker was lost or gave up", registry=registry
-        )
-        self.duplicates = Gauge(
-            "mmd_gateway_duplicate_tokens_total", "Tokens that arrived twice", registry=registry
-        )
-        self.media_bytes = Gauge(
-            "mmd_gateway_media_bytes", "Bytes reserved for bodies and media", registry=registry
+        self.duplicates = Counter(
+            "mmd_gateway_duplicate_tokens", "Tokens that arrived more than once", registry=registry
         )
         self.media_budget = Gauge(
-            "mmd_gateway_media_budget_bytes", "Bound of mmd_gateway_media_bytes", registry=registry
+            "mmd_gateway_media_budget_bytes", "Bound of mmd_media_held_bytes", registry=registry
         )
         self.media_items = Gauge("mmd_gateway_media_items", "Distinct media held", registry=registry)
         self.media_waiting = Gauge(
-            "mmd_gateway_media_waiting", "Requests that wait for media memory", registry=registry
+            "mmd_gateway_media_waiting_requests", "Requests that wait for media memory", registry=registry
         )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import random
 import signal
 import time
-from collections.abc import Iterator
 
-import uvicorn
 import uvloop
-from prometheus_client import CollectorRegistry
 
 from mmd_workers.errors import MmdError
 from mmd_workers.gateway.app import Gateway, build_app
@@ -23,6 +19,9 @@ from mmd_workers.gateway.lifecycle import Dispatcher
 from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.router import Router
 from mmd_workers.model.frontend import load_frontend
+from mmd_workers.observe.logs import configure
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.server import HttpServer
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.media import MediaServer
@@ -35,15 +34,6 @@ DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
 
 _log = logging.getLogger(__name__)
-
-
-class _Server(uvicorn.Server):
-    """Signals are the gateway's business: it drains first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> None:
@@ -66,7 +56,10 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
     )
     encode_seconds = spec.encoder.job_timeout_seconds if spec.encoder is not None else 120
-    dispatcher = Dispatcher(bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds)
+    metrics = GatewayMetrics(Metrics())
+    dispatcher = Dispatcher(
+        bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds, metrics
+    )
     max_body_bytes = spec.gateway.max_body_mebibytes << 20
     hold = MediaHold(HOLD_BODIES * max_body_bytes)
     gateway = Gateway(
@@ -75,12 +68,12 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         max_concurrent_requests=spec.gateway.max_concurrent_requests,
         request_timeout_seconds=spec.gateway.request_timeout_seconds,
         frontend=frontend,
-        intake=Intake(pipeline, frontend),
+        intake=Intake(pipeline, frontend, metrics.shared),
         hold=hold,
         dispatcher=dispatcher,
         directory=directory,
         bus=bus,
-        metrics=GatewayMetrics(CollectorRegistry()),
+        metrics=metrics,
     )
 
     def beat() -> Heartbeat:
@@ -98,32 +91,18 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
 
     heartbeater = Heartbeater(bus, beat, spec.observability.heartbeat_milliseconds / 1000)
     media_server = MediaServer(bus, settings.pod, hold.get)
-    server = _Server(
-        uvicorn.Config(
-            build_app(gateway, beat),
-            host=_listen_address(settings.pod_ip),
-            port=settings.http_port,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=DRAIN_RESERVE_SECONDS,
-        )
-    )
+    server = HttpServer(build_app(gateway, beat), _listen_address(settings.pod_ip), settings.http_port)
     try:
         await directory.start()
         await dispatcher.start()
         await media_server.start()
         await heartbeater.start()
-        serving = asyncio.create_task(server.serve(), name="http")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await server.start()
         _log.info("gateway %s serves %s on port %d", settings.pod, spec.model.id, settings.http_port)
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await stop.wait()
         await _drain(gateway, heartbeater, spec.gateway.template.termination_grace_period_seconds)
-        server.should_exit = True
-        await serving
     finally:
+        await server.stop()
         await heartbeater.close()
         await dispatcher.close()
         await media_server.close()
@@ -133,9 +112,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
 
 def run(settings: WorkerSettings) -> None:
     """Run the gateway as a process; the exit code says whether it ended well."""
-    from mmd_workers.observe.logs import configure_logging
-
-    configure_logging(settings.pod, settings.pipeline.spec.observability.log_level)
+    configure(settings.pod, settings.pipeline.spec.observability.log_level)
     try:
         uvloop.run(serve(settings))
     except MmdError as error:

@@ -38,6 +38,7 @@ class Timeline:
     finished: float = 0.0
     first_token: float = 0.0
     status: int = 0
+    code: str = "ok"  # or the code of the error
     error: str = ""
     finish_reasons: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +50,11 @@ class Timeline:
         """Join phases in; those beyond the bound are dropped."""
         room = KEPT_PHASES - len(self.phases)
         self.phases.extend([(pod, sequence, attempt, phase) for phase in phases][: max(0, room)])
+
+    def modality(self) -> str:
+        """The heaviest kind of medium in the request, or text."""
+        kinds = {medium["modality"] for medium in self.media}
+        return next((kind for kind in ("video", "audio", "image") if kind in kinds), "text")
 
     def timings(self) -> dict[str, float]:
         """Milliseconds: `ttft`, `total`, and of each phase that any pod reported, the time covered by its intervals."""
@@ -88,6 +94,7 @@ class Timeline:
             "first_token": self.first_token,
             "finished": self.finished,
             "status": self.status,
+            "code": self.code,
             "error": self.error,
             "finish_reasons": self.finish_reasons,
             "usage": self.usage,
@@ -107,6 +114,7 @@ class Timeline:
             "arrived": self.arrived,
             "finished": self.finished,
             "status": self.status,
+            "code": self.code,
             "error": self.error,
             "attempts": len(self.attempts),
             "timings": self.timings(),

@@ -1,0 +1,237 @@
+"""Every malformed request gets an OpenAI-shaped error that names the field and the remedy, and disturbs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import time
+
+import httpx
+from PIL import Image
+
+from mmd_workers.gateway.body import DepthScanner
+
+from .conftest import Launch, Running
+
+MODEL = "builtin/demo"
+
+
+def png(width: int = 56, height: int = 56) -> str:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 30)).save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def user(*parts: object) -> list[dict]:
+    return [{"role": "user", "content": list(parts) if parts else "hello"}]
+
+
+def body(**changes: object) -> dict:
+    made = {"model": MODEL, "messages": user(), "max_tokens": 4}
+    made.update(changes)
+    return {key: value for key, value in made.items() if value is not ...}
+
+
+TEXT = {"type": "text", "text": "what is it?"}
+IMAGE = {"type": "image_url", "image_url": {"url": png()}}
+
+
+def image(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+CASES: list[tuple[str, dict, int, str | None, str]] = [
+    ("no model", body(model=...), 400, "model", "missing"),
+    ("another model", body(model="gpt-5"), 404, "model", "builtin/demo"),
+    ("a model that is a number", body(model=5), 400, "model", "string"),
+    ("no messages", body(messages=...), 400, "messages", "missing"),
+    ("empty messages", body(messages=[]), 400, "messages", "at least 1"),
+    ("messages that are a string", body(messages="hello"), 400, "messages", "list"),
+    ("a message that is a string", body(messages=["hello"]), 400, "messages[0]", "dictionary"),
+    ("a message without role", body(messages=[{"content": "x"}]), 400, "messages[0].role", "missing"),
+    ("an unknown role", body(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", "'user'"),
+    ("a tool message", body(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].role", "'user'"),
+    ("content that is null", body(messages=[{"role": "user", "content": None}]), 400, "messages[0].content", "string or a list"),
+    ("content that is empty", body(messages=[{"role": "user", "content": []}]), 400, "messages[0].content", "at least 1"),
+    ("a part without type", body(messages=user({"text": "x"})), 400, "messages[0].content[0].type", "missing"),
+    ("an unknown part", body(messages=user({"type": "smell"})), 400, "messages[0].content[0]", "image_url, video_url"),
+    ("a text part without text", body(messages=user({"type": "text"})), 400, "messages[0].content[0].text", "missing"),
+    ("an image without url", body(messages=user(TEXT, {"type": "image_url", "image_url": {}})), 400, "messages[0].content[1].image_url.url", "missing"),
+    ("an image url that is a string", body(messages=user({"type": "image_url", "image_url": png()})), 400, "messages[0].content[0].image_url", "dictionary"),
+    ("low detail", body(messages=user({"type": "image_url", "image_url": {"url": png(), "detail": "low"}})), 400, "messages[0].content[0].image_url.detail", "'auto'"),
+    ("a sound without format", body(messages=user({"type": "input_audio", "input_audio": {"data": "AAAA"}})), 400, "messages[0].content[0].input_audio.format", "missing"),
+    ("NaN temperature as a string", body(temperature="nan"), 400, "temperature", "number"),
+    ("a negative temperature", body(temperature=-0.1), 400, "temperature", "greater than or equal to 0"),
+    ("a temperature above 2", body(temperature=2.5), 400, "temperature", "less than or equal to 2"),
+    ("top_p of 0", body(top_p=0), 400, "top_p", "greater than 0"),
+    ("top_p above 1", body(top_p=1.1), 400, "top_p", "less than or equal to 1"),
+    ("top_k below -1", body(top_k=-2), 400, "top_k", "greater than or equal to -1"),
+    ("max_tokens of 0", body(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
+    ("max_tokens that is a float", body(max_tokens=1.5), 400, "max_tokens", "integer"),
+    ("both token limits", body(max_completion_tokens=4), 400, "max_completion_tokens", "not both"),
+    ("n of 0", body(n=0), 400, "n", "greater than or equal to 1"),
+    ("n of 1000", body(n=1000), 400, "n", "less than or equal to 16"),
+    ("five stops", body(stop=["a", "b", "c", "d", "e"]), 400, "stop", "at most 4"),
+    ("an empty stop", body(stop=""), 400, "stop", "at least 1"),
+    ("a stop that is a number", body(stop=5), 400, "stop", "a string or a list"),
+    ("stop with an empty string in it", body(stop=["a", ""]), 400, "stop[1]", "at least 1"),
+    ("a seed beyond 64 bits", body(seed=2**70), 400, "seed", "less than"),
+    ("top_logprobs alone", body(top_logprobs=3), 400, "top_logprobs", "logprobs: true"),
+    ("too many top_logprobs", body(logprobs=True, top_logprobs=21), 400, "top_logprobs", "less than or equal to 20"),
+    ("stream options without stream", body(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
+    ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
+    ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not served: describe"),
+    ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not served"),
+    ("a presence penalty", body(presence_penalty=0.5), 400, "presence_penalty", "set it to 0"),
+    ("logit bias", body(logit_bias={"5": 1}), 400, "logit_bias", "leave it out"),
+    ("an unknown field", body(colour="red"), 400, "colour", "remove it"),
+    ("an image that is text", body(messages=user(TEXT, image("data:image/png;base64,aGVsbG8="))), 400, "messages[0].content[1].image_url.url", "format"),
+    ("an image with broken base64", body(messages=user(image("data:image/png;base64,@@@@"))), 400, "messages[0].content[0].image_url.url", "base64"),
+    ("a truncated image", body(messages=user(image(png()[:46]))), 400, "messages[0].content[0].image_url.url", ""),
+    ("a picture sent as video", body(messages=user({"type": "video_url", "video_url": {"url": png()}})), 400, "messages[0].content[0].video_url.url", "declared as video"),
+    ("a file url", body(messages=user(image("file:///etc/passwd"))), 400, "messages[0].content[0].image_url.url", "http(s)"),
+    ("a private address", body(messages=user(image("http://127.0.0.1/x.png"))), 400, "messages[0].content[0].image_url.url", "not public"),
+    ("the cloud's metadata address", body(messages=user(image("http://169.254.169.254/latest/meta-data"))), 400, "messages[0].content[0].image_url.url", "not public"),
+    ("a sound that is no sound", body(messages=user({"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}})), 400, "messages[0].content[0].input_audio.data", "format"),
+    ("17 images", body(messages=user(*[IMAGE] * 17)), 400, "messages[0].content[16].image_url.url", "the limit is 16"),
+    ("10,000 images", body(messages=user(*[image("data:,x")] * 10_000)), 400, "messages[0].content[16].image_url.url", "10000 media"),
+    ("100,000 parts", body(messages=user(*[{"type": "text", "text": "x"}] * 100_000)), 400, "messages[0].content", "at most 16384"),
+]  # fmt: skip
+
+
+async def assert_still_serves(gateway: Running) -> None:
+    answer = await gateway.http.post("/v1/chat/completions", json=body(temperature=0))
+    assert answer.status_code == 200, answer.text
+    assert await gateway.metric("mmd_media_held_bytes") == 0
+    assert await gateway.metric("mmd_gateway_sequences") == 0
+
+
+def assert_is_error(response: httpx.Response, status: int, param: str | None, says: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert says in error["message"], error
+    assert len(error["message"]) < 2000
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert error["code"]
+
+
+async def test_each_malformed_body_gets_an_error_that_names_the_field(launch: Launch, subtests) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    for name, sent, status, param, says in CASES:
+        with subtests.test(name):
+            assert_is_error(await gateway.http.post("/v1/chat/completions", json=sent), status, param, says)
+    assert worker.requests == []
+    await assert_still_serves(gateway)
+
+
+RAW: list[tuple[str, bytes, dict, int, str]] = [
+    ("nothing", b"", {}, 400, "valid JSON"),
+    ("half of a JSON", b'{"model": "builtin/demo", "messages": [', {}, 400, "valid JSON"),
+    ("NaN", json.dumps(body(temperature=float("nan"))).encode(), {}, 400, "valid JSON"),
+    ("infinity", json.dumps(body(top_p=float("inf"))).encode(), {}, 400, "valid JSON"),
+    ("bytes that are not UTF-8", b'{"model": "\xff\xfe"}', {}, 400, "valid JSON"),
+    ("a list", b"[1, 2]", {}, 400, "JSON object"),
+    ("null", b"null", {}, 400, "JSON object"),
+    ("a JSON bomb of brackets", b"[" * 100_000, {}, 400, "nested deeper than 32"),
+    ("a form", b"model=x", {"content-type": "application/x-www-form-urlencoded"}, 415, "application/json"),
+    ("gzip", b"\x1f\x8b", {"content-encoding": "gzip"}, 415, "content-encoding"),
+    ("a body over the limit", b'{"model": "' + b"x" * (1 << 20) + b'"}', {}, 413, "maxBodyMebibytes"),
+]
+
+
+async def test_each_malformed_byte_stream_gets_its_status(launch: Launch, subtests) -> None:
+    gateway = await launch(maxBodyMebibytes=1)
+    await gateway.worker("the red circle")
+    for name, content, headers, status, says in RAW:
+        with subtests.test(name):
+            response = await gateway.http.post(
+                "/v1/chat/completions",
+                content=content,
+                headers={"content-type": "application/json", **headers},
+            )
+            assert_is_error(response, status, None, says)
+    await assert_still_serves(gateway)
+
+
+async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(launch: Launch) -> None:
+    gateway = await launch(maxBodyMebibytes=1)
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        yield b'{"model": "'
+        for _ in range(64):
+            sent += 1
+            yield b"x" * (64 << 10)
+
+    response = await gateway.http.post(
+        "/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
+    )
+    assert_is_error(response, 413, None, "maxBodyMebibytes")
+
+
+async def test_a_prompt_that_is_too_long_says_by_how_much_and_which_part(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle", max_model_len=20)
+    long = {"type": "text", "text": "circle " * 200}
+    response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(long)))
+    assert_is_error(response, 400, "messages", "too many; the largest part is the text")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    by_image = await gateway.http.post("/v1/chat/completions", json=body(messages=user(image(png(224, 224)))))
+    assert_is_error(
+        by_image, 400, "messages[0].content[0].image_url.url", "the largest part is messages[0].content[0]"
+    )
+    assert worker.requests == []
+
+
+async def test_more_tokens_than_fit_are_clamped_to_what_fits(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle", max_model_len=200)
+    await gateway.http.post("/v1/chat/completions", json=body(max_tokens=10**6))
+    await gateway.http.post("/v1/chat/completions", json=body(max_tokens=...))
+    prompt = len(worker.requests[0].token_ids)
+    assert [r.sampling.max_tokens for r in worker.requests] == [200 - prompt] * 2
+
+
+async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    neutral = body(
+        tools=None, tool_choice="none", presence_penalty=0, frequency_penalty=0.0, logit_bias={}, n=1, user="me",
+        response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"}, top_k=-1, service_tier="auto",
+    )  # fmt: skip
+    response = await gateway.http.post("/v1/chat/completions", json=neutral)
+    assert response.status_code == 200, response.text
+
+
+async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: Launch) -> None:
+    gateway = await launch()
+    for response, status in [
+        (await gateway.http.get("/v1/nothing"), 404),
+        (await gateway.http.get("/v1/chat/completions"), 405),
+        (await gateway.http.get("/v1/models/gpt-5"), 404),
+        (await gateway.http.get("/debug/requests/none"), 404),
+    ]:
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_brackets_in_strings_are_not_depth_wherever_the_chunks_are_cut() -> None:
+    text = json.dumps({"a": ["[[[[", '\\"[[[[', {"b": "}}}}" + "\\"}]})
+    for size in range(1, 12):
+        scanner = DepthScanner(limit=3)
+        assert all(scanner.feed(text.encode()[i : i + size]) for i in range(0, len(text), size))
+        assert scanner._depth == 0
+    assert not DepthScanner(limit=2).feed(text.encode())
+
+
+def test_a_large_string_is_scanned_at_the_speed_of_a_search() -> None:
+    blob = b'{"a": "' + base64.b64encode(os.urandom(12 << 20)) + b'"}'
+    begun = time.process_time()
+    assert DepthScanner().feed(blob)
+    assert time.process_time() - begun < 1.0
