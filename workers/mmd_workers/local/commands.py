@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import httpx
 import typer
@@ -15,12 +17,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PoolName, Role
 from mmd_workers.errors import MmdError
 from mmd_workers.local import client as gateway_client
 from mmd_workers.local import state
 
-console = Console()
+T = TypeVar("T")
+
+console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 UrlOption = Annotated[
@@ -38,6 +43,20 @@ def register(app: typer.Typer) -> None:
 def _fail(error: MmdError) -> typer.Exit:
     errors.print(f"[red]error[/red] ({error.code}): {error.message}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine; what is wrong is said in one line, not in a traceback."""
+    try:
+        return asyncio.run(work)
+    except MmdError as error:
+        raise _fail(error) from error
+    except InvalidDeploymentError as error:
+        for fault in error.faults:
+            errors.print(f"[red]error[/red] (invalid): {fault}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except asyncio.CancelledError as error:
+        raise typer.Exit(128 + signal.SIGTERM) from error
 
 
 def worker(
@@ -87,10 +106,7 @@ def up(
                 await runner.until_stopped()
                 console.print("stopping: requests under way are finished first", highlight=False)
 
-    try:
-        asyncio.run(serve())
-    except MmdError as error:
-        raise _fail(error) from error
+    _run(serve())
 
 
 def demo(
@@ -120,10 +136,7 @@ def demo(
                     )
                 return asked
 
-    try:
-        asked = asyncio.run(serve())
-    except MmdError as error:
-        raise _fail(error) from error
+    asked = _run(serve())
     console.print(_demo_table(asked))
     html.write(report, asked, "What the demo asked, and where each request went")
     console.print(f"timelines: {report.resolve()}", highlight=False, soft_wrap=True)

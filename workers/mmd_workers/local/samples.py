@@ -175,10 +175,10 @@ def draw_video(rng: np.random.Generator) -> tuple[Facts, Frame]:
 
 
 def draw_tone(rng: np.random.Generator) -> tuple[Facts, npt.NDArray[np.float32], int]:
-    """A tone of one to two seconds that stays or glides: (facts, waveform float32 [samples], samples a second)."""
+    """A tone of about a second that stays or glides: (facts, waveform float32 [samples], samples a second)."""
     facts = {"pitch": pick(rng, tuple(PITCHES_HZ)), "trend": pick(rng, tuple(TRENDS))}
     rate_hz = pick(rng, AUDIO_RATES_HZ)
-    seconds, glide = rng.uniform(1.0, 2.0), TRENDS[facts["trend"]]
+    seconds, glide = rng.uniform(0.9, 1.3), TRENDS[facts["trend"]]
     time = np.arange(int(seconds * rate_hz)) / rate_hz
     middle_hz = rng.uniform(*PITCHES_HZ[facts["pitch"]])
     frequency = middle_hz * glide ** (time / seconds - 0.5)

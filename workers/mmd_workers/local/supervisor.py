@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmd_workers.local.pods import LocalPod
+from mmd_workers.wire.server import die_with_parent
 
 BACKOFF_SECONDS = (0.5, 30.0)
 STEADY_SECONDS = 60.0  # a process that ran this long starts its backoff anew
 MAX_LINE_BYTES = 16_384
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -75,7 +74,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
             limit=MAX_LINE_BYTES,
         )
         assert child.process.stdout is not None
@@ -124,8 +123,3 @@ def _command(command: list[str]) -> list[str]:
     if command[0] == "mmd":
         return [sys.executable, "-m", "mmd_api", *command[1:]]
     return command
-
-
-def _die_with_parent() -> None:
-    """Linux: be killed when the runner dies without having stopped us."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

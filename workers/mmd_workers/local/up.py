@@ -90,13 +90,14 @@ async def running(
     Raises:
         StartError: a pod was not routable within `ready_seconds`.
     """
+    _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
     objects = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
     with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
         nats = NatsServer(Path(folder) / "nats")
         supervisor = Supervisor(log_line)
         try:
-            await asyncio.to_thread(nats.start)
+            nats.start()  # on this thread, which lasts: the server ends with the thread that started it
             pods = local_pods(objects, Path(folder), nats.url, port, threads or _threads_per_worker(objects))
             for pod in pods:
                 supervisor.start(pod)
@@ -122,6 +123,13 @@ async def running(
             )  # the front door first: requests under way still find their workers
             await supervisor.stop()
             await asyncio.to_thread(nats.stop)
+
+
+def _stop_in_good_order_on_sigterm() -> None:
+    """SIGTERM ends the block like Ctrl-C does; on a thread other than the main one signals are not ours."""
+    if (task := asyncio.current_task()) is not None:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _threads_per_worker(objects: list[dict[str, Any]]) -> int:

@@ -219,9 +219,11 @@ class PrefillService:
             await filling
             token = await first
             done = time.time()
+            encoded = self._feature_phases(request, placed)
+            waited = max([placed, *(phase.end for phase in encoded if phase.end < added)])
             tracked.phases += [
-                Phase("queue", placed, added, {"pod": self._pod}),
-                *self._feature_phases(request),
+                *encoded,
+                Phase("queue", waited, added, {"for": "prefill"}),
                 Phase("prefill", added, done, {"tokens": len(request.token_ids)}),
             ]
             if decoder is None:
@@ -285,12 +287,14 @@ class PrefillService:
         await self._runner.call(lambda engine: engine.fill(name, number, feature))
         self._store.merged(ref.feature_id)
 
-    def _feature_phases(self, request: GenerateRequest) -> list[Phase]:
+    def _feature_phases(self, request: GenerateRequest, placed: float) -> list[Phase]:
+        """What happened to the media of a request since it was placed; nothing for those that were here already."""
         phases = []
         for ref in request.features:
             times = self._source.times(ref.feature_id)
             detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
             if "start" in times and "encoded" in times:
+                phases.append(Phase("queue", placed, max(placed, times["start"]), {"for": "encode"} | detail))
                 phases.append(Phase("encode", times["start"], times["encoded"], detail))
             if "encoded" in times and "arrived" in times:
                 phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail))

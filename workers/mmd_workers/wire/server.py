@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,16 @@ from mmd_workers.errors import PeerLostError
 
 _log = logging.getLogger(__name__)
 _READY = "Server is ready"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """In a child before it becomes its program: be killed when the thread that started it ends (Linux; elsewhere nothing)."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 
 
@@ -49,7 +61,7 @@ class NatsServer:
         return self._process.pid if running and self._process is not None else None
 
     def start(self, timeout_seconds: float = 15.0) -> NatsServer:
-        """Start it and wait until it serves. Blocks: call it through `asyncio.to_thread` on an event loop.
+        """Start it and wait until it serves. Blocks for a moment; the server ends with the calling thread, so call it on one that lasts.
 
         Raises:
             PeerLostError: no binary, or not ready in time; the message ends with what the server said.
@@ -70,6 +82,7 @@ class NatsServer:
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C is for the parent, which stops this last
+            preexec_fn=die_with_parent,
         )
         self._reader = threading.Thread(
             target=self._read, args=(self._process,), name="nats-log", daemon=True
