@@ -175,6 +175,20 @@ def test_sequences_attached_from_elsewhere_are_never_preempted():
     assert attached.state is State.RUNNING
 
 
+def test_a_prefill_whose_kv_has_been_announced_is_never_preempted():
+    bench = Bench(blocks=6, block_tokens=4, chunk_tokens=4)
+    local = bench.add("here", 3)
+    bench.step()
+    travelling = bench.add("travels", 12, missing={0: (8, 12)})
+    travelling.stop_after_prefill = True
+    for _ in range(30):
+        bench.step()
+    assert travelling.state is State.RUNNING
+    assert travelling.computed == 8
+    assert bench.scheduler.preemptions > 0
+    assert local.num_tokens > 8
+
+
 def test_cached_blocks_are_skipped_but_never_the_last_token_nor_a_part_of_an_atomic_range():
     bench = Bench(prefix_cache=True)
     spans = [(6, 8, "cat")]

@@ -182,7 +182,7 @@ class Scheduler:
                 if self.pool.available:
                     sequence.blocks += self.pool.allocate(1)
                     continue
-                victim = max((s for s in self.running if s.prompt is not None), key=lambda s: s.arrival)
+                victim = max((s for s in self.running if s.preemptable), key=lambda s: s.arrival)
                 self._preempt(victim)
                 if victim is sequence:
                     break

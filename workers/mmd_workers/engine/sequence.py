@@ -66,6 +66,11 @@ class Sequence:
         return self.remaining == 1 and self.num_tokens > self.prompt_length
 
     @property
+    def preemptable(self) -> bool:
+        """Whether its KV can be computed again, and nobody has been told that it may be read here."""
+        return self.prompt is not None and not self.stop_after_prefill
+
+    @property
     def atomic_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the prompt with bidirectional attention inside."""
         return self.prompt.atomic_ranges if self.prompt is not None else []
