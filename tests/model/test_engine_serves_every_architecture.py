@@ -1,0 +1,58 @@
+"""The engine's paged attention with real split checkpoints: mixed batches of every case equal `generate`, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import model_zoo as zoo
+import pytest
+from test_oracle import CASES, ORACLE
+
+from mmd_api.spec import ModelSpec
+from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.types import SamplingParams, SequenceInput
+from mmd_workers.model.language import load_language_model
+
+pytestmark = pytest.mark.models
+
+
+@pytest.mark.parametrize("arch", list(zoo.MODALITIES))
+def test_a_mixed_batch_equals_generate(arch: str, checkpoint: Callable[[str], Path]) -> None:
+    served = zoo.serve(checkpoint(arch))
+    language = load_language_model(ModelSpec(id=str(served.folder), dtype="Float32"), zoo.CPU)
+    engine = Engine(
+        language,
+        kv_cache_bytes=16 * 2**20,
+        block_tokens=16,
+        max_sequences=8,
+        chunk_tokens=48,
+        prefix_cache=True,
+        max_model_len=4096,
+    )
+    expected: dict[str, list[int]] = {}
+    waiting: list[SequenceInput] = []
+    for name in [case for a, case in ORACLE if a == arch]:
+        parts = CASES[name][1]()
+        media = [p for p in parts if isinstance(p, zoo.Medium)]
+        messages = zoo.conversation(*parts)
+        layout = served.frontend.layout(messages, [m.info for m in media])
+        expected[name] = zoo.generate(served, zoo.hf_inputs(served, messages, media, layout))
+        sampling = SamplingParams(
+            max_tokens=zoo.NEW_TOKENS, ignore_eos=True, suppress_token_ids=language.suppress_token_ids
+        )
+        spans = [
+            (s, n, m.info.digest) for m, laid in zip(media, layout.media, strict=True) for s, n in laid.ranges
+        ]
+        waiting.append(SequenceInput(name, zoo.lowered(served, layout, media), sampling, spans))
+    got: dict[str, list[int]] = {name: [] for name in expected}
+    for _ in range(500):
+        if waiting:
+            engine.add(waiting.pop(0))  # one joins at each step
+        output = engine.step()
+        assert not output.failed
+        for token in output.tokens:
+            got[token.sequence_id].append(token.token_id)
+        if all(len(tokens) == zoo.NEW_TOKENS for tokens in got.values()):
+            break
+    assert got == expected
