@@ -16,7 +16,8 @@ CASES: dict[str, tuple[set[str], Case]] = {
     "text": (set(), lambda: ["tell me what you know"]),
     "image": ({"image"}, lambda: [zoo.image(100, 64, 1), "tell me what this is"]),
     "video": ({"video"}, lambda: [zoo.video(64, 80, 12, 6.0, 2), "tell me what moves"]),
-    "audio": ({"audio"}, lambda: [zoo.audio(20000, 3), "tell me what sounds"]),
+    "long video": ({"video"}, lambda: [zoo.video(40, 40, 60, 6.0, 2), "go"]),
+    "audio": ({"audio"}, lambda: [zoo.audio(20001, 3), "tell me what sounds"]),
     "two images": (
         {"image"},
         lambda: [zoo.image(60, 60, 4), "and then", zoo.image(150, 40, 5), "tell me both"],

@@ -86,6 +86,7 @@ def sliced_class(cls: type[Any], role: Role) -> type[Any]:
         def get_output_embeddings(self) -> Any:
             return None if role == "encoder" else super().get_output_embeddings()
 
+    Sliced._keys_to_ignore_on_load_unexpected = ["."]  # the other role's weights are no surprise
     if role == "encoder":
         Sliced._tied_weights_keys = {}
     Sliced.__name__, Sliced.__qualname__, Sliced.__module__ = cls.__name__, cls.__qualname__, cls.__module__
@@ -101,6 +102,7 @@ def load_role(
         UnsupportedModelError: weights are missing or have other shapes than the architecture asks for.
     """
     cls = sliced_class(architecture_class(config), role)
+    transformers.logging.disable_progress_bar()
     try:
         model, report = cls.from_pretrained(
             folder,
@@ -121,7 +123,9 @@ def load_role(
             f"(first: {wrong[0]}); the checkpoint is incomplete or of another architecture than its config.json says"
         )
     if role == "language" and model.base_model is not model.get_decoder():
-        for name in list(model.base_model._parameters):  # one row, such as the separator of tiled images: the encoder's
+        for name in list(
+            model.base_model._parameters
+        ):  # one row, such as the separator of tiled images: the encoder's
             model.base_model._parameters[name] = None
     model.eval().requires_grad_(False).to(device)
     tensors = {t.data_ptr(): t.numel() * t.element_size() for t in model.parameters() if t.numel()}
