@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
+import wave
+
+import av
+import openai
+import pytest
+from PIL import Image
+
+from mmd_workers.wire.media import read_medium
+from mmd_workers.wire.messages import GenerateRequest, Phase, TokenBatch, TokenItem
+
 from .conftest import Launch
+from .scripted import ScriptedWorker, answer_well
 
 HELLO = [{"role": "user", "content": "hello"}]
 MODEL = "builtin/demo"
@@ -32,3 +46,253 @@ async def test_a_streamed_answer_comes_in_pieces_that_join_to_the_text(launch: L
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+
+    def ask() -> str:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            assert [m.id for m in client.models.list()] == [MODEL]
+            chunks = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+            return "".join(c.choices[0].delta.content or "" for c in chunks)
+
+    assert await asyncio.to_thread(ask) == "the red circle"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_across_tokens_ends_the_text_before_it_and_frees_the_worker(
+    launch: Launch, stream: bool
+) -> None:
+    gateway = await launch()
+    stopped = asyncio.Event()
+
+    async def go_on(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.tokens(request, list(range(len(worker.answer))), finish=False)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            stopped.set()
+
+    worker = await gateway.worker("the red circle and the blue square", go_on)
+    options = {"model": MODEL, "messages": HELLO, "stop": ["d cir", "never"], "max_tokens": 100}
+    if stream:
+        chunks = [c async for c in await gateway.openai.chat.completions.create(**options, stream=True)]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        answer = await gateway.openai.chat.completions.create(**options)
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, reason) == ("the re", "stop")
+    await asyncio.wait_for(stopped.wait(), 5)
+    assert worker.cancels[0].request_id == worker.requests[0].request_id
+
+
+async def test_n_answers_are_separate_sequences_with_seeds_of_their_own(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, n=3, seed=7, stream=True, stream_options={"include_usage": True}
+    )
+    texts = {0: "", 1: "", 2: ""}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+        if chunk.usage:
+            assert chunk.usage.completion_tokens == 3 * len(worker.answer)
+            assert chunk.usage.prompt_tokens == len(worker.requests[0].token_ids)
+    assert set(texts.values()) == {"the red circle"}
+    assert sorted(r.sampling.seed for r in worker.requests) == [7, 8, 9]
+    assert len({r.request_id for r in worker.requests}) == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_log_probabilities_come_token_by_token(launch: Launch, stream: bool) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    options = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = [c async for c in await gateway.openai.chat.completions.create(**options, stream=True)]
+        entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    else:
+        answer = await gateway.openai.chat.completions.create(**options)
+        entries = answer.choices[0].logprobs.content
+    assert len(entries) == len(worker.answer)
+    assert "".join(e.token for e in entries).replace(" ", "") == "theredcircle"
+    assert all(e.logprob == -0.25 and len(e.top_logprobs) == 2 for e in entries)
+    assert all(bytes(e.bytes).decode() == e.token for e in entries)
+
+
+async def test_the_limit_of_tokens_is_named_as_the_reason(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 2
+
+
+async def test_sampling_reaches_the_worker_and_a_seed_is_always_chosen(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=9,
+        extra_body={"top_k": 4, "ignore_eos": True},
+    )  # fmt: skip
+    await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO)
+    first, second = (r.sampling for r in worker.requests)
+    assert (first.temperature, first.top_p, first.top_k, first.max_tokens) == (0.5, 0.9, 4, 9)
+    assert first.ignore_eos
+    assert second.temperature == 1.0
+    assert first.seed != second.seed
+
+
+def wav() -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(16_000)
+        sound.writeframes(b"\0\1" * 8_000)
+    return out.getvalue()
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (56, 56), (200, 30, 30)).save(out, "PNG")
+    return out.getvalue()
+
+
+def mp4() -> bytes:
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for i in range(8):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 64), (30 * i, 0, 0)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+MIXED = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": url("image/png", png())}},
+            {"type": "text", "text": "what colour?"},
+            {"type": "video_url", "video_url": {"url": url("video/mp4", mp4())}},
+            {
+                "type": "input_audio",
+                "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "wav"},
+            },
+            {"type": "audio_url", "audio_url": {"url": url("audio/wav", wav())}},
+        ],
+    }
+]
+
+
+async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch: Launch) -> None:
+    gateway = await launch()
+    read: dict[str, bytes] = {}
+
+    async def encode_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        for feature in request.features:
+            read[feature.digest] = await read_medium(
+                worker.bus, request.gateway, feature.digest, feature.num_bytes, request.deadline
+            )
+        await answer_well(worker, request)
+
+    worker = await gateway.worker("the red circle", encode_then_answer)
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=MIXED)
+    request = worker.requests[0]
+    assert [f.modality for f in request.features] == ["image", "video", "audio", "audio"]
+    assert request.features[2].feature_id == request.features[3].feature_id
+    assert {png(), wav()} < set(read.values())
+    assert len(read) == 3
+    for feature in request.features:
+        assert sum(length for _, length in feature.ranges) == feature.num_tokens
+        assert feature.work > 0
+    details = answer.usage.prompt_tokens_details.model_dump()
+    for modality in ("image", "video", "audio"):
+        assert details[f"{modality}_tokens"] == sum(
+            f.num_tokens for f in request.features if f.modality == modality
+        )
+    parts = sum(details[f"{kind}_tokens"] for kind in ("text", "image", "video", "audio"))
+    assert parts == answer.usage.prompt_tokens == len(request.token_ids)
+    await gateway.until_metric("mmd_media_held_bytes", 0)
+    await gateway.until_metric("mmd_gateway_media_items", 0)
+
+
+async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def report(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        at = request.arrived
+        await worker.phases(
+            request,
+            Phase("queue", at, at + 0.010),
+            Phase("encode", at, at + 0.020),
+            Phase("encode", at + 0.010, at + 0.030),
+            Phase("prefill", at + 0.030, at + 0.050, {"cached_tokens": 3}),
+        )
+        await answer_well(worker, request)
+
+    await gateway.worker("the red circle", report)
+    response = await gateway.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": HELLO}, headers={"x-mmd-timings": "true"}
+    )
+    timings = response.json()["timings"]
+    assert timings["queue"] == pytest.approx(10, abs=0.1)
+    assert timings["encode"] == pytest.approx(30, abs=0.1), "overlapping intervals count once"
+    assert timings["prefill"] == pytest.approx(20, abs=0.1)
+    assert 0 < timings["ttft"] <= timings["total"]
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+    request_id = response.headers["x-request-id"]
+    assert request_id == response.json()["id"]
+    timeline = (await gateway.http.get(f"/debug/requests/{request_id}")).json()
+    assert {p["name"] for p in timeline["phases"]} >= {"fetch", "layout", "queue", "encode", "prefill"}
+    assert timeline["attempts"][0]["prefill_pod"] == "decode-0"
+    assert timeline["finished"] >= timeline["first_token"] > timeline["arrived"]
+    newest = (await gateway.http.get("/debug/requests?limit=1")).json()["requests"]
+    assert [r["request_id"] for r in newest] == [request_id]
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, extra_body={"timings": True}
+    )
+    last = [chunk async for chunk in stream][-1]
+    assert last.model_extra["timings"]["prefill"] == pytest.approx(20, abs=0.1)
+
+
+async def test_a_hundred_at_once_all_get_their_own_answer(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def echo(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        worker_answer = [*worker.answer[: 1 + request.sampling.top_k % len(worker.answer)]]
+        for index, token_id in enumerate(worker_answer):
+            last = index == len(worker_answer) - 1
+            item = TokenItem(request.request_id, request.attempt, index, token_id, "stop" if last else None)
+            await worker.bus.publish(
+                worker.bus.subjects.tokens(request.gateway), TokenBatch(worker.pod, 0, [item])
+            )
+
+    workers = [await gateway.worker("the red circle is left of the blue square", echo) for _ in range(3)]
+    answer = workers[0].answer
+
+    async def ask(number: int) -> bool:
+        stream = await gateway.openai.chat.completions.create(
+            model=MODEL, messages=HELLO, stream=True, extra_body={"top_k": number}
+        )
+        text = "".join([c.choices[0].delta.content or "" async for c in stream])
+        return text == gateway.tokenizer.decode(answer[: 1 + number % len(answer)])
+
+    assert all(await asyncio.gather(*(ask(number) for number in range(100))))
+    counts = [len(w.requests) for w in workers]
+    assert sum(counts) == 100
+    assert min(counts) >= 15, f"the load is spread: {counts}"
+    await gateway.until_metric("mmd_gateway_sequences", 0)
+    await gateway.until_metric("mmd_requests_running", 0)

@@ -311,7 +311,8 @@ class ChatCompletions:
             if ready or any(choice.sequence.ended for choice in choices):
                 continue
             try:
-                await asyncio.wait_for(news.wait(), patience)
+                async with asyncio.timeout(patience):
+                    await news.wait()
             except TimeoutError:
                 patience = KEEPALIVE_SECONDS
                 yield []

@@ -66,7 +66,8 @@ class MediaHold:
         entry = (num_bytes, turn)
         self._waiters.append(entry)
         try:
-            await asyncio.wait_for(asyncio.shield(turn), self._wait_seconds)
+            async with asyncio.timeout(self._wait_seconds):
+                await asyncio.shield(turn)
         except TimeoutError as error:
             if turn.done():
                 return

@@ -192,9 +192,9 @@ class Dispatcher:
         """Forget a sequence; if it has not finished, tell the workers to free it. Safe to call twice."""
         if self._live.pop(sequence.state.spec.request_id, None) is None:
             return
-        if sequence.task is not None:
-            sequence.task.cancel()
-            await asyncio.wait([sequence.task])
+        while sequence.task is not None and not sequence.task.done():
+            sequence.task.cancel()  # again, if need be: the NATS client may swallow one in a request that is just answered
+            await asyncio.wait([sequence.task], timeout=0.1)
         self._metrics.duplicates.inc(sequence.state.duplicates)
         if not sequence.state.finished:
             await self._cancel(sequence)
@@ -343,7 +343,8 @@ class Dispatcher:
             if (lost := self._stuck(sequence, time.time())) is not None:
                 return lost
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(sequence.signal.wait(), TICK_SECONDS)
+                async with asyncio.timeout(TICK_SECONDS):
+                    await sequence.signal.wait()
 
     def _stuck(self, sequence: Sequence, now: float) -> Lost | None:
         """Why nothing more will come of this attempt; None: it may be well."""
@@ -384,7 +385,8 @@ class Dispatcher:
     async def _pods_or(self, seconds: float) -> None:
         """Wait until a pod appears, goes or changes state, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._pods_changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._pods_changed.wait()
 
     def _note_attempt(self, sequence: Sequence, request: GenerateRequest, pod: str) -> None:
         sequence.lost_pods.clear()

@@ -127,7 +127,8 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int)
         return
     _log.info("draining: %d requests in hand", gateway.running)
     try:
-        await asyncio.wait_for(gateway.idle.wait(), max(1, grace_seconds - DRAIN_RESERVE_SECONDS))
+        async with asyncio.timeout(max(1, grace_seconds - DRAIN_RESERVE_SECONDS)):
+            await gateway.idle.wait()
     except TimeoutError:
         _log.warning("the grace period is over with %d requests in hand: they are cut off", gateway.running)
 
