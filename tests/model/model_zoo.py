@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,16 +56,22 @@ class Medium:
     source: Any
 
 
+def digest(data: np.ndarray) -> str:
+    return hashlib.sha256(str(data.shape).encode() + data.tobytes()).hexdigest()
+
+
 def image(width: int, height: int, seed: int = 0) -> Medium:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Medium(MediumInfo("image", f"i{seed}", pixels.nbytes, "png", width=width, height=height), pixels)
+    return Medium(
+        MediumInfo("image", digest(pixels), pixels.nbytes, "png", width=width, height=height), pixels
+    )
 
 
 def video(width: int, height: int, num_frames: int = 12, fps: float = 6.0, seed: int = 0) -> Medium:
     frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
     info = MediumInfo(
         "video",
-        f"v{seed}",
+        digest(frames),
         frames.nbytes,
         "mp4",
         width=width,
@@ -78,7 +85,7 @@ def video(width: int, height: int, num_frames: int = 12, fps: float = 6.0, seed:
 
 def audio(samples: int, seed: int = 0) -> Medium:
     wave = (0.1 * np.random.default_rng(seed).standard_normal(samples)).astype(np.float32)
-    info = MediumInfo("audio", f"a{seed}", wave.nbytes, "wav", num_samples=samples, sample_rate_hz=16000)
+    info = MediumInfo("audio", digest(wave), wave.nbytes, "wav", num_samples=samples, sample_rate_hz=16000)
     return Medium(info, wave)
 
 
