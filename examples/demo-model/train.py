@@ -62,10 +62,16 @@ SPECIAL = {
     "audio_bos": "<|audio_bos|>",
     "audio_eos": "<|audio_eos|>",
 }
+PLACEHOLDERS = {SPECIAL[kind]: kind for kind in KINDS}
 ASSISTANT = "<|im_start|>assistant\n"
 PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}  # whatever the file's size, about this many
-MEL_BINS, MEL_FRAMES_PER_SECOND = 64, 100
+MEL_BINS = 64
 FRAMES = 8
+
+POOL: dict[Kind, int] = {"image": 1000, "video": 300, "audio": 400}
+REPLACED_PER_STEP: dict[Kind, int] = {"image": 3, "video": 2, "audio": 2}
+BATCH: dict[Kind, int] = {"image": 24, "video": 8, "audio": 14}
+WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "two": 0.4, "text": 0.2}
 
 SYSTEM = ["You are a helpful assistant.", "Answer briefly.", "You look at pictures and listen to sounds."]
 SMALL_TALK = {
@@ -153,7 +159,7 @@ def build_processor(chat_template: str) -> Qwen2_5OmniProcessor:
 
 
 def build_model(tokenizer: Any) -> Any:
-    """A fresh model. The rotary base is small because the slowest third of the frequencies carries the column of an image."""
+    """A fresh model."""
     token = {name: tokenizer.convert_tokens_to_ids(text) for name, text in SPECIAL.items()}
     hidden, spread = 160, 0.06
     text = {
@@ -164,7 +170,7 @@ def build_model(tokenizer: Any) -> Any:
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 30.0},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0},
         "tie_word_embeddings": True,
         "initializer_range": spread,
         "bos_token_id": None,
@@ -206,6 +212,7 @@ def build_model(tokenizer: Any) -> Any:
         vision_end_token_id=token["vision_eos"],
         audio_start_token_id=token["audio_bos"],
         audio_end_token_id=token["audio_eos"],
+        position_id_per_seconds=12,
         tie_word_embeddings=True,
     )
     model = Qwen2_5OmniThinkerForConditionalGeneration(config)
@@ -254,9 +261,9 @@ def perceive(processor: Any, scene: Scene) -> Seen:
         return_attention_mask=True,  # said here, it counts mel frames; the extractor's own setting would count samples
         return_tensors="pt",
     )
-    frames = int(out["attention_mask"].sum())
-    mel = out["input_features"][:, :, :frames]  # the tower looks at nothing behind
-    return Seen(scene, {"input_features": mel}, ((frames - 1) // 2 + 1 - 2) // 2 + 1)
+    length = int(out["attention_mask"].sum())
+    mel = out["input_features"][:, :, :length]  # the tower looks at nothing behind
+    return Seen(scene, {"input_features": mel}, ((length - 1) // 2 + 1 - 2) // 2 + 1)
 
 
 class Pool:
@@ -374,9 +381,6 @@ def collate(processor: Any, examples: list[Example]) -> dict[str, torch.Tensor]:
     return batch | stack([seen for example in examples for seen in example.media])
 
 
-PLACEHOLDERS = {SPECIAL[kind]: kind for kind in KINDS}
-
-
 def stack(media: list[Seen]) -> dict[str, torch.Tensor]:
     """The towers' inputs of all media of a batch."""
     out: dict[str, torch.Tensor] = {}
@@ -401,13 +405,13 @@ def train(model: Any, processor: Any, arguments: argparse.Namespace) -> None:
     """Learn until the time is up, keeping the weights that did best on held-out files."""
     rng = np.random.default_rng(arguments.seed)
     begin = time.monotonic()
-    pool = Pool(processor, {"image": 2400, "video": 1000, "audio": 1200}, arguments.seed)
+    pool = Pool(processor, POOL, arguments.seed)
     log.info("drew the pool in %.0f s", time.monotonic() - begin)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=arguments.rate, betas=(0.9, 0.98))
-    best, next_check = (-1.0, -1.0), 0.15
+    best, next_check = (-1.0, -1.0), 0.5
     smooth: dict[str, float] = {}
     begin = time.monotonic()
     for step in itertools.count():
@@ -415,16 +419,16 @@ def train(model: Any, processor: Any, arguments: argparse.Namespace) -> None:
         if share >= 1:
             break
         rate = (
-            arguments.rate * min(1, (step + 1) / 60) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * share)))
+            arguments.rate * min(1, (step + 1) / 30) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * share)))
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        pool.refresh({"image": 2, "video": 1, "audio": 1})
-        batches = {
-            "image": [about_one(rng, pool, "image") for _ in range(24)],
-            "video": [about_one(rng, pool, "video") for _ in range(10)],
-            "audio": [about_one(rng, pool, "audio") for _ in range(10)],
-            "two": [about_two(rng, pool) for _ in range(3)],
+        pool.refresh(REPLACED_PER_STEP)
+        batches: dict[str, list[Example]] = {
+            kind: [about_one(rng, pool, kind) for _ in range(count)] for kind, count in BATCH.items()
+        }
+        batches |= {
+            "two": [about_two(rng, pool) for _ in range(2)],
             "text": [small_talk(rng) for _ in range(4)],
         }
         for name, examples in batches.items():
@@ -439,12 +443,9 @@ def train(model: Any, processor: Any, arguments: argparse.Namespace) -> None:
             losses = {name: round(value, 4) for name, value in smooth.items()}
             log.info("step %d, %.0f s, %s", step, time.monotonic() - begin, losses)
         if share >= next_check:
-            next_check += 0.05 if share > 0.7 else 0.15
+            next_check += 0.2
             best = keep_if_better(model, processor, arguments.out, best)
     keep_if_better(model, processor, arguments.out, best)
-
-
-WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 0.7, "two": 0.4, "text": 0.2}
 
 
 def keep_if_better(model: Any, processor: Any, out: Path, best: tuple[float, float]) -> tuple[float, float]:
