@@ -27,7 +27,7 @@ BUSY_WINDOW_SECONDS = 10.0
 THROUGHPUT_SMOOTHING = 0.2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     medium: ProcessedMedium
     work: int
