@@ -178,7 +178,7 @@ class PeerDirectory:
 
     def _tell(self, events: list[PeerEvent]) -> None:
         for event in events:
-            level = logging.WARNING if event.kind == "lost" else logging.INFO
+            level = logging.WARNING if event.kind == "lost" else logging.DEBUG
             _log.log(level, "pod %s %s (%s)", event.heartbeat.pod, event.kind, event.heartbeat.state)
             for callback in self._callbacks:
                 try:
