@@ -1,0 +1,155 @@
+"""What a deployment's spec asks of its autoscaler, in seconds and fractions, with schedules read as cron windows.
+
+Reads the spec and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+
+from cronsim import CronSim, CronSimError
+
+from mmd_api.faults import Fault, InvalidDeploymentError
+from mmd_api.pipeline import roles_of
+from mmd_api.pools import POOL_NAMES, PoolName, Role
+from mmd_api.spec import MultimodalDeploymentSpec, Pool
+
+START_DEADLINE_SECONDS = 600.0
+LATENCY_STALE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """At least `min_replicas` for `seconds` after each time that `cron` (UTC) names."""
+
+    cron: str
+    seconds: float
+    min_replicas: int
+
+    def is_open(self, now: float) -> bool:
+        """Whether the newest opening at or before `now` is less than `seconds` ago."""
+        return now - _last_opening(self.cron, int(now // 60)) < self.seconds
+
+
+@lru_cache(maxsize=256)
+def _last_opening(cron: str, minute: int) -> float:
+    """Unix seconds of the newest match at or before the minute's beginning; a schedule without one never opened."""
+    just_after = datetime.fromtimestamp(minute * 60 + 1, UTC)
+    opening = next(CronSim(cron, just_after, reverse=True), None)
+    return opening.timestamp() if opening else float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPolicy:
+    """The rules of one pool. A pool of fixed size has `min_replicas` equal to `max_replicas`."""
+
+    pool: PoolName
+    roles: tuple[Role, ...]
+    gpus: int
+    min_replicas: int
+    max_replicas: int
+    shadow: bool = False
+    target_backlog_seconds: float = 1.0
+    target_utilization: float = 0.75
+    scale_up_stabilization_seconds: float = 0.0
+    scale_down_stabilization_seconds: float = 300.0
+    scale_up_cooldown_seconds: float = 0.0
+    scale_down_cooldown_seconds: float = 60.0
+    max_scale_up: float = 1.0
+    max_scale_down: float = 0.5
+    panic_window_seconds: float = 6.0
+    panic_threshold: float = 2.0
+    scale_to_zero_after_seconds: float = 300.0
+    schedules: tuple[Window, ...] = ()
+    ttft_slo_seconds: float | None = None
+    itl_slo_seconds: float | None = None
+    stale_after_seconds: float = 2.5
+    start_deadline_seconds: float = START_DEADLINE_SECONDS
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is nothing to decide."""
+        return self.min_replicas == self.max_replicas and not self.schedules
+
+    def floor(self, now: float) -> int:
+        """The smallest size allowed at `now`, schedules included."""
+        return max([self.min_replicas, *(w.min_replicas for w in self.schedules if w.is_open(now))])
+
+    @classmethod
+    def of(cls, spec: MultimodalDeploymentSpec, pool: PoolName) -> PoolPolicy:
+        """The policy of a pool that the spec holds.
+
+        Raises:
+            InvalidDeploymentError: a schedule that no clock can follow.
+        """
+        part: Pool = getattr(spec, pool)
+        roles, scaling = roles_of(spec, pool), part.autoscaling
+        if scaling is None:
+            size = 1 if part.replicas is None else part.replicas
+            return cls(pool, roles, part.gpus, size, size)
+        windows = []
+        for number, schedule in enumerate(scaling.schedules):
+            try:
+                CronSim(schedule.cron, datetime.fromtimestamp(0, UTC))
+            except CronSimError as error:
+                field = f"spec.{pool}.autoscaling.schedules[{number}].cron"
+                problem = (
+                    f"{schedule.cron!r} names no time ({error}); give minute, hour, day, month and weekday"
+                )
+                raise InvalidDeploymentError([Fault(field, problem)]) from error
+            windows.append(Window(schedule.cron, schedule.duration_minutes * 60.0, schedule.min_replicas))
+        slo = spec.slo
+        return cls(
+            pool=pool,
+            roles=roles,
+            gpus=part.gpus,
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            shadow=scaling.mode == "Shadow",
+            target_backlog_seconds=scaling.target_backlog_milliseconds / 1000,
+            target_utilization=scaling.target_utilization_percent / 100,
+            scale_up_stabilization_seconds=scaling.scale_up_stabilization_seconds,
+            scale_down_stabilization_seconds=scaling.scale_down_stabilization_seconds,
+            scale_up_cooldown_seconds=scaling.scale_up_cooldown_seconds,
+            scale_down_cooldown_seconds=scaling.scale_down_cooldown_seconds,
+            max_scale_up=scaling.max_scale_up_percent / 100,
+            max_scale_down=scaling.max_scale_down_percent / 100,
+            panic_window_seconds=scaling.panic_window_seconds,
+            panic_threshold=scaling.panic_threshold_percent / 100,
+            scale_to_zero_after_seconds=scaling.scale_to_zero_after_seconds,
+            schedules=tuple(windows),
+            ttft_slo_seconds=slo.ttft_milliseconds / 1000 if slo.ttft_milliseconds else None,
+            itl_slo_seconds=slo.itl_milliseconds / 1000 if slo.itl_milliseconds else None,
+            stale_after_seconds=spec.observability.heartbeat_timeout_milliseconds / 1000,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPolicy:
+    """All pools of a deployment, upstream first, and the GPUs they share (None: as many as the bounds allow)."""
+
+    pools: Mapping[PoolName, PoolPolicy]
+    gpu_budget: int | None = None
+
+    @classmethod
+    def of(cls, spec: MultimodalDeploymentSpec) -> DeploymentPolicy:
+        """The policies of every pool in the spec.
+
+        Raises:
+            InvalidDeploymentError: a schedule that no clock can follow, or schedules that need more GPUs than there are.
+        """
+        pools = {p: PoolPolicy.of(spec, p) for p in POOL_NAMES if getattr(spec, p) is not None}
+        budget = spec.gpu_budget
+        needed = sum(
+            max([p.min_replicas, *(w.min_replicas for w in p.schedules)]) * p.gpus for p in pools.values()
+        )
+        if budget is not None and needed > budget:
+            problem = (
+                f"the pools' minima and schedules may need {needed} GPUs at once, and the budget is {budget}; "
+                "raise gpuBudget, or lower minReplicas of pools or schedules"
+            )
+            raise InvalidDeploymentError([Fault("spec.gpuBudget", problem)])
+        return cls(pools, budget)

@@ -1,0 +1,221 @@
+"""All pools together: coupling, the GPU budget, and which pool is the bottleneck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoscaling_timeline import (
+    DECODE,
+    ENCODER,
+    PREFILL,
+    START,
+    decode_load,
+    encode_load,
+    prefill_load,
+    ready_pods,
+)
+
+from mmd_operator.autoscaling import (
+    Decision,
+    Demand,
+    DeploymentPolicy,
+    History,
+    PodLoad,
+    PodSample,
+    PoolSamples,
+    Verdict,
+    coordinate,
+)
+
+SEEN = History(last_tick=START - 1, observed_since=START - 9000)
+ALL = {"encoder": ENCODER, "prefill": PREFILL, "decode": DECODE}
+FAST = {pool: replace(policy, max_scale_up=100.0) for pool, policy in ALL.items()}
+
+
+def of(loads: list[PodLoad], held: int = 0) -> PoolSamples:
+    return PoolSamples(len(loads), ready_pods(START, loads), Demand(START, held_requests=held))
+
+
+def verdict(policy: DeploymentPolicy, **samples: PoolSamples) -> Verdict:
+    return coordinate(START, policy, samples, dict.fromkeys(policy.pools, SEEN))
+
+
+def sizes(result: Verdict) -> dict[str, int]:
+    return {pool: d.replicas for pool, d in result.decisions.items()}
+
+
+QUIET = {
+    "encoder": of([encode_load(100.0)]),
+    "prefill": of([prefill_load(100.0)]),
+    "decode": of([decode_load(5, kv_used=0.1)]),
+}
+
+
+# --- coupling -------------------------------------------------------------------------------------------------
+
+
+def test_prefill_does_not_grow_while_decode_is_the_bottleneck():
+    policy = DeploymentPolicy({**FAST, "decode": replace(DECODE, max_replicas=1)})
+    full = of([decode_load(64, waiting=10, kv_used=0.99)])
+    result = verdict(policy, **{**QUIET, "prefill": of([prefill_load(90_000.0)]), "decode": full})
+    prefill = result.decisions["prefill"]
+    assert (prefill.replicas, prefill.limited_by) == (1, "DownstreamSaturated")
+    assert result.bottleneck.pool == "decode"
+
+
+def test_prefill_grows_beside_a_decode_pool_that_grows_enough():
+    full = of([decode_load(64, kv_used=0.99)])
+    result = verdict(
+        DeploymentPolicy(FAST), **{**QUIET, "prefill": of([prefill_load(90_000.0)]), "decode": full}
+    )
+    assert sizes(result) == {"encoder": 1, "prefill": 9, "decode": 2}
+
+
+def test_one_unschedulable_decode_pod_does_not_freeze_the_other_pools():
+    pods = (
+        *ready_pods(START, [decode_load(40, kv_used=0.9)]),
+        PodSample("decode-1", "unschedulable", START - 3600),
+    )
+    decode = PoolSamples(2, pods, Demand(START))
+    result = verdict(
+        DeploymentPolicy(FAST), **{**QUIET, "encoder": of([encode_load(5000.0)]), "decode": decode}
+    )
+    assert sizes(result) == {"encoder": 5, "prefill": 1, "decode": 2}
+
+
+def test_an_encoder_at_zero_wakes_whatever_is_saturated_downstream():
+    policy = DeploymentPolicy(
+        {
+            "encoder": replace(ENCODER, min_replicas=0),
+            "prefill": PREFILL,
+            "decode": replace(DECODE, max_replicas=1),
+        }
+    )
+    encoder = PoolSamples(0, (), Demand(START, {"video": 500.0}))
+    result = verdict(
+        policy, encoder=encoder, prefill=QUIET["prefill"], decode=of([decode_load(64, kv_used=1.0)])
+    )
+    assert result.decisions["encoder"].replicas == 1
+
+
+def test_decode_does_not_go_to_zero_below_a_busy_prefill_pool():
+    policy = DeploymentPolicy(
+        {
+            pool: replace(rules, min_replicas=0, scale_to_zero_after_seconds=60.0)
+            for pool, rules in ALL.items()
+        }
+    )
+    idle = replace(SEEN, idle_since=START - 8000)
+    samples = {
+        "encoder": of([encode_load()]),
+        "prefill": of([prefill_load(10.0)]),
+        "decode": of([decode_load()]),
+    }
+    result = coordinate(START, policy, samples, dict.fromkeys(ALL, idle))
+    assert sizes(result) == {"encoder": 0, "prefill": 1, "decode": 1}
+    assert result.decisions["decode"].limited_by == "UpstreamBusy"
+
+
+def test_a_pipeline_at_zero_wakes_for_one_request():
+    zero = {pool: replace(rules, min_replicas=0) for pool, rules in ALL.items()}
+    asleep = {pool: PoolSamples(0, (), Demand(START, held_requests=1)) for pool in ALL}
+    asleep["encoder"] = PoolSamples(0, (), Demand(START, {"video": 500.0}, held_requests=1))
+    assert sizes(verdict(DeploymentPolicy(zero), **asleep)) == {"encoder": 1, "prefill": 1, "decode": 1}
+
+
+# --- budget ---------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_budget_goes_where_it_helps_most():
+    policy = DeploymentPolicy(FAST, gpu_budget=8)
+    result = verdict(
+        policy,
+        encoder=of([encode_load(6000.0)]),
+        prefill=of([prefill_load(60_000.0)]),
+        decode=of([decode_load(30, kv_used=0.2)]),
+    )
+    assert sizes(result) == {"encoder": 4, "prefill": 3, "decode": 1}
+    assert {d.limited_by for p, d in result.decisions.items() if p != "decode"} == {"GpuBudget"}
+
+
+def test_a_gpu_is_weighed_by_what_a_replica_of_the_pool_costs():
+    dear = {**FAST, "prefill": replace(FAST["prefill"], gpus=4)}
+    result = verdict(
+        DeploymentPolicy(dear, gpu_budget=10),
+        encoder=of([encode_load(2500.0)]),
+        prefill=of([prefill_load(25_000.0)]),
+        decode=of([decode_load(1)]),
+    )
+    assert sizes(result) == {"encoder": 3, "prefill": 1, "decode": 1}
+
+
+def test_what_coupling_takes_back_is_shared_out_again():
+    """Prefill would win the last GPUs and then lose them to coupling, so decode gets them."""
+    policy = DeploymentPolicy(FAST, gpu_budget=4)
+    samples = {
+        "encoder": of([encode_load(10.0)]),
+        "prefill": of([prefill_load(900_000.0)]),
+        "decode": of([decode_load(64, waiting=30, kv_used=0.99)]),
+    }
+    result = verdict(policy, **samples)
+    assert sizes(result) == {"encoder": 1, "prefill": 1, "decode": 2}
+
+
+def test_gpus_of_pods_that_still_drain_are_in_use():
+    policy = DeploymentPolicy(FAST, gpu_budget=6)
+    draining = replace(SEEN, written=(4, 1))
+    encoder = PoolSamples(4, ready_pods(START, [encode_load(1.0)]), Demand(START))
+    samples = {**QUIET, "encoder": encoder, "prefill": of([prefill_load(90_000.0)])}
+    result = coordinate(START, policy, samples, {"encoder": draining, "prefill": SEEN, "decode": SEEN})
+    assert sizes(result) == {"encoder": 1, "prefill": 1, "decode": 1}
+
+
+def test_a_lowered_budget_takes_from_the_pool_that_loses_least():
+    policy = DeploymentPolicy(ALL, gpu_budget=6)
+    result = verdict(
+        policy,
+        encoder=of([encode_load(10.0)] * 4),
+        prefill=of([prefill_load(9000.0)] * 3),
+        decode=of([decode_load(60, kv_used=0.5)] * 2),
+    )
+    assert sizes(result) == {"encoder": 1, "prefill": 3, "decode": 2}
+    assert result.decisions["encoder"].reason == "OverBudget"
+
+
+def test_pools_without_gpus_take_none_of_the_budget():
+    cpu = {pool: replace(rules, gpus=0) for pool, rules in FAST.items()}
+    result = verdict(DeploymentPolicy(cpu, gpu_budget=0), **{**QUIET, "encoder": of([encode_load(7000.0)])})
+    assert result.decisions["encoder"].replicas == 7
+
+
+def test_a_shadow_pool_takes_no_gpu_from_the_others():
+    policy = DeploymentPolicy({**FAST, "encoder": replace(FAST["encoder"], shadow=True)}, gpu_budget=5)
+    samples = {**QUIET, "encoder": of([encode_load(90_000.0)]), "prefill": of([prefill_load(30_000.0)])}
+    result = verdict(policy, **samples)
+    assert result.decisions["prefill"].replicas == 3
+    assert result.decisions["encoder"].replicas == 1
+
+
+# --- bottleneck -----------------------------------------------------------------------------------------------
+
+
+def test_the_bottleneck_says_what_one_more_replica_would_gain():
+    result = verdict(DeploymentPolicy(ALL), **{**QUIET, "encoder": of([encode_load(3000.0)] * 2)})
+    found = result.bottleneck
+    assert (found.pool, found.ready, found.load, found.load_with_one_more) == ("encoder", 2, 3.0, 2.0)
+    assert found.seconds_gained == 1.0
+    assert "encoder bounds the SLO: 2 ready replicas carry 300% of their target load" in str(found)
+
+
+def test_without_a_pool_beyond_its_target_there_is_no_bottleneck():
+    assert verdict(DeploymentPolicy(ALL), **QUIET).bottleneck is None
+
+
+def test_limits_that_nobody_else_set_stay_in_the_sentence():
+    decision: Decision = verdict(
+        DeploymentPolicy(FAST, gpu_budget=3), **{**QUIET, "encoder": of([encode_load(6000.0)])}
+    ).decisions["encoder"]
+    assert str(decision) == (
+        "encoder stays at 1 replica (Steady); backlog is 6.00 s, target 1.00 s a replica, with 1 ready, "
+        "which asks for 6 replicas; limited by GpuBudget"
+    )
