@@ -1,119 +1,72 @@
-"""A real API server (etcd and kube-apiserver, from KUBEBUILDER_ASSETS or the PATH), started once for the suite."""
+"""A real API server (etcd and kube-apiserver), started once for the suite, with the CRD; and an operator process beside it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import ssl
-import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-from tenacity import Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 
 sys.path.append(str(Path(__file__).parents[1] / "api"))
+sys.path.append(str(Path(__file__).parent))
 
-TOKEN = "test"
-START_SECONDS = 60
+pytest.importorskip("kubernetes")
 
+from control_plane import TOKEN, ControlPlane
+from kubernetes import client, watch
+from operator_process import OperatorProcess
+from standin import Namespace
 
-def binary(name: str) -> str:
-    assets = os.environ.get("KUBEBUILDER_ASSETS")
-    found = shutil.which(name, path=assets) if assets else shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not here; set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver")
-    return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-    unchecked = ssl._create_unverified_context()
-    try:
-        with urllib.request.urlopen(request, timeout=2, context=unchecked) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]], logs: Path) -> None:
-    def ready() -> bool:
-        for process in processes:
-            if process.poll() is not None:
-                tail = "\n".join(log.read_text()[-2000:] for log in logs.glob("*.log"))
-                raise RuntimeError(f"{process.args[0]} ended with {process.returncode}:\n{tail}")
-        return condition()
-
-    Retrying(retry=retry_if_not_result(bool), stop=stop_after_delay(START_SECONDS), wait=wait_fixed(0.2))(
-        ready
-    )
+from mmd_api.crd import custom_resource_definition
 
 
 @pytest.fixture(scope="session")
-def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a fresh API server; `Authorization: Bearer test` is its administrator."""
-    etcd, api_server = binary("etcd"), binary("kube-apiserver")
-    folder = tmp_path_factory.mktemp("apiserver")
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    pem = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
-    (folder / "sa.key").write_bytes(pem)
-    (folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
-    client, peer, secure = (free_port() for _ in range(3))
-    commands = [
-        [
-            etcd,
-            f"--data-dir={folder / 'etcd'}",
-            f"--listen-client-urls=http://127.0.0.1:{client}",
-            f"--advertise-client-urls=http://127.0.0.1:{client}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-cluster=default=http://127.0.0.1:{peer}",
-            "--unsafe-no-fsync",
-        ],
-        [
-            api_server,
-            f"--etcd-servers=http://127.0.0.1:{client}",
-            "--bind-address=127.0.0.1",
-            f"--secure-port={secure}",
-            f"--cert-dir={folder / 'certificates'}",
-            f"--token-auth-file={folder / 'tokens.csv'}",
-            f"--service-account-key-file={folder / 'sa.key'}",
-            f"--service-account-signing-key-file={folder / 'sa.key'}",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--authorization-mode=RBAC",
-            "--endpoint-reconciler-type=none",
-        ],
-    ]
-    processes: list[subprocess.Popen[bytes]] = []
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    plane = ControlPlane(tmp_path_factory.mktemp("apiserver"))
     try:
-        for command in commands:
-            log = (folder / f"{Path(command[0]).name}.log").open("wb")
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder))
-        url = f"https://127.0.0.1:{secure}"
-        wait_until(lambda: answers(f"{url}/readyz"), processes, folder)
-        yield url
+        plane.start()
+        yield plane
     finally:
-        for process in reversed(processes):
-            process.terminate()
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=5)
+        plane.stop()
+
+
+@pytest.fixture(scope="session")
+def api(control_plane: ControlPlane) -> Iterator[client.ApiClient]:
+    """The administrator's client, with the CRD established."""
+    configuration = client.Configuration(host=control_plane.url)
+    configuration.verify_ssl = False
+    configuration.api_key = {"authorization": f"Bearer {TOKEN}"}
+    definition = custom_resource_definition()
+    with client.ApiClient(configuration) as made:
+        extensions = client.ApiextensionsV1Api(made)
+        extensions.create_custom_resource_definition(definition)
+        name = definition["metadata"]["name"]
+        for event in watch.Watch().stream(
+            extensions.list_custom_resource_definition,
+            field_selector=f"metadata.name={name}",
+            timeout_seconds=30,
+        ):
+            conditions = event["object"].status.conditions or []
+            if any(c.type == "Established" and c.status == "True" for c in conditions):
+                break
+        else:
+            pytest.fail("the definition was not established")
+        yield made
+
+
+@pytest.fixture
+def namespace(api: client.ApiClient, request: pytest.FixtureRequest) -> Namespace:
+    """A namespace of the test's own, in which the test plays controllers and kubelet."""
+    return Namespace.create(api, request.node.name)
+
+
+@pytest.fixture
+def operator(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """An operator that serves the test's namespace; it runs from the beginning."""
+    process = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.stop()

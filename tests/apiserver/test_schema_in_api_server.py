@@ -10,38 +10,14 @@ import yaml
 
 pytest.importorskip("kubernetes")
 
-from kubernetes import client, watch
+from kubernetes import client
 from manifests import BadManifest, bad_manifests, base_manifest
 
-from mmd_api.crd import custom_resource_definition
 from mmd_api.resource import GROUP, PLURAL, VERSION, MultimodalDeployment, load
 from mmd_operator.plan import plan_objects
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_ONE_MACHINE_ONLY = "qwen2_5_vl-random.yaml"
-
-
-@pytest.fixture(scope="session")
-def api(api_server: str) -> client.ApiClient:
-    configuration = client.Configuration(host=api_server)
-    configuration.verify_ssl = False
-    configuration.api_key = {"authorization": "Bearer test"}
-    definition = custom_resource_definition()
-    with client.ApiClient(configuration) as made:
-        extensions = client.ApiextensionsV1Api(made)
-        extensions.create_custom_resource_definition(definition)
-        name = definition["metadata"]["name"]
-        for event in watch.Watch().stream(
-            extensions.list_custom_resource_definition,
-            field_selector=f"metadata.name={name}",
-            timeout_seconds=30,
-        ):
-            conditions = event["object"].status.conditions or []
-            if any(c.type == "Established" and c.status == "True" for c in conditions):
-                break
-        else:
-            pytest.fail("the definition was not established")
-        yield made
 
 
 def create(api: client.ApiClient, manifest: dict) -> dict:

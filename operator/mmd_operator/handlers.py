@@ -1,0 +1,132 @@
+"""What kopf is told: which objects to watch and whom to wake. Handlers translate and decide nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any, cast
+
+import kopf
+
+from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, Cluster, Resource
+from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
+from mmd_operator.reconcile import Reconciler
+from mmd_operator.resources.naming import DEPLOYMENT_LABEL
+
+SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
+STOP_SECONDS = 10.0
+Key = tuple[str, str]
+Index = kopf.Index[Key, Any]
+
+
+class Loops:
+    """The loops of all deployments: begun when one is seen, ended when it is gone."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
+        self.started = False
+
+    def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
+        """A deployment was seen, changed or is gone."""
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        running = self._running.get(key)
+        if gone:
+            if running is not None:
+                running[0].show(None)
+                del self._running[key]
+            return
+        if running is not None:
+            running[0].show(body)
+            return
+
+        def observe() -> Observed:
+            found = cast("Iterable[Child]", children.get(key, ()))
+            return Observed({c.key: c for c in found}, tuple(cast("Iterable[PodView]", pods.get(key, ()))))
+
+        reconciler = Reconciler(self._cluster, *key, observe, body)
+        self._running[key] = (reconciler, asyncio.create_task(reconciler.run(), name=f"deployment {key}"))
+
+    def wake(self, key: Key) -> None:
+        """An object of a deployment changed."""
+        if key in self._running:
+            self._running[key][0].wake.set()
+
+    @property
+    def oldest_pass_seconds(self) -> float:
+        """Time since the deployment that waits longest was last brought up to date; 0 without deployments."""
+        now = time.monotonic()
+        return max((now - reconciler.last_pass for reconciler, _ in self._running.values()), default=0.0)
+
+    async def stop(self) -> None:
+        """End all loops; those in the middle of a pass get a little time to finish it."""
+        tasks = [task for _, task in self._running.values()]
+        for reconciler, _ in self._running.values():
+            reconciler.show(None)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._running.clear()
+
+
+def registry_for(loops: Loops) -> kopf.OperatorRegistry:
+    """Indexes of everything owned, and events that wake."""
+    registry = kopf.OperatorRegistry()
+    for kind, resource in CHILD_KINDS.items():
+        _index_children(registry, kind, resource)
+        _wake_on(registry, resource, loops)
+    _index_pods(registry)
+    _wake_on(registry, PODS, loops)
+
+    @kopf.on.event(DEPLOYMENTS.group, DEPLOYMENTS.version, DEPLOYMENTS.plural, registry=registry)
+    async def deployment_changed(event: kopf.RawEvent, **indices: Any) -> None:
+        children, pods = indices["children"], indices["pods"]
+        loops.show(dict(event["object"]), event["type"] == "DELETED", children, pods)
+
+    @kopf.on.startup(registry=registry)
+    async def began(**_: Any) -> None:
+        loops.started = True
+
+    @kopf.on.cleanup(registry=registry)
+    async def ends(**_: Any) -> None:
+        await loops.stop()
+
+    @kopf.on.login(registry=registry)
+    async def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    return registry
+
+
+def settings() -> kopf.OperatorSettings:
+    """kopf as this operator uses it: nothing written by kopf itself, and only labelled objects watched."""
+    made = kopf.OperatorSettings()
+    made.posting.enabled = False
+    made.scanning.disabled = True
+    made.watching.connect_timeout = 10
+    made.watching.server_timeout = 300
+    made.networking.request_timeout = 60
+    for resource in (*CHILD_KINDS.values(), PODS):
+        made.watching.label_selectors[(resource.group, resource.version, resource.plural)] = SELECTOR
+    return made
+
+
+def _index_children(registry: kopf.OperatorRegistry, kind: str, resource: Resource) -> None:
+    @kopf.index(resource.group, resource.version, resource.plural, id="children", registry=registry)
+    async def children(body: kopf.Body, **_: Any) -> dict[Key, Child]:
+        return {deployment_key(body): child_of(kind, body)}
+
+
+def _index_pods(registry: kopf.OperatorRegistry) -> None:
+    @kopf.index(PODS.group, PODS.version, PODS.plural, id="pods", registry=registry)
+    async def pods(body: kopf.Body, **_: Any) -> dict[Key, PodView]:
+        return {deployment_key(body): pod_of(body)}
+
+
+def _wake_on(registry: kopf.OperatorRegistry, resource: Resource, loops: Loops) -> None:
+    @kopf.on.event(resource.group, resource.version, resource.plural, registry=registry, id="wake")
+    async def wake(body: kopf.Body, **_: Any) -> None:
+        loops.wake(deployment_key(body))

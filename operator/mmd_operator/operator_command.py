@@ -1,0 +1,45 @@
+"""`mmd operator`: the command that runs in the operator's pod. kopf and the Kubernetes client are imported only when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this package's command to `mmd`."""
+
+    @app.command()
+    def operator(
+        namespace: Annotated[
+            list[str] | None, typer.Option("--namespace", "-n", help="Serve this namespace; repeat for more.")
+        ] = None,
+        all_namespaces: Annotated[
+            bool, typer.Option("--all-namespaces", "-A", help="Serve every namespace.")
+        ] = False,
+        lease_namespace: Annotated[
+            str | None,
+            typer.Option(help="Where the Lease lies; else POD_NAMESPACE, else the first --namespace."),
+        ] = None,
+        health_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /healthz; 0: none.")] = 8080,
+        log_level: Annotated[str, typer.Option(help="Least severe line that is written.")] = "INFO",
+    ) -> None:
+        """Run the Kubernetes operator: turn MultimodalDeployments into pods and keep them so."""
+        from mmd_operator.serve import NoDefinitionError, NotLeaderError, Options, serve
+
+        if bool(namespace) == all_namespaces:
+            raise typer.BadParameter("give either --namespace or --all-namespaces")
+        home = (
+            lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
+        )
+        logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+        try:
+            asyncio.run(serve(Options(tuple(namespace or ()), home, health_port)))
+        except (NotLeaderError, NoDefinitionError) as error:
+            typer.echo(f"mmd operator: {error}", err=True)
+            raise typer.Exit(1) from error

@@ -1,0 +1,65 @@
+"""The deployment as the API server holds it, read by an operator that may be older or younger than the CRD. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.spec import MultimodalDeploymentSpec
+
+_READ = ("name", "namespace", "uid", "generation")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was understood. Exactly one of `deployment` and `faults` is there; `unknown` are fields that were left out."""
+
+    deployment: MultimodalDeployment | None
+    faults: tuple[Fault, ...]
+    unknown: tuple[str, ...]
+
+
+def read(body: Mapping[str, Any]) -> Reading:
+    """Read a body, without the fields that only a newer CRD has: they are named, and the rest works."""
+    unknown: list[str] = []
+    spec = _known_part(MultimodalDeploymentSpec, body.get("spec", {}), "spec", unknown)
+    metadata = {key: body["metadata"][key] for key in _READ if key in body["metadata"]}
+    data = {"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": metadata, "spec": spec}
+    try:
+        deployment = MultimodalDeployment.parse(data)
+    except InvalidDeploymentError as error:
+        return Reading(None, error.faults, tuple(unknown))
+    faults = tuple(cluster_faults(deployment))
+    return Reading(None if faults else deployment, faults, tuple(unknown))
+
+
+def _known_part(model: type[BaseModel], data: Any, path: str, unknown: list[str]) -> Any:
+    """`data` without keys that `model` lacks; their paths go to `unknown`."""
+    if not isinstance(data, Mapping):
+        return data
+    fields = {f.alias or name: f for name, f in model.model_fields.items()}
+    kept = {}
+    for key, value in data.items():
+        where = f"{path}.{key}"
+        if key not in fields:
+            unknown.append(where)
+            continue
+        inner = _model_in(fields[key].annotation)
+        if inner is not None and isinstance(value, list):
+            value = [_known_part(inner, item, f"{where}[{n}]", unknown) for n, item in enumerate(value)]
+        elif inner is not None:
+            value = _known_part(inner, value, where, unknown)
+        kept[key] = value
+    return kept
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """The model that a field holds, alone, optional or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in get_args(annotation) if (m := _model_in(a)) is not None), None)

@@ -1,0 +1,118 @@
+"""The operator's process: client, health endpoint, lease, kopf."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import kopf
+from kubernetes.aio import client, config
+
+from mmd_api.resource import GROUP, PLURAL
+from mmd_operator.cluster import DEPLOYMENTS, Cluster
+from mmd_operator.handlers import Loops, registry_for, settings
+from mmd_operator.health import health_endpoint
+from mmd_operator.leader import Leadership, NotLeaderError
+
+logger = logging.getLogger(__name__)
+
+STALE_SECONDS = 300.0
+STANDBY_STALE_SECONDS = 60.0
+
+
+class NoDefinitionError(RuntimeError):
+    """The API server does not know the resource."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the operator runs. `namespaces` empty: all of them."""
+
+    namespaces: tuple[str, ...]
+    lease_namespace: str
+    health_port: int
+
+
+@asynccontextmanager
+async def api_client() -> AsyncIterator[client.ApiClient]:
+    """A client with the rights of the pod's service account, or of the kubeconfig."""
+    configuration = client.Configuration()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(client_configuration=configuration)
+    else:
+        await config.load_kube_config(client_configuration=configuration)
+    async with client.ApiClient(configuration) as api:
+        yield api
+
+
+async def serve(options: Options) -> None:
+    """Run until SIGTERM.
+
+    Raises:
+        NotLeaderError: the lease was lost; the process must end.
+        NoDefinitionError: the CRD is not installed.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    async with api_client() as api:
+        leadership = Leadership(api, options.lease_namespace)
+        loops = Loops(Cluster(api, leadership.fence))
+
+        def trouble() -> str | None:
+            if leadership.quiet_seconds > STANDBY_STALE_SECONDS:
+                return f"the lease was not looked at for {leadership.quiet_seconds:.0f} s\n"
+            if loops.oldest_pass_seconds > STALE_SECONDS:
+                return f"a deployment was not brought up to date for {loops.oldest_pass_seconds:.0f} s\n"
+            return None
+
+        async def work() -> None:
+            await kopf.operator(
+                registry=registry_for(loops),
+                settings=settings(),
+                standalone=True,
+                clusterwide=not options.namespaces,
+                namespaces=options.namespaces,
+                stop_flag=stop,
+            )
+
+        async with health_endpoint(options.health_port, trouble):
+            await _need_definition(api, options)
+            leading = asyncio.create_task(leadership.lead(work))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not leading.done() and not loops.started:
+                leading.cancel()  # a standby holds nothing
+            try:
+                await leading
+            except asyncio.CancelledError:
+                logger.info("stopped before it led")
+            finally:
+                stopping.cancel()
+
+
+async def _need_definition(api: client.ApiClient, options: Options) -> None:
+    """kopf waits in silence for a definition that is not there: say it instead."""
+    custom = client.CustomObjectsApi(api)
+    try:
+        if options.namespaces:
+            await custom.list_namespaced_custom_object(
+                DEPLOYMENTS.group, DEPLOYMENTS.version, options.namespaces[0], PLURAL, limit=1
+            )
+        else:
+            await custom.list_cluster_custom_object(DEPLOYMENTS.group, DEPLOYMENTS.version, PLURAL, limit=1)
+    except client.ApiException as error:
+        if error.status == 404:
+            raise NoDefinitionError(
+                f"the API server knows no {PLURAL}.{GROUP}; apply the CRD, or install the chart with crds.install=true"
+            ) from error
+        raise
+
+
+__all__ = ["NoDefinitionError", "NotLeaderError", "Options", "serve"]

@@ -1,0 +1,231 @@
+"""A namespace in which the test plays the controllers and the kubelet: it says of workloads that their pods are there, or are not."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kubernetes import client
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
+
+T = TypeVar("T")
+WAIT_SECONDS = 45
+
+
+def eventually(check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
+    """The answer of a check, as soon as it holds (raises no AssertionError); else its last complaint."""
+    try:
+        return Retrying(
+            retry=retry_if_exception_type(AssertionError),
+            stop=stop_after_delay(seconds),
+            wait=wait_fixed(0.1),
+        )(check)
+    except RetryError as error:
+        raise error.last_attempt.exception() from None  # type: ignore[misc]
+
+
+class Namespace:
+    """One namespace and what a test does in it."""
+
+    def __init__(self, api: client.ApiClient, name: str) -> None:
+        self.name = name
+        self.core, self.apps = client.CoreV1Api(api), client.AppsV1Api(api)
+        self.custom = client.CustomObjectsApi(api)
+        self.policy, self.network = client.PolicyV1Api(api), client.NetworkingV1Api(api)
+        self.leases = client.CoordinationV1Api(api)
+        self.broken: set[str] = set()
+        """Pipeline revisions whose pods never become ready."""
+
+    @classmethod
+    def create(cls, api: client.ApiClient, test_name: str) -> Namespace:
+        short = re.sub(r"[^a-z0-9]+", "-", test_name.lower())[:40].strip("-")
+        name = f"{short}-{hashlib.sha256(test_name.encode()).hexdigest()[:6]}"
+        made = cls(api, name)
+        made.core.create_namespace({"metadata": {"name": name}})
+        made.core.create_namespaced_service_account(name, {"metadata": {"name": "default"}})
+        return made
+
+    # The resource
+
+    def apply(self, spec: dict[str, Any], name: str = "demo", **metadata: Any) -> dict[str, Any]:
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": name, **metadata},
+            "spec": spec,
+        }
+        return self.custom.create_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, body)
+
+    def change(self, spec: dict[str, Any], name: str = "demo") -> dict[str, Any]:
+        """A merge patch of the spec, as `kubectl patch` would send it."""
+        return self.custom.patch_namespaced_custom_object(
+            GROUP, VERSION, self.name, PLURAL, name, {"spec": spec}
+        )
+
+    def get(self, name: str = "demo") -> dict[str, Any]:
+        return self.custom.get_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
+
+    def exists(self, name: str = "demo") -> bool:
+        try:
+            self.get(name)
+        except client.ApiException as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def delete(self, name: str = "demo") -> None:
+        self.custom.delete_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
+
+    def condition(self, kind: str, name: str = "demo") -> tuple[str, str, str]:
+        """Status, reason and message; empty where it was never set."""
+        conditions = self.get(name).get("status", {}).get("conditions", [])
+        found = next((c for c in conditions if c["type"] == kind), None)
+        return (found["status"], found["reason"], found["message"]) if found else ("", "", "")
+
+    def events(self, reason: str) -> list[str]:
+        return [e.message for e in self.core.list_namespaced_event(self.name).items if e.reason == reason]
+
+    # What the operator made
+
+    def objects(self) -> dict[str, Any]:
+        """Everything of a deployment in the namespace, by `Kind/name`."""
+        lists = {
+            "ConfigMap": self.core.list_namespaced_config_map,
+            "Service": self.core.list_namespaced_service,
+            "StatefulSet": self.apps.list_namespaced_stateful_set,
+            "Deployment": self.apps.list_namespaced_deployment,
+            "PodDisruptionBudget": self.policy.list_namespaced_pod_disruption_budget,
+            "NetworkPolicy": self.network.list_namespaced_network_policy,
+        }
+        return {
+            f"{kind}/{item.metadata.name}": item
+            for kind, listing in lists.items()
+            for item in listing(self.name, label_selector=DEPLOYMENT_LABEL).items
+        }
+
+    def content(self) -> dict[str, Any]:
+        """The objects without what differs from one run to the next: two equal ends have equal content."""
+        api = self.core.api_client
+        return {
+            key: {
+                "labels": item.metadata.labels,
+                "body": {
+                    k: v
+                    for k, v in api.sanitize_for_serialization(item).items()
+                    if k in ("spec", "data") and item.kind != "Service"
+                },
+            }
+            for key, item in self.objects().items()
+        }
+
+    def stateful_set(self, pool: str, revision: str | None = None) -> Any:
+        found = [
+            item
+            for item in self.apps.list_namespaced_stateful_set(
+                self.name, label_selector=f"app.kubernetes.io/component={pool}"
+            ).items
+            if revision in (None, item.metadata.labels.get(REVISION_LABEL))
+        ]
+        assert len(found) == 1, [item.metadata.name for item in found]
+        return found[0]
+
+    def revisions(self) -> set[str]:
+        """Pipeline revisions that have StatefulSets."""
+        listed = self.apps.list_namespaced_stateful_set(self.name, label_selector=REVISION_LABEL).items
+        return {item.metadata.labels[REVISION_LABEL] for item in listed}
+
+    def gateway_revision(self, name: str = "demo") -> str:
+        gateway = self.apps.read_namespaced_deployment(f"{name}-gateway", self.name)
+        return gateway.spec.template.metadata.labels[REVISION_LABEL]
+
+    # Controllers and kubelet
+
+    def settle(self) -> None:
+        """Once: every workload's pods are there, new and ready, except those of broken revisions."""
+        for item in self.apps.list_namespaced_stateful_set(self.name).items:
+            ready = 0 if self._is_broken(item) else item.spec.replicas
+            self._say("StatefulSet", item, ready)
+        for item in self.apps.list_namespaced_deployment(self.name).items:
+            self._say("Deployment", item, 0 if self._is_broken(item) else item.spec.replicas)
+            self._gateway_pods(item)
+
+    def _is_broken(self, item: Any) -> bool:
+        return (item.spec.template.metadata.labels or {}).get(REVISION_LABEL) in self.broken
+
+    def _say(self, kind: str, item: Any, ready: int) -> None:
+        wanted = {
+            "observedGeneration": item.metadata.generation,
+            "replicas": item.spec.replicas,
+            "readyReplicas": ready,
+            "availableReplicas": ready,
+            "updatedReplicas": item.spec.replicas,
+        }
+        present = self.core.api_client.sanitize_for_serialization(item.status) or {}
+        if all(present.get(key, 0) == value for key, value in wanted.items()):
+            return
+        patch = {
+            "StatefulSet": self.apps.patch_namespaced_stateful_set_status,
+            "Deployment": self.apps.patch_namespaced_deployment_status,
+        }[kind]
+        try:
+            patch(item.metadata.name, self.name, {"status": wanted})
+        except client.ApiException as error:
+            if error.status != 404:  # removed meanwhile
+                raise
+
+    def _gateway_pods(self, gateway: Any) -> None:
+        """One gateway pod of the template's revision; those of other revisions end."""
+        wanted = gateway.spec.template.metadata.labels[REVISION_LABEL]
+        deployment = gateway.metadata.labels[DEPLOYMENT_LABEL]
+        pods = self.gateway_pods(deployment)
+        if not any(p.metadata.labels[REVISION_LABEL] == wanted for p in pods):
+            self.pod(f"{gateway.metadata.name}-{wanted}", gateway.spec.template.metadata.labels)
+        for pod in pods:
+            if pod.metadata.labels[REVISION_LABEL] != wanted:
+                self._end_pod(pod.metadata.name)
+
+    def gateway_pods(self, deployment: str = "demo") -> list[Any]:
+        selector = f"{DEPLOYMENT_LABEL}={deployment},app.kubernetes.io/component=gateway"
+        return list(self.core.list_namespaced_pod(self.name, label_selector=selector).items)
+
+    def pod(self, name: str, labels: dict[str, str], finalizers: tuple[str, ...] = ()) -> None:
+        body = {
+            "metadata": {"name": name, "labels": labels, "finalizers": list(finalizers)},
+            "spec": {"containers": [{"name": "worker", "image": "none"}]},
+        }
+        self.core.create_namespaced_pod(self.name, body)
+
+    def end_pods(self, deployment: str = "demo") -> None:
+        """What the garbage collector and the kubelet do when the gateway's Deployment is gone."""
+        if not self.apps.list_namespaced_deployment(self.name).items:
+            for pod in self.gateway_pods(deployment):
+                self._end_pod(pod.metadata.name)
+
+    def _end_pod(self, name: str) -> None:
+        try:
+            self.core.delete_namespaced_pod(name, self.name, grace_period_seconds=0)
+        except client.ApiException as error:
+            if error.status != 404:
+                raise
+
+    def settled(self, check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
+        """`eventually`, while controllers and kubelet do their work."""
+
+        def step() -> T:
+            self.settle()
+            self.end_pods()
+            return check()
+
+        return eventually(step, seconds)
+
+    def is_ready(self, name: str = "demo") -> None:
+        assert self.condition("Ready", name)[0] == "True", self.get(name).get("status")
+        assert self.condition("Progressing", name)[1] == "Complete", self.get(name).get("status")
+        body = self.get(name)
+        assert body["status"]["observedGeneration"] == body["metadata"]["generation"]
