@@ -11,10 +11,12 @@ from mmd_api.console import fail_with_faults
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import load_all
 from mmd_operator.plan import plan_objects
+from mmd_operator.simulate.commands import register_simulate
 
 
 def register(app: typer.Typer) -> None:
     """Add this package's commands to `mmd`."""
+    register_simulate(app)
 
     @app.command()
     def render(

@@ -1,0 +1,127 @@
+"""Measured numbers of real workers, as the model of the pipeline takes them: read from a small YAML file, every field with its unit.
+
+Throughputs can be taken from the loads that live pods report (`Calibration.measured`); start-up, step and transfer times
+come from timelines of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from mmd_api.faults import Fault, InvalidDeploymentError, parse
+from mmd_api.pools import PoolName
+from mmd_operator.autoscaling import PodLoad
+
+Modality = Literal["image", "video", "audio"]
+MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
+Rate = Annotated[float, Field(ge=1e-3, le=1e12)]
+Seconds = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+
+
+class EncoderNumbers(_Part):
+    """One encoder replica: time from asking for a pod to its being ready, time per medium beside the work, work units a second."""
+
+    start_seconds: Seconds
+    overhead_seconds: Seconds
+    work_per_second: dict[Modality, Rate]
+
+
+class PrefillNumbers(_Part):
+    """One prefill replica: start-up, time per request beside its tokens, prompt tokens a second."""
+
+    start_seconds: Seconds
+    overhead_seconds: Seconds
+    tokens_per_second: Rate
+
+
+class DecodeNumbers(_Part):
+    """One decode replica: a step of n sequences takes `stepSeconds + n * stepSecondsPerSequence`; KV blocks of the spec's size."""
+
+    start_seconds: Seconds
+    step_seconds: Annotated[float, Field(ge=1e-6, le=3600)]
+    step_seconds_per_sequence: Seconds
+    kv_blocks: Annotated[int, Field(ge=1, le=10**9)]
+
+
+class TransferNumbers(_Part):
+    """Embeddings of one medium to prefill; KV of one token to decode."""
+
+    seconds_per_medium: Seconds
+    seconds_per_token: Seconds
+
+
+class Calibration(_Part):
+    """What one replica of each pool does, and the encoder work of one medium of each kind, for traces that give none."""
+
+    encoder: EncoderNumbers
+    prefill: PrefillNumbers
+    decode: DecodeNumbers
+    media: dict[Modality, Annotated[float, Field(ge=0, le=1e12)]]
+    transfer: TransferNumbers
+    gateway_seconds: Seconds
+
+    @classmethod
+    def load(cls, path: str | Path | None) -> Calibration:
+        """Read a YAML file; None: the assumed numbers that come with the package.
+
+        Raises:
+            InvalidDeploymentError: with every fault in the file.
+        """
+        try:
+            text = (
+                files(__package__).joinpath("assumed.yaml").read_text()
+                if path is None
+                else Path(path).read_text(encoding="utf-8")
+            )
+            data = yaml.safe_load(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InvalidDeploymentError([Fault("", f"cannot be read as YAML ({error})")]) from error
+        calibration = parse(cls, data)
+        faults = [
+            Fault(f"{field}.{modality}", "is not given; a trace may hold such media")
+            for field, given in (
+                ("media", calibration.media),
+                ("encoder.workPerSecond", calibration.encoder.work_per_second),
+            )
+            for modality in MODALITIES
+            if modality not in given
+        ]
+        if faults:
+            raise InvalidDeploymentError(faults)
+        return calibration
+
+    def measured(self, loads: Mapping[PoolName, PodLoad]) -> Calibration:
+        """With the throughputs, KV blocks and step time that one busy pod of each pool reported, where it has measured them."""
+        encode, prefill, decode = (loads.get(p, PodLoad()) for p in ("encoder", "prefill", "decode"))
+        rates = {m: r for m in MODALITIES if (r := encode.encode_work_per_second.get(m, 0.0)) > 0}
+        steps = decode.itl_seconds - decode.decode_running * self.decode.step_seconds_per_sequence
+        return self.model_copy(
+            update={
+                "encoder": self.encoder.model_copy(
+                    update={"work_per_second": {**self.encoder.work_per_second, **rates}}
+                ),
+                "prefill": self.prefill.model_copy(
+                    update={
+                        "tokens_per_second": prefill.prefill_tokens_per_second
+                        or self.prefill.tokens_per_second
+                    }
+                ),
+                "decode": self.decode.model_copy(
+                    update={
+                        "kv_blocks": int(decode.kv_blocks_total) or self.decode.kv_blocks,
+                        "step_seconds": steps if steps > 0 else self.decode.step_seconds,
+                    }
+                ),
+            }
+        )

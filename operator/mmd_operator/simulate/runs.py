@@ -1,0 +1,253 @@
+"""Runs of one trace under several scalers, what each cost and kept, and which static split or policy an SLO needs.
+
+Everything is one simulation after the other; nothing is estimated beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mmd_api.pools import PoolName
+from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_operator.autoscaling import DeploymentPolicy
+from mmd_operator.simulate.calibration import MODALITIES, Calibration
+from mmd_operator.simulate.model import Outcome, Pipeline, Scaler
+from mmd_operator.simulate.policies import Autoscaler, CpuHpa, QueueLength, Static
+from mmd_operator.simulate.traces import Trace
+
+PolicyName = Literal["autoscaler", "cpu-hpa", "queue-length", "static"]
+TRIAL_REQUESTS = 20_000
+UTILIZATIONS_PERCENT = (50, 65, 80)
+BACKLOG_SHARES_OF_TTFT = (0.1, 0.25, 0.5, 1.0)
+DEFAULT_BACKLOG_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy on one trace. `sizes` are those of a static policy; `bottleneck_share` is per pool, of all ticks."""
+
+    policy: str
+    outcome: Outcome
+    ttft_slo_seconds: float | None
+    itl_slo_seconds: float | None
+    sizes: Mapping[PoolName, int] | None = None
+    changes: tuple[str, ...] = ()
+    bottleneck_share: Mapping[PoolName, float] | None = None
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests within the SLO."""
+        return self.outcome.attainment(self.ttft_slo_seconds, self.itl_slo_seconds)
+
+    @property
+    def cost_hours(self) -> float:
+        """GPU-hours; replica-hours where no pool has GPUs."""
+        return (self.outcome.gpu_seconds or sum(self.outcome.replica_seconds.values())) / 3600
+
+    def summary(self) -> dict[str, object]:
+        """The run as numbers, for JSON."""
+        outcome = self.outcome
+        return {
+            "policy": self.policy,
+            "sizes": None if self.sizes is None else dict(self.sizes),
+            "requests": len(outcome.ttft_seconds),
+            "lost": dict(outcome.lost),
+            "attainment": self.attainment,
+            "gpu_hours": outcome.gpu_seconds / 3600,
+            "replica_hours": {pool: s / 3600 for pool, s in outcome.replica_seconds.items()},
+            "ttft_seconds": _percentiles(outcome.ttft_seconds),
+            "itl_seconds": _percentiles(outcome.itl_seconds),
+            "waited_seconds": dict(outcome.waited_seconds),
+            "bottleneck_share": {} if self.bottleneck_share is None else dict(self.bottleneck_share),
+            "resizes": len(self.changes),
+            "decisions": list(self.changes[-20:]),
+            "replicas": {
+                "seconds": _thin(outcome.ticks),
+                **{pool: _thin(sizes) for pool, sizes in outcome.replicas.items()},
+            },
+        }
+
+
+def _percentiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    return {f"p{p}": float(np.percentile(known, p)) for p in (50, 90, 95, 99)} if len(known) else {}
+
+
+def _thin(values: np.ndarray[tuple[int], np.dtype[np.generic]], most: int = 500) -> list[float]:
+    step = max(1, math.ceil(len(values) / most))
+    return [float(v) for v in values[::step].tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A deployment, a trace and a calibration, ready to be run under any policy."""
+
+    spec: MultimodalDeploymentSpec
+    trace: Trace
+    calibration: Calibration
+    interval_seconds: float = 2.0
+
+    def autoscaler(self, name: str = "autoscaler") -> Run:
+        """Under the project's own autoscaler, with the policy of the spec."""
+        scaler = Autoscaler(DeploymentPolicy.of(self.spec))
+        outcome = self._run(scaler)
+        ticks = max(1, len(outcome.ticks))
+        return self._as_run(
+            name,
+            outcome,
+            changes=tuple(f"{d.at:.0f} s: {d}" for d in scaler.changes),
+            bottleneck_share={pool: n / ticks for pool, n in scaler.bottleneck_ticks.items()},
+        )
+
+    def cpu_hpa(self, target: float = 0.75) -> Run:
+        """Under an HPA on processor utilisation."""
+        return self._as_run("cpu-hpa", self._run(CpuHpa(DeploymentPolicy.of(self.spec), target)))
+
+    def queue_length(self, scale: float = 1.0) -> Run:
+        """Under KEDA; targets of two jobs, two requests and half the places of a decode replica, times `scale`."""
+        targets: dict[PoolName, float] = {
+            "encoder": 2 * scale,
+            "prefill": 2 * scale,
+            "decode": self.spec.decode.max_sequences / 2 * scale,
+        }
+        return self._as_run("queue-length", self._run(QueueLength(DeploymentPolicy.of(self.spec), targets)))
+
+    def static(self, sizes: Mapping[PoolName, int]) -> Run:
+        """With sizes that never change."""
+        return self._as_run("static", self._run(Static(), sizes), sizes=sizes)
+
+    def compared(self) -> Iterator[Run]:
+        """The spec's policy, the two that people use today, and a static split of the same cost or a little more."""
+        own = self.autoscaler()
+        yield own
+        yield self.cpu_hpa()
+        yield self.queue_length()
+        yield self.static({pool: max(1, math.ceil(n.mean())) for pool, n in own.outcome.replicas.items()})
+
+    def static_split(self, attainment: float) -> Run:
+        """The smallest split found that keeps the SLO for this share of requests; the best one if the budget does not reach.
+
+        Grows the pool that helps most per GPU from the least that can carry the mean load, then takes back what is not needed.
+        Searches on the busiest stretch of at most 20,000 requests; the result is of the whole trace.
+        """
+        trial = self._busiest()
+        policy = DeploymentPolicy.of(self.spec)
+        sizes = trial.least_sizes()
+        best = trial.static(sizes)
+        while best.attainment < attainment:
+            grown = [
+                trial.static({**sizes, pool: sizes[pool] + 1})
+                for pool in sizes
+                if sizes[pool] < _most(policy, pool) and _fits(policy, {**sizes, pool: sizes[pool] + 1})
+            ]
+            if not grown:
+                break
+            best = max(grown, key=lambda run: (run.attainment, -float(np.nanmean(run.outcome.ttft_seconds))))
+            assert best.sizes is not None
+            sizes = dict(best.sizes)
+        goal = min(attainment, best.attainment)
+        for pool in sorted(sizes, key=lambda p: -policy.pools[p].gpus):
+            while sizes[pool] > 1 and trial.static({**sizes, pool: sizes[pool] - 1}).attainment >= goal:
+                sizes[pool] -= 1
+        return self.static(sizes)
+
+    def tuned(self, attainment: float) -> tuple[Run, MultimodalDeploymentSpec]:
+        """The cheapest of a grid of autoscaling targets that keeps the SLO for this share of requests, or the best of them."""
+        ttft = self.spec.slo.ttft_milliseconds
+        base = ttft / 1000 if ttft else DEFAULT_BACKLOG_SECONDS
+        tried = []
+        for utilization in UTILIZATIONS_PERCENT:
+            for share in BACKLOG_SHARES_OF_TTFT:
+                changed = _with_targets(self.spec, utilization, max(1, round(base * share * 1000)))
+                planner = Planner(changed, self.trace, self.calibration, self.interval_seconds)
+                tried.append(
+                    (planner.autoscaler(f"autoscaler at {utilization} %, {base * share:g} s"), changed)
+                )
+        good = [entry for entry in tried if entry[0].attainment >= attainment]
+        if good:
+            return min(good, key=lambda entry: entry[0].cost_hours)
+        return max(tried, key=lambda entry: (entry[0].attainment, -entry[0].cost_hours))
+
+    def least_sizes(self) -> dict[PoolName, int]:
+        """Replicas that the mean load would use up entirely, at least one of each pool."""
+        seconds: dict[PoolName, float] = dict.fromkeys(DeploymentPolicy.of(self.spec).pools, 0.0)
+        encoder, trace = self.calibration.encoder, self.trace
+        work = sum(
+            float(trace.media[m].sum()) * self.calibration.media[m] / encoder.work_per_second[m]
+            for m in MODALITIES
+        )
+        tokens = float(trace.context_tokens.sum()) / self.calibration.prefill.tokens_per_second
+        front: PoolName = "prefill" if "prefill" in seconds else "decode"
+        seconds["encoder" if "encoder" in seconds else front] += work
+        seconds[front] += tokens
+        span = max(trace.seconds, 1.0)
+        policy = DeploymentPolicy.of(self.spec)
+        least = {pool: max(1, min(math.ceil(s / span), _most(policy, pool))) for pool, s in seconds.items()}
+        while not _fits(policy, least) and max(least.values()) > 1:
+            largest = max(least, key=lambda p: least[p])
+            least[largest] -= 1
+        return least
+
+    def _busiest(self) -> Planner:
+        count = len(self.trace)
+        if count <= TRIAL_REQUESTS:
+            return self
+        at = self.trace.arrivals
+        first = int(np.argmin(at[TRIAL_REQUESTS:] - at[:-TRIAL_REQUESTS]))
+        part = self.trace.between(float(at[first]), float(at[first + TRIAL_REQUESTS]))
+        return Planner(self.spec, part, self.calibration, self.interval_seconds)
+
+    def _run(self, scaler: Scaler, sizes: Mapping[PoolName, int] | None = None) -> Outcome:
+        pipeline = Pipeline(self.spec, self.trace, self.calibration, scaler, self.interval_seconds, sizes)
+        return pipeline.run()
+
+    def _as_run(
+        self,
+        name: str,
+        outcome: Outcome,
+        sizes: Mapping[PoolName, int] | None = None,
+        changes: tuple[str, ...] = (),
+        bottleneck_share: Mapping[PoolName, float] | None = None,
+    ) -> Run:
+        slo = self.spec.slo
+        return Run(
+            policy=name,
+            outcome=outcome,
+            ttft_slo_seconds=slo.ttft_milliseconds / 1000 if slo.ttft_milliseconds else None,
+            itl_slo_seconds=slo.itl_milliseconds / 1000 if slo.itl_milliseconds else None,
+            sizes=sizes,
+            changes=changes,
+            bottleneck_share=bottleneck_share,
+        )
+
+
+def _most(policy: DeploymentPolicy, pool: PoolName) -> int:
+    """The largest size a static split may give: of an autoscaled pool its bound, of a fixed one whatever the budget allows."""
+    rules = policy.pools[pool]
+    return 1000 if rules.fixed else rules.max_replicas
+
+
+def _fits(policy: DeploymentPolicy, sizes: Mapping[PoolName, int]) -> bool:
+    used = sum(size * policy.pools[pool].gpus for pool, size in sizes.items())
+    return policy.gpu_budget is None or used <= policy.gpu_budget
+
+
+def _with_targets(
+    spec: MultimodalDeploymentSpec, utilization_percent: int, backlog_milliseconds: int
+) -> MultimodalDeploymentSpec:
+    targets = {
+        "target_utilization_percent": utilization_percent,
+        "target_backlog_milliseconds": min(backlog_milliseconds, 600_000),
+    }
+    pools: dict[str, Pool] = {}
+    for name in DeploymentPolicy.of(spec).pools:
+        part: Pool = getattr(spec, name)
+        scaling = part.autoscaling
+        if scaling is not None:
+            pools[name] = part.model_copy(update={"autoscaling": scaling.model_copy(update=targets)})
+    return spec.model_copy(update=pools)

@@ -1,0 +1,255 @@
+"""Requests over time: traces of others read row by row, and loads that are made up.
+
+Azure LMM traces are CSV (TIMESTAMP, NumImages, ContextTokens, GeneratedTokens; our own also NumVideos, NumAudios), Mooncake
+traces JSON lines (timestamp in milliseconds, input_length, output_length). `ContextTokens` counts the whole prompt, tokens
+of media included. Prefixes that requests share (Mooncake's hash_ids) are not modelled.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmd_operator.simulate.calibration import MODALITIES, Modality
+
+AZURE_COLUMNS = ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens")
+LARGEST_COUNT = 100_000_000
+_COLUMN_OF: dict[Modality, str] = {"image": "NumImages", "video": "NumVideos", "audio": "NumAudios"}
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names the file, the row and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival. All arrays are [requests]; `arrivals` are seconds from the first one."""
+
+    name: str
+    arrivals: npt.NDArray[np.float64]
+    media: dict[Modality, npt.NDArray[np.int64]]
+    context_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrivals[-1]) if len(self) else 0.0
+
+    def between(self, start: float, end: float) -> Trace:
+        """The requests of a stretch of time, counted from its beginning."""
+        kept = (self.arrivals >= start) & (self.arrivals < end)
+        return Trace(
+            self.name,
+            self.arrivals[kept] - start,
+            {m: counts[kept] for m, counts in self.media.items()},
+            self.context_tokens[kept],
+            self.output_tokens[kept],
+        )
+
+    def write_csv(self, path: Path) -> None:
+        """Write it as a CSV that `load_trace` reads."""
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([AZURE_COLUMNS[0], *_COLUMN_OF.values(), *AZURE_COLUMNS[2:]])
+            columns = [self.media[m] for m in MODALITIES]
+            for at, *counts in zip(
+                self.arrivals, *columns, self.context_tokens, self.output_tokens, strict=True
+            ):
+                writer.writerow([datetime.fromtimestamp(float(at), UTC).isoformat(), *counts])
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace; `.csv` is Azure's form, `.jsonl` Mooncake's.
+
+    Raises:
+        TraceError: the file cannot be read, or a row is bad (named).
+    """
+    path = Path(path)
+    readers: dict[str, Callable[[Path], Iterator[tuple[float, ...]]]] = {
+        ".csv": _azure_rows,
+        ".jsonl": _mooncake_rows,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise TraceError(f"{path}: neither .csv (Azure) nor .jsonl (Mooncake); rename or convert it")
+    try:
+        rows = np.array(list(reader(path)), dtype=np.float64)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); check the path") from error
+    if not len(rows):
+        raise TraceError(f"{path}: holds no request; give a trace with at least one row")
+    return _trace(path.stem, rows)
+
+
+def _trace(name: str, rows: npt.NDArray[np.float64]) -> Trace:
+    """From rows of (time, images, videos, audios, context, output), in any order."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    whole = rows[:, 1:].astype(np.int64)
+    return Trace(
+        name,
+        rows[:, 0] - rows[0, 0],
+        {modality: whole[:, n] for n, modality in enumerate(MODALITIES)},
+        whole[:, 3],
+        whole[:, 4],
+    )
+
+
+def _azure_rows(path: Path) -> Iterator[tuple[float, ...]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        header = [name.strip() for name in next(reader, [])]
+        absent = [name for name in AZURE_COLUMNS if name not in header]
+        if absent:
+            raise TraceError(
+                f"{path}: row 1: no column {', '.join(absent)}; begin with the names of the columns"
+            )
+        places = {
+            name: header.index(name) for name in (*AZURE_COLUMNS, *_COLUMN_OF.values()) if name in header
+        }
+        time_at, media_at = places["TIMESTAMP"], [places.get(name) for name in _COLUMN_OF.values()]
+        context_at, output_at = places["ContextTokens"], places["GeneratedTokens"]
+        for row in reader:
+            where = f"{path}: row {reader.line_num}"
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise TraceError(f"{where}: {len(row)} values for {len(header)} columns; mend or remove it")
+            yield (
+                _time(row[time_at], where),
+                *(0 if n is None else _count(row[n], where, header[n]) for n in media_at),
+                _count(row[context_at], where, "ContextTokens", least=1),
+                _count(row[output_at], where, "GeneratedTokens"),
+            )
+
+
+def _mooncake_rows(path: Path) -> Iterator[tuple[float, ...]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}: row {number}"
+            if not line.strip():
+                continue
+            try:
+                row: Any = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TraceError(f"{where}: no JSON ({error.msg}); mend or remove it") from error
+            if not isinstance(row, dict) or not {"timestamp", "input_length", "output_length"} <= row.keys():
+                raise TraceError(f"{where}: wants timestamp, input_length and output_length; add them")
+            yield (
+                _number(row["timestamp"], where, "timestamp") / 1000,
+                0,
+                0,
+                0,
+                _count(row["input_length"], where, "input_length", least=1),
+                _count(row["output_length"], where, "output_length"),
+            )
+
+
+def _time(text: str, where: str) -> float:
+    """An ISO date and time (UTC unless it says otherwise), or seconds."""
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        return _number(text, where, "TIMESTAMP")
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _number(value: object, where: str, column: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever JSON or CSV held
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not (math.isfinite(number) and number >= 0):
+        raise TraceError(f"{where}: {column} is {value!r}; give a time or a number of at least 0")
+    return number
+
+
+def _count(value: object, where: str, column: str, least: int = 0) -> int:
+    number = _number(value, where, column)
+    if not number.is_integer() or not least <= number <= LARGEST_COUNT:
+        raise TraceError(
+            f"{where}: {column} is {value!r}; give a whole number from {least} to {LARGEST_COUNT}"
+        )
+    return int(number)
+
+
+# --- loads that are made up -----------------------------------------------------------------------------------
+
+
+def _made_up(
+    name: str, rng: np.random.Generator, arrivals: npt.NDArray[np.float64], video_share: Any
+) -> Trace:
+    """Two in five requests bring images, `video_share` a video instead, one in fifty a sound; lengths are log-normal."""
+    count = len(arrivals)
+    draw = rng.random(count)
+    videos = (draw < video_share).astype(np.int64)
+    images = np.where((draw > 0.6) & (videos == 0), rng.geometric(0.6, count), 0).astype(np.int64)
+    audios = (rng.random(count) < 0.02).astype(np.int64)
+    text = np.clip(rng.lognormal(5.5, 1.0, count), 8, 16_000).astype(np.int64)
+    return Trace(
+        name,
+        arrivals,
+        {"image": images, "video": videos, "audio": audios},
+        text + images * 800 + videos * 6000 + audios * 400,
+        np.clip(rng.lognormal(4.6, 0.8, count), 1, 2000).astype(np.int64),
+    )
+
+
+def _thinned(
+    rng: np.random.Generator,
+    seconds: float,
+    most: float,
+    rate: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
+) -> npt.NDArray[np.float64]:
+    """Arrivals of a Poisson process whose rate changes over time (Lewis and Shedler's thinning)."""
+    candidates = np.sort(rng.random(rng.poisson(most * seconds)) * seconds)
+    return candidates[rng.random(len(candidates)) * most < rate(candidates)]
+
+
+def bursty(rate: float, seconds: float, seed: int) -> Trace:
+    """A Poisson load of `rate` requests a second that now and then is four times as high for half a minute."""
+    rng = np.random.default_rng(seed)
+    starts = np.sort(rng.random(max(1, int(seconds / 300))) * seconds)
+
+    def rates(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        since = at - starts[np.maximum(np.searchsorted(starts, at, side="right") - 1, 0)]
+        return np.where((since >= 0) & (since < 30), 4 * rate, rate)
+
+    return _made_up("bursty", rng, _thinned(rng, seconds, 4 * rate, rates), 0.05)
+
+
+def diurnal(rate: float, seconds: float, seed: int) -> Trace:
+    """One day squeezed into `seconds`: from a fifth of `rate` at night to 1.8 times as much in the afternoon."""
+    rng = np.random.default_rng(seed)
+
+    def rates(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return rate * (1 - 0.8 * np.cos(2 * np.pi * at / seconds))
+
+    return _made_up("diurnal", rng, _thinned(rng, seconds, 1.8 * rate, rates), 0.05)
+
+
+def video_storm(rate: float, seconds: float, seed: int) -> Trace:
+    """A steady load in whose middle third every second request brings a video."""
+    rng = np.random.default_rng(seed)
+    arrivals = _thinned(rng, seconds, rate, lambda at: np.full(len(at), rate))
+    storm = (arrivals > seconds / 3) & (arrivals < 2 * seconds / 3)
+    return _made_up("video-storm", rng, arrivals, np.where(storm, 0.5, 0.02))
+
+
+GENERATORS: dict[str, Callable[[float, float, int], Trace]] = {
+    "bursty": bursty,
+    "diurnal": diurnal,
+    "video-storm": video_storm,
+}
