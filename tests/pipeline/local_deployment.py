@@ -19,7 +19,7 @@ import yaml
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod
 
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 
 
 class Deployment:
@@ -91,6 +91,19 @@ class Deployment:
         pid = self.pid(pod)
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
+
+    def restart_nats(self) -> None:
+        """Kill the message server and start it again with the same port and data, on the thread that lasts."""
+        assert self._loop is not None
+        done = threading.Event()
+
+        def restart() -> None:
+            self.local.nats.kill()
+            self.local.nats.start()
+            done.set()
+
+        self._loop.call_soon_threadsafe(restart)
+        assert done.wait(30), "the message server did not come back"
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """What the pod says of itself."""

@@ -9,8 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from mmd_workers.encoder.service import EncoderService
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import EngineStats, StepOutput
-from mmd_workers.errors import MmdError
+from mmd_workers.errors import MmdError, PeerLostError
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.encoder import load_encoder
@@ -57,7 +59,11 @@ ADVERTISED_DIGESTS = 64
 STATS_SECONDS = 0.25
 DRAIN_CHECK_SECONDS = 0.05
 DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
-MAX_OUTPUTS = 4096
+BLOCKING_THREADS = (
+    64  # KV links wait in threads: one that waits for a lost peer must not keep others from theirs
+)
+ACK_WAIT_SECONDS = 5.0  # an encode job whose encoder is silent for so long goes to another one
+ADVERTISED_BLOCKS = 64
 
 
 class Worker:
@@ -84,8 +90,9 @@ class Worker:
         self.stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: set[asyncio.Task[None]] = set()
-        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue(MAX_OUTPUTS)
+        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()  # bounded by the runner
         self._stats: EngineStats | None = None
+        self._prefix_blocks: list[str] = []
         self._max_model_len = 0
         self._begun = time.monotonic()
 
@@ -100,7 +107,15 @@ class Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
+        loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
         pipeline = self.settings.pipeline
+        self.metrics.build.info(
+            {
+                "version": version("multimodal-operator"),
+                "revision": pipeline.revision,
+                "roles": "+".join(self.roles),
+            }
+        )
         subjects = Subjects(pipeline.namespace, pipeline.name, pipeline.revision)
         status = HttpServer.of_routes(
             routes(self.metrics, self._progress(), self._not_ready_because, lambda: asdict(self.heartbeat())),
@@ -109,7 +124,8 @@ class Worker:
         )
         await status.start()
         self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
-        self.book = SequenceBook(self.bus, self.settings.pod)
+        self.bus.on_reconnect(self._reconnected)
+        self.book = SequenceBook(self.bus, self.settings.pod, self.metrics)
         observability = self.spec.observability
         self.directory = PeerDirectory(self.bus, observability.heartbeat_timeout_milliseconds / 1000)
         self.directory.on_event(self._peer_event)
@@ -118,10 +134,11 @@ class Worker:
         await heartbeats.start()
         try:
             await self._load()
-            await self._join()
-            self.state = "ready"
-            await heartbeats.beat()
-            log.info("ready as %s after %.1f s", "+".join(self.roles), time.monotonic() - self._begun)
+            if not self.stopping.is_set():
+                await self._join()
+                self.state = "ready"
+                await heartbeats.beat()
+                log.info("ready as %s after %.1f s", "+".join(self.roles), time.monotonic() - self._begun)
             await self.stopping.wait()
             if self.failure is None:
                 self.state = "draining"
@@ -139,9 +156,11 @@ class Worker:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         if "encode" in self.roles:
             self.encoder_model = await asyncio.to_thread(load_encoder, self.spec.model, device)
+            self.metrics.loaded_bytes.inc(self.encoder_model.loaded_bytes)
             log.info("encoder role loaded %d bytes", self.encoder_model.loaded_bytes)
         if "prefill" in self.roles or "decode" in self.roles:
             self.language_model = await asyncio.to_thread(load_language_model, self.spec.model, device)
+            self.metrics.loaded_bytes.inc(self.language_model.loaded_bytes)
             log.info("language role loaded %d bytes", self.language_model.loaded_bytes)
 
     async def _join(self) -> None:
@@ -176,10 +195,16 @@ class Worker:
                 self.pipeline,
                 sorted(self.encoder_model.modalities) if self.encoder_model else [],
                 max_jobs=2 * batching.max_items,
+                incarnation_of=self._incarnation_of,
                 metrics=self.metrics,
             )
             self._spawn(self.encoder.run(), "encoder")
         await self.bus.subscribe(self.bus.subjects.cancel, Cancel, self._cancelled)
+        self._spawn(self._observe(), "observe")
+
+    def _incarnation_of(self, pod: str) -> str | None:
+        beat = self.directory.get(pod)
+        return None if beat is None else beat.incarnation
 
     @property
     def _encoder_spec(self) -> EncoderSpec:
@@ -192,7 +217,7 @@ class Worker:
 
     def _queue_limits(self) -> QueueLimits:
         spec = self._encoder_spec
-        return QueueLimits(max_attempts=spec.max_deliveries)
+        return QueueLimits(max_attempts=spec.max_deliveries, ack_wait_seconds=ACK_WAIT_SECONDS)
 
     async def _make_pipeline(self, model: EncoderModel) -> None:
         media, spec = self.spec.gateway.media, self._encoder_spec
@@ -226,10 +251,9 @@ class Worker:
             prefix_cache=prefill.prefix_cache,
             max_model_len=max_model_len,
         )
-        self.runner = EngineRunner(engine, self._stepped, self._failed)
+        self.runner = EngineRunner(engine, self._outputs.put_nowait, self._failed)
         self.runner.start()
-        self._spawn(self._publish_outputs(), "outputs")
-        self._spawn(self._watch_engine(), "stats")
+        self._spawn(self._take_outputs(self.runner), "outputs")
 
     async def _make_prefill(self, model: LanguageModel, queue: EncodeQueue) -> None:
         spec, prefill = self.spec, self.spec.prefill or PrefillSpec()
@@ -262,6 +286,7 @@ class Worker:
                 self._need_links(),
                 model.kv_layout,
                 float(transfer.kv.lease_seconds),
+                lambda: {beat.pod: beat.incarnation for beat in self.directory.pods("decode")},
                 self.metrics,
             )
         self.prefill = PrefillService(
@@ -273,7 +298,6 @@ class Worker:
             source,
             self.book,
             sender,
-            incarnations=lambda: {beat.pod: beat.incarnation for beat in self.directory.pods("decode")},
             max_waiting=prefill.max_waiting_requests,
             max_in_engine=spec.decode.max_sequences,
             overlap_tokens=prefill.chunk_tokens // 4,
@@ -314,53 +338,71 @@ class Worker:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _stepped(self, output: StepOutput) -> None:
-        """What an engine step did; called on the event loop, in order."""
-        if self.prefill is not None:
-            for token in output.tokens:
-                self.prefill.on_token(token)
-            for ready in output.kv_ready:
-                self.prefill.on_kv_ready(ready)
-        self._outputs.put_nowait(output)
-
-    async def _publish_outputs(self) -> None:
+    async def _take_outputs(self, runner: EngineRunner) -> None:
+        """What engine steps did, in order. A token is on its way to its gateway before anybody acts upon it, so that a
+        sequence's book is never closed over an unsent token.
+        """
         while True:
             output = await self._outputs.get()
+            self._count(output)
+            if self.prefill is not None:
+                for ready in output.kv_ready:
+                    self.prefill.on_kv_ready(ready)
             await self.book.publish(output)
             for token in output.tokens:
-                if token.finish_reason is not None and (
-                    self.prefill is None or not self.prefill.hands_over(token.sequence_id)
-                ):
+                handed_over = self.prefill is not None and self.prefill.hands_over(token.sequence_id)
+                if self.prefill is not None:
+                    self.prefill.on_token(token)
+                if token.finish_reason is not None and not handed_over:
                     await self.book.finish(token.sequence_id)
             for sequence, error in output.failed:
                 reported = error if isinstance(error, MmdError) else MmdError(str(error))
                 if self.prefill is None or not self.prefill.on_failed(sequence, reported):
                     await self.book.fail(sequence, reported)
+            runner.taken()
+
+    def _count(self, output: StepOutput) -> None:
+        self.metrics.prefill_tokens.inc(output.prefill_tokens)
+        self.metrics.step.observe(output.duration_seconds)
+        self.metrics.step_sequences.observe(max(output.decode_sequences, len(output.tokens)))
 
     async def _cancelled(self, cancel: Cancel) -> None:
-        for sequence in self.book.attempts(cancel.request_id, cancel.attempt):
-            if self.prefill is not None:
-                await self.prefill.cancel(sequence)
-            self.book.forget(sequence)
-            if self.runner is not None:
-                await self.runner.call(partial(Engine.abort, sequence_id=sequence))
+        for sequence in self.book.cancel(cancel.request_id, cancel.attempt):
+            await self._abandon(sequence)
         if self.decode is not None:
             await self.decode.cancel(cancel.request_id, cancel.attempt)
 
     def _peer_event(self, event: PeerEvent) -> None:
-        if (
-            event.kind not in ("lost", "reborn")
-            or event.before is None
-            or "prefill" not in event.before.roles
-        ):
+        """A pod is gone, or is another process now: nothing that it began will go on."""
+        gone = event.before
+        if event.kind not in ("lost", "reborn") or gone is None:
             return
-        if self.decode is not None:
-            gone = event.before
-            task = asyncio.create_task(self.decode.peer_lost(gone.pod, gone.incarnation))
-            self._events.add(task)
-            task.add_done_callback(self._events.discard)
         if self.links is not None:
-            self.links.notify_lost(event.before.pod)
+            self.links.notify_lost(gone.pod)
+        self._in_background(self._forget_peer(gone))
+
+    async def _forget_peer(self, gone: Heartbeat) -> None:
+        if self.decode is not None:
+            await self.decode.peer_lost(gone.pod, gone.incarnation)
+        for sequence in self.book.of_gateway(gone.pod):
+            # Should it be there after all, it hears that it must place the request again.
+            await self.book.fail(sequence, PeerLostError(f"{gone.pod} was not heard of for too long"))
+            await self._abandon(sequence)
+
+    async def _abandon(self, sequence: str) -> None:
+        if self.prefill is not None:
+            self.prefill.cancel(sequence)
+        self.book.forget(sequence)
+        if self.runner is not None:
+            await self.runner.call(partial(Engine.abort, sequence_id=sequence))
+
+    async def _reconnected(self) -> None:
+        self.metrics.nats_reconnects.inc()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._events.add(task)
+        task.add_done_callback(self._events.discard)
 
     # --- how it is ------------------------------------------------------------------------------------------------
 
@@ -377,8 +419,13 @@ class Worker:
             sent=time.time(),
             load=self._load_now(),
             max_model_len=self._max_model_len,
-            features=self.store.newest(ADVERTISED_DIGESTS) if self.store is not None else [],
+            prefix_blocks=self._prefix_blocks,
+            features=self._features(),
         )
+
+    def _features(self) -> list[str]:
+        held = self.store or self.pipeline
+        return held.newest(ADVERTISED_DIGESTS) if held is not None else []
 
     def _load_now(self) -> Load:
         pipeline, store = self.pipeline, self.store
@@ -394,8 +441,7 @@ class Worker:
             facts |= {"feature_bytes_used": store.used_bytes, "feature_bytes_budget": store.budget_bytes}
         if (stats := self._stats) is not None:
             facts |= {
-                "prefill_waiting_tokens": stats.waiting_tokens
-                + (self.prefill.waiting_tokens() if self.prefill is not None else 0),
+                "prefill_waiting_tokens": self._waiting_tokens(stats),
                 "prefill_waiting_requests": self.prefill.active if self.prefill is not None else 0,
                 "prefill_tokens_per_second": stats.prefill_tokens_per_second,
                 "decode_running": stats.running_sequences,
@@ -409,12 +455,41 @@ class Worker:
             }
         return Load(**facts)
 
-    async def _watch_engine(self) -> None:
-        """Keep the engine's figures fresh for heartbeats; they are read on the engine's own thread."""
-        assert self.runner is not None
+    async def _observe(self) -> None:
+        """Keep the figures fresh that heartbeats and scrapes read; the engine's are read on its own thread."""
         while True:
-            self._stats = await self.runner.call(lambda engine: engine.stats())
+            if self.runner is not None:
+                stats, self._prefix_blocks = await self.runner.call(
+                    lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
+                )
+                self._stats = stats
+                self._observe_engine(stats)
+            if self.store is not None:
+                self.metrics.feature_budget.set(self.store.budget_bytes)
+                for state, num_bytes in self.store.bytes_by_state().items():
+                    self.metrics.feature_bytes.labels(state).set(num_bytes)
+            if self.pipeline is not None:
+                for modality, work in self.pipeline.queued_work.items():
+                    self.metrics.encode_queued.labels(modality).set(work)
             await asyncio.sleep(STATS_SECONDS)
+
+    def _observe_engine(self, stats: EngineStats) -> None:
+        used = stats.blocks_total - stats.blocks_free - stats.blocks_reserved
+        blocks = {"free": stats.blocks_free, "reserved": stats.blocks_reserved, "used": used}
+        for state, count in blocks.items():
+            self.metrics.kv_blocks.labels(state).set(count)
+        sequences = {
+            "waiting": stats.waiting_sequences,
+            "running": stats.running_sequences,
+            "held": stats.held_sequences,
+            "reserved": stats.reserved_sequences,
+        }
+        for state, count in sequences.items():
+            self.metrics.sequences.labels(state).set(count)
+        self.metrics.prefill_waiting.set(self._waiting_tokens(stats))
+
+    def _waiting_tokens(self, stats: EngineStats) -> int:
+        return stats.waiting_tokens + (self.prefill.waiting_tokens() if self.prefill is not None else 0)
 
     def _progress(self) -> dict[str, Progress]:
         """What must move for this process to count as alive."""
@@ -424,7 +499,7 @@ class Worker:
                 LIVENESS_SECONDS,
             ),
             "encoder": Progress(
-                lambda: time.monotonic() - self.encoder.last_progress if self.encoder is not None else 0.0,
+                lambda: time.monotonic() - self.pipeline.last_progress if self.pipeline is not None else 0.0,
                 LIVENESS_SECONDS,
             ),
         }
@@ -455,9 +530,9 @@ class Worker:
         return max(1.0, float(pool.template.termination_grace_period_seconds) - DRAIN_RESERVE_SECONDS)
 
     def _empty(self) -> bool:
-        encoding = self.encoder.active if self.encoder is not None else 0
-        inbound = self.decode.inbound if self.decode is not None else 0
-        return not len(self.book) and not encoding and not inbound
+        encoding = self.encoder is not None and not self.encoder.drained
+        handing_over = self.prefill is not None and self.prefill.active
+        return not (len(self.book) or encoding or handing_over or (self.decode and self.decode.inbound))
 
     async def _close(self, heartbeats: Heartbeater) -> None:
         for task in self._tasks:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from mmd_workers.decode.params import media_spans_of, sampling_of
-from mmd_workers.decode.tokens import SequenceBook, sequence_id
+from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.errors import LeaseError, LinkError, MmdError
 from mmd_workers.kv.chunks import recv_range
@@ -23,7 +23,7 @@ from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.types import LanguageModel
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, Phase
+from mmd_workers.wire.messages import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease, Phase
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +37,28 @@ class _Inbound:
 
     offer: KvOffer
     sequence: str
-    peer: tuple[str, int]  # pod and epoch of its link
+    epoch: int  # of its link
     received: int = 0
     first_byte: float = 0.0
+    last_byte: float = 0.0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     error: MmdError | None = None
-
-    def fail(self, error: MmdError) -> None:
-        """No more bytes will come."""
-        self.error = error
-        self.progress.set()
 
 
 @dataclass(slots=True)
 class _Pump:
-    """Takes announced chunks off one link, in order, one at a time."""
+    """Takes announced chunks off the newest link of a prefill pod, in order, one at a time."""
 
+    incarnation: str
+    epoch: int
     link: asyncio.Task[PairLink]
     chunks: asyncio.Queue[KvChunk] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED_CHUNKS))
     task: asyncio.Task[None] | None = None
+
+    def dead(self) -> str:
+        """Why its link is dead; empty while it lives or is being made."""
+        done = self.link.done() and not self.link.cancelled() and self.link.exception() is None
+        return self.link.result().dead if done else ""
 
 
 class DecodeService:
@@ -81,7 +84,7 @@ class DecodeService:
         self._layout = asdict(model.kv_layout)
         self._leases = LeaseTable()
         self._inbound: dict[str, _Inbound] = {}
-        self._pumps: dict[tuple[str, int], _Pump] = {}
+        self._pumps: dict[str, _Pump] = {}  # by prefill pod
         self._draining = False
 
     async def start(self) -> None:
@@ -90,13 +93,14 @@ class DecodeService:
         await self._bus.serve(subjects.kv_offer(self._pod), KvOffer, self._offered)
         await self._bus.subscribe(subjects.kv_chunk(self._pod), KvChunk, self._announced)
         await self._bus.serve(subjects.kv_commit(self._pod), KvCommit, self._committed)
+        await self._bus.subscribe(subjects.kv_release(self._pod), KvRelease, self._released)
 
     def drain(self) -> None:
         """Grant nothing more; what was granted may still be committed."""
         self._draining = True
 
     async def run(self) -> None:
-        """Free what belongs to leases that ended, until cancelled."""
+        """Free what belongs to leases that ended and to links that died, until cancelled."""
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
@@ -104,13 +108,19 @@ class DecodeService:
                 log.warning(
                     "lease of %s ended before its commit; its blocks are free again", lease.request_id
                 )
-                await self._drop(lease.lease_id)
+                await self._drop(lease.lease_id, LeaseError("the lease has ended: offer the request again"))
+            for pod, pump in list(self._pumps.items()):
+                if reason := pump.dead():
+                    self._metrics.transfer_failures.labels("kv", LinkError.code).inc()
+                    await self._end_pump(pod, LinkError(f"the link to {pod} died: {reason}"))
 
     async def peer_lost(self, pod: str, incarnation: str) -> None:
         """A prefill worker is gone: what it had not committed is freed now."""
-        self._links.notify_lost(pod)
+        lost = LinkError(f"{pod} is gone")
+        if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
+            await self._end_pump(pod, lost)
         for lease in self._leases.drop_owner(pod, incarnation):
-            await self._drop(lease.lease_id)
+            await self._drop(lease.lease_id, lost)
 
     @property
     def inbound(self) -> int:
@@ -121,8 +131,10 @@ class DecodeService:
         """Free the hand-overs of a request's attempts up to this one."""
         for lease_id, inbound in list(self._inbound.items()):
             if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
-                self._leases.release(lease_id)
-                await self._drop(lease_id)
+                await self._drop(lease_id, LeaseError("the request was cancelled, or offered anew"))
+
+    async def _released(self, release: KvRelease) -> None:
+        await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"))
 
     async def _offered(self, offer: KvOffer) -> KvGrant:
         def refuse(reason: str) -> KvGrant:
@@ -130,6 +142,8 @@ class DecodeService:
 
         if self._draining:
             return refuse("draining")
+        if self._book.was_cancelled(offer.request_id, offer.attempt):
+            return refuse("cancelled")
         if offer.layout != self._layout:
             return refuse(f"KV layout {offer.layout} differs from {self._layout}")
         sequence = sequence_id(offer.request_id, offer.attempt)
@@ -140,12 +154,14 @@ class DecodeService:
             )
         except MmdError as error:
             return refuse(error.message)
+        try:
+            epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
+            await self._ensure_pump(offer, epoch)
+        except MmdError as error:
+            await self._runner.call(lambda engine: engine.abort(sequence))
+            return refuse(error.message)
         lease_id = uuid.uuid4().hex
-        epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
-        peer = (offer.pod, epoch)
-        if peer not in self._pumps:
-            self._open_pump(peer, offer)
-        self._inbound[lease_id] = _Inbound(offer, sequence, peer)
+        self._inbound[lease_id] = _Inbound(offer, sequence, epoch)
         self._leases.grant(
             lease_id, offer.pod, offer.incarnation, sequence, (), time.monotonic(), offer.lease_seconds
         )
@@ -157,25 +173,39 @@ class DecodeService:
             link_endpoint=self._links.endpoint,
         )
 
-    def _open_pump(self, peer: tuple[str, int], offer: KvOffer) -> None:
+    async def _ensure_pump(self, offer: KvOffer, epoch: int) -> None:
+        """A pod has one live link: that of its newest incarnation and epoch. What came over an older one is void."""
+        if (pump := self._pumps.get(offer.pod)) is not None:
+            if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
+                return
+            await self._end_pump(offer.pod, LinkError(f"{offer.pod} went on to another link"))
         link = asyncio.create_task(
-            asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, peer[1])
+            asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
         )
-        pump = _Pump(link)
-        pump.task = asyncio.create_task(self._pump(peer, pump), name=f"kv-from-{peer[0]}@{peer[1]}")
-        self._pumps[peer] = pump
+        pump = self._pumps[offer.pod] = _Pump(offer.incarnation, epoch, link)
+        pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
+
+    async def _end_pump(self, pod: str, error: MmdError) -> None:
+        """Free what was to come over this link."""
+        pump = self._pumps.pop(pod)
+        if pump.task is not None:
+            pump.task.cancel()
+        for lease_id, inbound in list(self._inbound.items()):
+            offer = inbound.offer
+            if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
+                await self._drop(lease_id, error)
 
     async def _announced(self, chunk: KvChunk) -> None:
-        if (pump := self._pumps.get((chunk.pod, chunk.epoch))) is not None:
+        pump = self._pumps.get(chunk.pod)
+        if pump is not None and pump.epoch == chunk.epoch:
             pump.chunks.put_nowait(chunk)
 
-    async def _pump(self, peer: tuple[str, int], pump: _Pump) -> None:
+    async def _pump(self, pod: str, pump: _Pump) -> None:
         try:
             link = await pump.link
             while True:
                 chunk = await pump.chunks.get()
-                inbound = self._inbound.get(chunk.lease_id)
-                if inbound is not None:
+                if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
                 tensors = await asyncio.to_thread(
                     recv_range, link, self._model.kv_layout, chunk.num_tokens, chunk.first_tag
@@ -183,21 +213,27 @@ class DecodeService:
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     await self._store(chunk, inbound, tensors)
         except MmdError as error:
-            log.warning("KV link from %s (epoch %d) failed: %s", *peer, error.message)
+            log.warning("KV link from %s (epoch %d) failed: %s", pod, pump.epoch, error.message)
             self._metrics.transfer_failures.labels("kv", error.code).inc()
-            self._links.drop(peer[0])
-            for inbound in self._inbound.values():
-                if inbound.peer == peer:
-                    inbound.fail(error)
-        finally:
-            self._pumps.pop(peer, None)
+            if self._pumps.get(pod) is pump:
+                self._links.drop(pod)
+                pump.task = None  # this very task: it ends by itself
+                await self._end_pump(pod, error)
 
     async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
-        await self._runner.call(lambda engine: engine.write_kv(inbound.sequence, chunk.start, tensors))
+        """Into the blocks of a live lease. What is wrong with one hand-over is not the link's fault."""
+        try:
+            self._leases.get(chunk.lease_id, time.monotonic())
+            await self._runner.call(lambda engine: engine.write_kv(inbound.sequence, chunk.start, tensors))
+            self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
+        except (MmdError, KeyError) as error:
+            reason = error if isinstance(error, MmdError) else LeaseError("the reservation is gone")
+            await self._drop(chunk.lease_id, reason)
+            return
         num_bytes = chunk.num_tokens * self._model.kv_layout.bytes_per_token()
         self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
-        self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
         inbound.received += 1
+        inbound.last_byte = time.time()
         inbound.progress.set()
 
     async def _committed(self, commit: KvCommit) -> KvCommitted:
@@ -210,30 +246,17 @@ class DecodeService:
                     inbound.progress.clear()
                     await inbound.progress.wait()
         except TimeoutError:
-            inbound.fail(LinkError("the KV chunks did not arrive within the lease"))
+            await self._drop(commit.lease_id, LinkError("the KV chunks did not arrive within the lease"))
+        if inbound.error is None:
+            try:
+                self._leases.commit(commit.lease_id, time.monotonic())
+            except LeaseError as error:
+                await self._drop(commit.lease_id, error)
         if inbound.error is not None:
-            self._leases.release(commit.lease_id)
-            await self._drop(commit.lease_id)
             return KvCommitted(commit.lease_id, ok=False, reason=inbound.error.message)
-        try:
-            self._leases.commit(commit.lease_id, time.monotonic())
-        except LeaseError as error:
-            await self._drop(commit.lease_id)
-            return KvCommitted(commit.lease_id, ok=False, reason=error.message)
-        self._inbound.pop(commit.lease_id)
+        del self._inbound[commit.lease_id]
         request = commit.request
-        tracked = self._book.open(request)
-        tracked.phases.append(
-            Phase(
-                "kv_transfer",
-                inbound.first_byte or time.time(),
-                time.time(),
-                {
-                    "tokens": len(request.token_ids),
-                    "bytes": len(request.token_ids) * self._model.kv_layout.bytes_per_token(),
-                },
-            )
-        )
+        self._note_transfer(self._book.open(request), inbound)
         try:
             await self._runner.call(
                 lambda engine: engine.attach(
@@ -245,11 +268,24 @@ class DecodeService:
                     media_spans=media_spans_of(request),
                 )
             )
-        except MmdError as error:
+        except (MmdError, KeyError) as error:
             self._book.forget(inbound.sequence)
-            return KvCommitted(commit.lease_id, ok=False, reason=error.message)
+            await self._runner.call(lambda engine: engine.abort(inbound.sequence))
+            return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
         return KvCommitted(commit.lease_id, ok=True)
 
-    async def _drop(self, lease_id: str) -> None:
+    def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
+        now = time.time()
+        first, last = inbound.first_byte or now, inbound.last_byte or now
+        self._metrics.transfer.labels("kv").observe(last - first)
+        tokens = len(tracked.request.token_ids)
+        num_bytes = tokens * self._model.kv_layout.bytes_per_token()
+        tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
+
+    async def _drop(self, lease_id: str, error: MmdError) -> None:
+        """End a hand-over that is not committed, and free its blocks."""
+        self._leases.release(lease_id)
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
+            inbound.error = error
+            inbound.progress.set()
             await self._runner.call(lambda engine: engine.abort(inbound.sequence))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 from mmd_workers.engine.types import SampledToken, StepOutput
-from mmd_workers.errors import MmdError
+from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import (
     GenerateRequest,
@@ -21,6 +23,9 @@ from mmd_workers.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+MAX_CANCELLED = 8192
+RESEND_SECONDS = 0.1
 
 
 def sequence_id(request_id: str, attempt: int) -> str:
@@ -39,10 +44,12 @@ class Tracked:
 class SequenceBook:
     """Which sequences this pod works on, and for whom; the only writer of tokens, failures and phases to gateways."""
 
-    def __init__(self, bus: Bus, pod: str) -> None:
+    def __init__(self, bus: Bus, pod: str, metrics: Metrics) -> None:
         self._bus = bus
         self._pod = pod
+        self._metrics = metrics
         self._sequences: dict[str, Tracked] = {}
+        self._cancelled: OrderedDict[str, int] = OrderedDict()
         self._steps = 0
 
     def __len__(self) -> int:
@@ -58,13 +65,27 @@ class SequenceBook:
         """The sequence, unless it has ended."""
         return self._sequences.get(sequence)
 
-    def attempts(self, request_id: str, up_to: int) -> list[str]:
-        """Sequences of a request whose attempt is at most `up_to`."""
+    def cancel(self, request_id: str, up_to: int) -> list[str]:
+        """Sequences of a request whose attempt is at most `up_to`. They are remembered for a while: a placement or an offer
+        that a cancellation overtook finds out here.
+        """
+        self._cancelled[request_id] = max(up_to, self._cancelled.get(request_id, -1))
+        self._cancelled.move_to_end(request_id)
+        if len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
         return [
             name
             for name, tracked in self._sequences.items()
             if tracked.request.request_id == request_id and tracked.request.attempt <= up_to
         ]
+
+    def was_cancelled(self, request_id: str, attempt: int) -> bool:
+        """Whether nobody wants this attempt any more."""
+        return attempt <= self._cancelled.get(request_id, -1)
+
+    def of_gateway(self, gateway: str) -> list[str]:
+        """Names of every open sequence of a gateway."""
+        return [name for name, tracked in self._sequences.items() if tracked.request.gateway == gateway]
 
     def all(self) -> list[str]:
         """Names of every open sequence."""
@@ -78,9 +99,7 @@ class SequenceBook:
             if (tracked := self._sequences.get(token.sequence_id)) is not None:
                 by_gateway[tracked.request.gateway].append(_item(tracked.request, token))
         for gateway, items in by_gateway.items():
-            await self._bus.publish(
-                self._bus.subjects.tokens(gateway), TokenBatch(self._pod, self._steps, items)
-            )
+            await self._send(self._bus.subjects.tokens(gateway), TokenBatch(self._pod, self._steps, items))
 
     async def finish(self, sequence: str) -> None:
         """The sequence has had its last token here: it decoded since its last phase ended."""
@@ -94,7 +113,11 @@ class SequenceBook:
         """The sequence has left this pod in peace: report its phases and forget it."""
         if (tracked := self._sequences.pop(sequence, None)) is not None and tracked.phases:
             request = tracked.request
-            await self._bus.publish(
+            heaviest = _heaviest(request)
+            for phase in tracked.phases:
+                modality = phase.detail.get("modality", heaviest)
+                self._metrics.phase.labels(phase.name, modality).observe(max(0.0, phase.end - phase.start))
+            await self._send(
                 self._bus.subjects.phases(request.gateway),
                 PhaseReport(request.request_id, request.attempt, self._pod, tracked.phases),
             )
@@ -105,16 +128,41 @@ class SequenceBook:
             return
         request = tracked.request
         log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, error.message)
-        await self._bus.publish(
+        self._metrics.errors.labels(error.code).inc()
+        # A deadline that is not the request's own (a transfer's, a reply's) says nothing against another attempt.
+        internal = isinstance(error, DeadlineError) and time.time() < request.deadline
+        await self._send(
             self._bus.subjects.failures(request.gateway),
             RequestFailed(
-                request.request_id, request.attempt, self._pod, error.code, error.message, error.retryable
+                request.request_id,
+                request.attempt,
+                self._pod,
+                error.code,
+                error.message,
+                retryable=error.retryable or internal,
             ),
         )
+
+    async def _send(self, subject: str, message: object) -> None:
+        """Until it is sent: while the server is away and the send buffer is full, whoever makes tokens waits here."""
+        while True:
+            try:
+                return await self._bus.publish(subject, message)
+            except OverloadedError:
+                await asyncio.sleep(RESEND_SECONDS)
+            except PeerLostError as error:  # the bus is closed: this process is ending
+                log.warning("not sent: %s", error.message)
+                return None
 
     def forget(self, sequence: str) -> None:
         """The gateway no longer cares."""
         self._sequences.pop(sequence, None)
+
+
+def _heaviest(request: GenerateRequest) -> str:
+    """The modality that dominates a request's cost."""
+    present = {ref.modality for ref in request.features}
+    return next((modality for modality in ("video", "audio", "image") if modality in present), "text")
 
 
 def _item(request: GenerateRequest, token: SampledToken) -> TokenItem:

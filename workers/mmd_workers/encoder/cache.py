@@ -22,15 +22,18 @@ class FeatureCache:
             self._features.move_to_end(feature_id)
         return feature
 
-    def put(self, feature_id: str, feature: Feature) -> None:
-        """Keep a feature, evicting until it fits."""
+    def put(self, feature_id: str, feature: Feature) -> int:
+        """Keep a feature, evicting until it fits; how many had to go."""
         if feature_id in self._features or feature.num_bytes > self.budget_bytes:
-            return
+            return 0
+        evictions = 0
         self.used_bytes += feature.num_bytes
         self._features[feature_id] = feature
         while self.used_bytes > self.budget_bytes:
             _, evicted = self._features.popitem(last=False)
             self.used_bytes -= evicted.num_bytes
+            evictions += 1
+        return evictions
 
     def newest(self, count: int) -> list[str]:
         """Up to `count` feature ids, most recently used first."""

@@ -17,6 +17,7 @@ from typing import Any
 from mmd_api.spec import EncoderBatching, MediaPolicy
 from mmd_workers.encoder.cache import FeatureCache
 from mmd_workers.encoder.refs import layout_of
+from mmd_workers.errors import MmdError
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.media.types import Decoded
 from mmd_workers.model.types import EncoderModel, Feature, MediumLayout, ProcessedMedium
@@ -53,6 +54,7 @@ class EncodePipeline:
         self._cache = cache
         self._metrics = metrics
         self._running: dict[str, asyncio.Task[tuple[Feature, dict[str, float]]]] = {}
+        self._slots = asyncio.Semaphore(2 * batching.max_items)  # decoded pixels in memory at the same time
         self._processor = ThreadPoolExecutor(1, thread_name_prefix="process")
         self._tower = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._ready: deque[_Waiting] = deque()
@@ -72,6 +74,10 @@ class EncodePipeline:
         feature = self._cache.get(feature_id)
         self._metrics.cache.labels("feature", "hit" if feature is not None else "miss").inc()
         return feature
+
+    def newest(self, count: int) -> list[str]:
+        """Up to `count` ids of kept features, most recently used first."""
+        return self._cache.newest(count)
 
     def busy_fraction(self) -> float:
         """Share of the last ten seconds that the tower ran."""
@@ -101,22 +107,37 @@ class EncodePipeline:
         self.queued_work[ref.modality] = self.queued_work.get(ref.modality, 0) + ref.work
         times = {"start": time.time()}
         try:
-            layout = layout_of(ref)
-            data = await read()
-            times["read"] = time.time()
-            decoded = await self._decode(data, layout)
-            times["decoded"] = time.time()
-            loop = asyncio.get_running_loop()
-            medium = await loop.run_in_executor(self._processor, self._model.process, decoded, layout)
-            times["processed"] = time.time()
-            waiting = _Waiting(medium, ref.work, loop.create_future())
-            self._ready.append(waiting)
-            self._arrived.set()
-            feature, times["tower_start"], times["tower_end"] = await waiting.done
+            async with self._slots:
+                feature = await self._make(layout_of(ref), ref, read, times)
         finally:
             self.queued_work[ref.modality] -= ref.work
-        self._cache.put(ref.feature_id, feature)
+        self._metrics.cache_evictions.labels("feature").inc(self._cache.put(ref.feature_id, feature))
+        self._metrics.cache_bytes.labels("feature").set(self._cache.used_bytes)
         return feature, times
+
+    async def _make(
+        self,
+        layout: MediumLayout,
+        ref: FeatureRef,
+        read: Callable[[], Coroutine[Any, Any, bytes]],
+        times: dict[str, float],
+    ) -> Feature:
+        data = await read()
+        times["read"] = time.time()
+        try:
+            decoded = await self._decode(data, layout)
+        except MmdError as error:
+            self._metrics.decode_failures.labels(ref.modality, error.code).inc()
+            raise
+        times["decoded"] = time.time()
+        loop = asyncio.get_running_loop()
+        medium = await loop.run_in_executor(self._processor, self._model.process, decoded, layout)
+        times["processed"] = time.time()
+        waiting = _Waiting(medium, ref.work, loop.create_future())
+        self._ready.append(waiting)
+        self._arrived.set()
+        feature, times["tower_start"], times["tower_end"] = await waiting.done
+        return feature
 
     async def _decode(self, data: bytes, layout: MediumLayout) -> Decoded:
         info = await self._decoders.probe(data, layout.modality, self._policy)

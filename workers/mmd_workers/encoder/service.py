@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.tensors import buffers_of
-from mmd_workers.errors import MmdError
+from mmd_workers.errors import DeadlineError, MmdError, PeerLostError
+from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingSender
 from mmd_workers.wire.jobs import Delivery, EncodeQueue
-from mmd_workers.wire.media import read_medium
-from mmd_workers.wire.messages import EncodeFailed, Modality
+from mmd_workers.wire.media import MediaGoneError, read_medium
+from mmd_workers.wire.messages import EncodeFailed, EncodeJob, Modality
 
 log = logging.getLogger(__name__)
 
 PULL_WAIT_SECONDS = 1.0
-RETRY_SECONDS = 0.2
+RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
+CRASH_RETRY_SECONDS = 0.5
+
+
+class ReceiverGoneError(MmdError):
+    """Nobody waits for this feature any more."""
+
+    code = "receiver_gone"
 
 
 class EncoderService:
-    """Pulls as many jobs as the tower can batch; everything else stays in the queue, where any encoder may take it."""
+    """Pulls as many jobs as the tower can batch; everything else stays in the queue, where any encoder may take it.
+
+    `incarnation_of(pod)` is that of a pod heard of lately, or None.
+    """
 
     def __init__(
         self,
@@ -32,6 +44,7 @@ class EncoderService:
         pipeline: EncodePipeline,
         modalities: list[Modality],
         max_jobs: int,
+        incarnation_of: Callable[[str], str | None],
         metrics: Metrics,
     ) -> None:
         self._bus = bus
@@ -39,12 +52,13 @@ class EncoderService:
         self._pipeline = pipeline
         self._modalities = modalities
         self._sender = EmbeddingSender(bus)
+        self._incarnation_of = incarnation_of
         self._metrics = metrics
         self._slots = asyncio.Semaphore(max_jobs)
         self._max_jobs = max_jobs
         self._jobs: set[asyncio.Task[None]] = set()
         self._draining = asyncio.Event()
-        self.last_progress = time.monotonic()
+        self.drained = False
 
     async def run(self) -> None:
         """Work until drained. Jobs already taken are finished."""
@@ -58,7 +72,6 @@ class EncoderService:
             try:
                 if not self._draining.is_set():
                     deliveries = await self._queue.pull(self._modalities, batch=free, wait=PULL_WAIT_SECONDS)
-                self.last_progress = time.monotonic()
             finally:
                 for _ in range(free - len(deliveries)):
                     self._slots.release()
@@ -68,6 +81,7 @@ class EncoderService:
                 task.add_done_callback(self._done)
         if self._jobs:
             await asyncio.wait(self._jobs)
+        self.drained = True
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._jobs.discard(task)
@@ -75,47 +89,86 @@ class EncoderService:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("encode job crashed; it will be redelivered", exc_info=error)
 
-    @property
-    def active(self) -> int:
-        """Jobs in hand."""
-        return len(self._jobs)
-
     def drain(self) -> None:
-        """Take no more jobs."""
+        """Take no more jobs; `drained` turns true when those in hand are done."""
         self._draining.set()
 
     async def _handle(self, delivery: Delivery) -> None:
-        job = delivery.job
+        job, modality = delivery.job, delivery.job.feature.modality
+        if delivery.attempt > 1:
+            self._metrics.redeliveries.labels(modality).inc()
         if time.time() > job.deadline:
             await delivery.terminate("deadline passed")
             return
         async with delivery.keep_alive():
             try:
-                times = {"start": time.time()}
-                feature = self._pipeline.cached(job.feature.feature_id)
-                if feature is None:
-                    feature, times = await self._pipeline.encode(
-                        job.feature,
-                        lambda: read_medium(
-                            self._bus, job.gateway, job.feature.digest, job.feature.num_bytes, job.deadline
-                        ),
-                    )
-                times["encoded"] = time.time()
-                await self._sender.send(job, buffers_of(feature), timings=times)
+                await self._serve(job)
+            except ReceiverGoneError as error:
+                self._metrics.encode_jobs.labels(modality, error.code).inc()
+                await delivery.terminate(error.message)
             except MmdError as error:
                 await self._failed(delivery, error)
+            except (
+                Exception
+            ):  # the tower can raise anything: another encoder may do better, the queue counts attempts
+                log.exception("encoding for %s crashed", job.request_id)
+                self._metrics.encode_jobs.labels(modality, MmdError.code).inc()
+                await delivery.retry(CRASH_RETRY_SECONDS)
             else:
                 await delivery.ack()
-                self._metrics.encode_jobs.labels(job.feature.modality, "ok").inc()
+                self._metrics.encode_jobs.labels(modality, "ok").inc()
+
+    async def _serve(self, job: EncodeJob) -> None:
+        """Encode and hand over. What a lost message or a restarting server breaks is tried again here, with the feature in
+        hand: the queue's attempts are for encoders that died.
+        """
+        feature: Feature | None = None
+        times = {"start": time.time()}
+        pause = RETRY_SECONDS[0]
+        while True:
+            try:
+                if feature is None:
+                    feature, times = await self._encode(job, times)
+                sent = await self._sender.send(job, buffers_of(feature), timings=times)
+                if sent == "sent":
+                    self._metrics.transfer_bytes.labels("embedding", "sent").inc(feature.num_bytes)
+                return
+            except MmdError as error:
+                if feature is not None:
+                    self._metrics.transfer_failures.labels("embedding", error.code).inc()
+                if not (error.retryable or isinstance(error, DeadlineError)):
+                    raise
+                if time.time() + pause > job.deadline:
+                    raise
+                if isinstance(error, PeerLostError):
+                    self._check_peers(job, needs_gateway=feature is None)
+                log.info("encode job of %s goes on in %.1f s: %s", job.request_id, pause, error.message)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS[1])
+
+    async def _encode(self, job: EncodeJob, times: dict[str, float]) -> tuple[Feature, dict[str, float]]:
+        feature = self._pipeline.cached(job.feature.feature_id)
+        if feature is None:
+            feature, times = await self._pipeline.encode(
+                job.feature,
+                lambda: read_medium(
+                    self._bus, job.gateway, job.feature.digest, job.feature.num_bytes, job.deadline
+                ),
+            )
+        return feature, times | {"encoded": time.time()}
+
+    def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
+        """Somebody did not answer: a pod that has not been heard of either is gone, any other will come back."""
+        if self._incarnation_of(job.receiver) != job.receiver_incarnation:
+            raise ReceiverGoneError(f"{job.receiver}, which asked for the feature, is gone")
+        if needs_gateway and self._incarnation_of(job.gateway) is None:
+            raise MediaGoneError(f"{job.gateway}, which held the medium, is gone")
 
     async def _failed(self, delivery: Delivery, error: MmdError) -> None:
         job = delivery.job
         log.warning("encode job %s of %s failed: %s", job.job_id, job.request_id, error.message)
-        if error.retryable and time.time() < job.deadline:
-            self._metrics.redeliveries.labels(job.feature.modality).inc()
-            await delivery.retry(RETRY_SECONDS)
-            return
         self._metrics.encode_jobs.labels(job.feature.modality, error.code).inc()
+        self._metrics.errors.labels(error.code).inc()
         await self._bus.publish(
             self._bus.subjects.encode_failed(job.receiver),
             EncodeFailed(

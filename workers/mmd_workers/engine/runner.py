@@ -33,7 +33,8 @@ class EngineDeadError(MmdError):
 class EngineRunner:
     """Owns an engine from `start` to `stop`; everything else reaches it through `call`.
 
-    `on_output` runs on the loop, in order, for every step that did something; `on_dead` once, when the thread ends by an error.
+    `on_output` runs on the loop, in order, for every step that did something, and whoever has dealt with one calls `taken`;
+    while 256 have not been, the engine waits. `on_dead` runs once, when the thread ends by an error.
     `last_progress` (time.monotonic) moves with every command, step and idle turn: a stuck model stops it.
     """
 
@@ -89,6 +90,10 @@ class EngineRunner:
         """`submit` for coroutines: the command's result or its exception. A cancelled call that has not begun never runs."""
         return await asyncio.wrap_future(self.submit(command))
 
+    def taken(self) -> None:
+        """One output has been dealt with."""
+        self._room.release()
+
     async def stop(self, timeout_seconds: float) -> bool:
         """End after the current step; commands still waiting fail. False: the thread did not end in time (it is a daemon)."""
         with self._wake:
@@ -143,12 +148,9 @@ class EngineRunner:
         while not self._room.acquire(timeout=IDLE_SECONDS):
             if self._stopping:
                 return
+            self.last_progress = time.monotonic()  # whoever takes the outputs is slow, not the model
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, output)
-
-    def _deliver(self, output: StepOutput) -> None:
-        self._room.release()
-        self._on_output(output)
+        self._loop.call_soon_threadsafe(self._on_output, output)
 
     def _fail_commands(self) -> None:
         with self._wake:

@@ -18,7 +18,7 @@ LABELS: dict[str, str] = {
     "reason": "short fixed words in the code that counts",
     "state": "states of the thing in the metric's name",
     "outcome": "hit, miss",
-    "cache": "feature, prefix",
+    "cache": "feature",
     "kind": "token kinds: prompt_text, prompt_image, prompt_video, prompt_audio, prompt_cached, output",
 }
 SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -87,7 +87,6 @@ class Metrics:
         self.transfer_failures = counter(
             "mmd_transfer_failures_total", "Transfers that failed", "link", "reason"
         )
-        self.transfer_credit = gauge("mmd_transfer_granted_bytes", "Credit granted and not used up", "link")
 
         # Prefill and decode roles.
         self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state")

@@ -18,6 +18,13 @@ from mmd_workers.errors import CapacityError, MmdError
 from mmd_workers.model.types import Feature
 
 
+class FeatureLostError(MmdError):
+    """A feature that was to be shared is gone again."""
+
+    code = "feature_lost"
+    retryable = True
+
+
 class FeatureState(StrEnum):
     """Where a feature is in its life on this worker."""
 
@@ -119,8 +126,16 @@ class FeatureStore:
             entry.state = state
 
     def arrival(self, feature_id: str) -> asyncio.Future[Feature]:
-        """Resolves to the feature, or to the error that ended its life. The feature must have been admitted."""
-        return self._entries[feature_id].arrival
+        """Resolves to the feature, or to the error that ended its life. Shared by all users: await it shielded.
+
+        Raises:
+            FeatureLostError: it failed for others between this request's admission and now.
+        """
+        if (entry := self._entries.get(feature_id)) is None:
+            raise FeatureLostError(
+                "a medium failed for another request that used it too: place this one again"
+            )
+        return entry.arrival
 
     def encoding(self, feature_id: str) -> None:
         """Its encode job has been published or started."""
@@ -177,6 +192,13 @@ class FeatureStore:
         entry = self._entries.pop(feature_id)
         self.used_bytes -= entry.num_bytes
         self._move(entry, FeatureState.DISCARDED)
+
+    def bytes_by_state(self) -> dict[FeatureState, int]:
+        """Reserved and held bytes by the state of their features."""
+        held = dict.fromkeys(FeatureState, 0)
+        for entry in self._entries.values():
+            held[entry.state] += entry.num_bytes
+        return held
 
     def newest(self, count: int) -> list[str]:
         """Up to `count` ids of features that are here, most recently used first."""

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+
+import torch
 
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
@@ -20,12 +22,22 @@ from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.types import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer
+from mmd_workers.wire.messages import (
+    GenerateRequest,
+    KvChunk,
+    KvCommit,
+    KvCommitted,
+    KvGrant,
+    KvOffer,
+    KvRelease,
+)
 
 log = logging.getLogger(__name__)
 
 OFFER_TIMEOUT_SECONDS = 5.0
 RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while no decode pod has room
+COMMIT_TIMEOUT_SECONDS = 15.0  # everything has been sent by then
+MAX_TRIES = 5  # pairs that may fail during one hand-over
 
 
 @dataclass(slots=True)
@@ -66,8 +78,10 @@ class KvSender:
         links: LinkManager,
         kv_layout: KvLayout,
         lease_seconds: float,
+        incarnations: Callable[[], Mapping[str, str]],
         metrics: Metrics,
     ) -> None:
+        """`incarnations()`: of the decode pods that are ready now, by name."""
         self._bus = bus
         self._pod = pod
         self._incarnation = incarnation
@@ -75,39 +89,44 @@ class KvSender:
         self._links = links
         self._kv_layout = kv_layout
         self._lease_seconds = lease_seconds
+        self._incarnations = incarnations
         self._metrics = metrics
         self._order: dict[str, asyncio.Lock] = {}
 
-    async def reserve(self, request: GenerateRequest, incarnation_of: Mapping[str, str]) -> Reservation:
-        """Find a decode pod with room, in the router's order, again and again until the request's deadline.
+    async def reserve(self, request: GenerateRequest, avoid: Collection[str] = ()) -> Reservation:
+        """Find a decode pod with room, in the router's order (those to avoid last), again and again until the deadline.
 
         Raises:
-            OverloadedError: no pod answered or had room in time.
+            OverloadedError: no pod answered or had room in time, or none of those named is there any more.
         """
         reason, pause = "no decode pod was named", RETRY_SECONDS[0]
+        pods = sorted(request.decode_pods, key=lambda pod: pod in avoid)
         while time.time() < request.deadline:
-            for pod in request.decode_pods:
-                if pod not in incarnation_of:
+            there = self._incarnations()
+            for pod in pods:
+                if pod not in there:
                     reason = f"decode pod {pod} is gone"
                     continue
                 try:
-                    grant = await self._offer(request, pod, incarnation_of[pod])
+                    grant = await self._offer(request, pod, there[pod])
                 except MmdError as error:
                     reason = error.message
                     continue
                 if grant.granted:
-                    link = asyncio.create_task(
-                        asyncio.to_thread(
-                            self._links.connect, pod, incarnation_of[pod], grant.link_endpoint, grant.epoch
-                        )
-                    )
-                    return Reservation(pod, grant, link)
+                    return Reservation(pod, grant, self._connect(pod, there[pod], grant))
                 reason = grant.reason
-            if not any(pod in incarnation_of for pod in request.decode_pods):
+            if not any(pod in there for pod in pods):
                 break
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
             pause = min(pause * 2, RETRY_SECONDS[1])
         raise OverloadedError(f"no decode pod took the sequence: {reason}")
+
+    def _connect(self, pod: str, incarnation: str, grant: KvGrant) -> asyncio.Task[PairLink]:
+        link = asyncio.create_task(
+            asyncio.to_thread(self._links.connect, pod, incarnation, grant.link_endpoint, grant.epoch)
+        )
+        link.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to whoever awaits it
+        return link
 
     async def _offer(self, request: GenerateRequest, pod: str, incarnation: str) -> KvGrant:
         offer = KvOffer(
@@ -129,13 +148,47 @@ class KvSender:
     async def hand_over(
         self, request: GenerateRequest, sequence: str, reservation: Reservation, ranges: Ranges
     ) -> None:
-        """Send every range as it becomes ready, then commit.
+        """Send every range as it becomes ready, then commit. While the KV is still ours alone, a pair that fails is replaced by
+        the next, which gets everything from the start. What was not committed is given back, however this ends.
 
         Raises:
-            LinkError: the pair failed before the commit; the reservation is void and the KV is still here.
-            OverloadedError: the decoder did not take the sequence; likewise.
-            PeerLostError, DeadlineError: nobody knows whether it did: only a new attempt is safe.
+            LinkError, OverloadedError: no pair could do it.
+            PeerLostError, DeadlineError: nobody knows whether the decoder took it: only a new attempt is safe.
         """
+        failed: list[str] = []
+        while True:
+            committed = False
+            try:
+                await self._try(request, sequence, reservation, ranges)
+                committed = True
+                return
+            except (LinkError, OverloadedError) as error:
+                self._metrics.transfer_failures.labels("kv", error.code).inc()
+                failed.append(reservation.pod)
+                if len(failed) == MAX_TRIES or not error.retryable:
+                    raise
+                log.warning(
+                    "hand-over of %s to %s failed, trying again: %s",
+                    sequence,
+                    reservation.pod,
+                    error.message,
+                )
+            finally:
+                if not committed:
+                    await self._release(reservation)
+            reservation = await self.reserve(request, avoid=failed)
+
+    async def _release(self, reservation: Reservation) -> None:
+        try:
+            await self._bus.publish(
+                self._bus.subjects.kv_release(reservation.pod), KvRelease(reservation.grant.lease_id)
+            )
+        except MmdError as error:
+            log.warning("blocks at %s wait for their lease to end: %s", reservation.pod, error.message)
+
+    async def _try(
+        self, request: GenerateRequest, sequence: str, reservation: Reservation, ranges: Ranges
+    ) -> None:
         try:
             link = await reservation.link
             with link.held():
@@ -169,16 +222,22 @@ class KvSender:
             first_tag=tag,
         )
         async with self._order.setdefault(reservation.pod, asyncio.Lock()):
-            await self._bus.publish(self._bus.subjects.kv_chunk(reservation.pod), chunk)
-            sending = asyncio.ensure_future(asyncio.to_thread(send_range, link, tensors, tag))
+            sending = asyncio.create_task(self._announce_and_send(link, reservation.pod, chunk, tensors))
             try:
                 await asyncio.shield(sending)
             except asyncio.CancelledError:
-                await asyncio.wait([sending])  # what is announced is sent: the link outlives this request
+                await asyncio.gather(sending, return_exceptions=True)  # the link outlives this request
                 raise
         self._metrics.transfer_bytes.labels("kv", "sent").inc(
             (end - start) * self._kv_layout.bytes_per_token()
         )
+
+    async def _announce_and_send(
+        self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]
+    ) -> None:
+        """What is announced is sent: never cancelled in between."""
+        await self._bus.publish(self._bus.subjects.kv_chunk(pod), chunk)
+        await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
     async def _commit(
         self, request: GenerateRequest, reservation: Reservation, finished: Finished, num_chunks: int
@@ -191,7 +250,7 @@ class KvSender:
             num_chunks=num_chunks,
         )
         reply = await self._bus.request(
-            self._bus.subjects.kv_commit(reservation.pod), commit, KvCommitted, timeout=self._lease_seconds
+            self._bus.subjects.kv_commit(reservation.pod), commit, KvCommitted, timeout=COMMIT_TIMEOUT_SECONDS
         )
         if not reply.ok:
             raise OverloadedError(f"decode pod {reservation.pod} did not take the sequence: {reply.reason}")

@@ -7,10 +7,8 @@ come from the tower next door instead of the queue.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from mmd_workers.decode.params import media_spans_of, sampling_of
@@ -18,12 +16,12 @@ from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
 from mmd_workers.encoder.refs import layout_of
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
-from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_workers.errors import DeadlineError, MmdError
 from mmd_workers.model.types import Feature, LanguageModel
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import Cancel, FeatureRef, GenerateRequest, Phase, Placed
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Phase, Placed
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ log = logging.getLogger(__name__)
 class FeatureSource(Protocol):
     """Where features come from: the queue and an encoder pod, or the tower of this process."""
 
-    async def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """Have the feature made; it arrives in the store, or its failure does."""
         ...
 
@@ -53,7 +51,6 @@ class PrefillService:
         source: FeatureSource,
         book: SequenceBook,
         sender: KvSender | None,
-        incarnations: Callable[[], Mapping[str, str]],
         max_waiting: int,
         max_in_engine: int,
         overlap_tokens: int,
@@ -66,7 +63,6 @@ class PrefillService:
         self._source = source
         self._book = book
         self._sender = sender
-        self._incarnations = incarnations
         self._max_waiting = max_waiting
         self._overlap_tokens = overlap_tokens
         self._engine_slots = asyncio.Semaphore(max_in_engine)
@@ -104,6 +100,8 @@ class PrefillService:
             return refuse("draining", "this pod is draining")
         if len(self._tasks) >= self._max_waiting:
             return refuse("overloaded", f"{len(self._tasks)} requests wait here already")
+        if self._book.was_cancelled(request.request_id, request.attempt):
+            return refuse("cancelled", "its cancellation came first")
         name = sequence_id(request.request_id, request.attempt)
         if name not in self._tasks:
             tracked = self._book.open(request)
@@ -112,12 +110,10 @@ class PrefillService:
             task.add_done_callback(lambda _: self._tasks.pop(name, None))
         return Placed(request.request_id, accepted=True)
 
-    async def cancel(self, name: str) -> None:
-        """Stop work on a sequence, wherever it is."""
+    def cancel(self, name: str) -> None:
+        """Stop work on a sequence, wherever it is; its task frees what it holds."""
         if (task := self._tasks.get(name)) is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     def hands_over(self, name: str) -> bool:
         """Whether the sequence is on its way to a decoder: then this service closes its book."""
@@ -176,7 +172,7 @@ class PrefillService:
         text_first = min((ref.ranges[0][0] for ref in request.features), default=0)
         if arrivals and text_first < self._overlap_tokens:
             # Too little text before the first medium to be worth a decoder's blocks while encoders work.
-            await asyncio.gather(*arrivals)
+            await asyncio.gather(*map(asyncio.shield, arrivals))
         async with self._engine_slots:
             await self._prefill(name, tracked, arrivals, placed)
 
@@ -185,85 +181,65 @@ class PrefillService:
     ) -> None:
         request = tracked.request
         decoder = self._sender if request.decode_pods else None
-        reservation = await decoder.reserve(request, self._incarnations()) if decoder else None
-        prompt = await self._runner.call(
-            lambda _: self._model.lower(
-                request.token_ids, [layout_of(ref) for ref in request.features], request.output_token_ids
-            )
-        )
+        reservation = await decoder.reserve(request) if decoder else None
         ranges = self._ranges[name] = Ranges()
         first = self._first_token[name] = asyncio.get_running_loop().create_future()
-        added = time.time()
-        await self._runner.call(
-            lambda engine: engine.add(
-                SequenceInput(
-                    sequence_id=name,
-                    prompt=prompt,
-                    sampling=sampling_of(request, self._model),
-                    media_spans=media_spans_of(request),
-                    output_token_ids=request.output_token_ids,
-                    stop_after_prefill=decoder is not None,
-                )
-            )
-        )
-        filling = asyncio.gather(
-            *(
-                self._fill(name, number, ref, arrival)
-                for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True))
-            )
-        )
         handing: asyncio.Task[None] | None = None
         if decoder and reservation:
             handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
+        filling: asyncio.Future[list[None]] | None = None
         try:
-            await filling
-            token = await first
-            done = time.time()
-            encoded = self._feature_phases(request, placed)
-            waited = max([placed, *(phase.end for phase in encoded if phase.end < added)])
-            tracked.phases += [
-                *encoded,
-                Phase("queue", waited, added, {"for": "prefill"}),
-                Phase("prefill", added, done, {"tokens": len(request.token_ids)}),
-            ]
-            if decoder is None:
-                return  # the sequence decodes here; the book closes it at its last token
-            if token.finish_reason is not None:
-                await self._bus.publish(
-                    self._bus.subjects.cancel, Cancel(request.request_id, request.attempt)
+            prompt = await self._runner.call(
+                lambda _: self._model.lower(
+                    request.token_ids,
+                    [layout_of(ref) for ref in request.features],
+                    request.output_token_ids,
                 )
-            else:
+            )
+            added = time.time()
+            await self._runner.call(
+                lambda engine: engine.add(
+                    SequenceInput(
+                        sequence_id=name,
+                        prompt=prompt,
+                        sampling=sampling_of(request, self._model),
+                        media_spans=media_spans_of(request),
+                        output_token_ids=request.output_token_ids,
+                        stop_after_prefill=decoder is not None,
+                    )
+                )
+            )
+            filling = asyncio.gather(
+                *(
+                    self._fill(name, number, ref, arrival)
+                    for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True))
+                )
+            )
+            _, token = await asyncio.gather(filling, first)
+            self._note_phases(tracked, placed, added)
+            if handing is None:
+                return  # the sequence decodes here; the book closes it at its last token
+            if token.finish_reason is None:
                 output = [*request.output_token_ids, token.token_id]
                 ranges.finished = Finished(output, prompt.next_position)
                 ranges.changed.set()
-                assert handing is not None
-                await self._finish_hand_over(decoder, request, name, handing, ranges)
+                await handing
             await self._runner.call(lambda engine: engine.release(name))
             await self._book.close(name)
         finally:
-            for task in (filling, handing):
-                if task is not None and not task.done():
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, MmdError):
-                        await task
+            left = [task for task in (filling, handing) if task is not None]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
-    async def _finish_hand_over(
-        self,
-        decoder: KvSender,
-        request: GenerateRequest,
-        name: str,
-        handing: asyncio.Task[None],
-        ranges: Ranges,
-    ) -> None:
-        """Wait for the commit; while the KV is still ours alone, try the next decoder."""
-        while True:
-            try:
-                await handing
-                return
-            except (LinkError, OverloadedError) as error:
-                log.warning("hand-over of %s failed, trying again: %s", name, error.message)
-                reservation = await decoder.reserve(request, self._incarnations())
-                handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
+    def _note_phases(self, tracked: Tracked, placed: float, added: float) -> None:
+        encoded = self._feature_phases(tracked.request, placed)
+        waited = max([placed, *(phase.end for phase in encoded if phase.end < added)])
+        tracked.phases += [
+            *encoded,
+            Phase("queue", waited, added, {"for": "prefill"}),
+            Phase("prefill", added, time.time(), {"tokens": len(tracked.request.token_ids)}),
+        ]
 
     async def _gather_features(self, name: str, request: GenerateRequest) -> list[asyncio.Future[Feature]]:
         """Admit the request's features and have the new ones made."""
@@ -274,16 +250,16 @@ class PrefillService:
             for ref in request.features
         }
         new = set(await self._store.admit(name, needs))
-        arrivals = [asyncio.shield(self._store.arrival(ref.feature_id)) for ref in request.features]
+        arrivals = [self._store.arrival(ref.feature_id) for ref in request.features]
         for ref in request.features:
             if ref.feature_id in new:
                 new.discard(ref.feature_id)
                 self._store.encoding(ref.feature_id)
-                await self._source.request(ref, request)
+                self._source.request(ref, request)
         return arrivals
 
     async def _fill(self, name: str, number: int, ref: FeatureRef, arrival: asyncio.Future[Feature]) -> None:
-        feature = await arrival
+        feature = await asyncio.shield(arrival)
         await self._runner.call(lambda engine: engine.fill(name, number, feature))
         self._store.merged(ref.feature_id)
 

@@ -10,7 +10,8 @@ from collections import OrderedDict
 
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.tensors import feature_of
-from mmd_workers.errors import DeadlineError, MmdError
+from mmd_workers.errors import DeadlineError, MmdError, PeerLostError
+from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.wire.bus import Bus
@@ -22,25 +23,26 @@ from mmd_workers.wire.messages import (
     EncodeJob,
     FeatureRef,
     GenerateRequest,
-    Modality,
     TensorHeader,
 )
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_TIMES = 4096
+PUBLISH_PAUSE_SECONDS = 0.5
 
 
 class EncodeError(MmdError):
-    """An encoder gave a medium up; code and remedy are the encoder's.
+    """A medium was given up; code and remedy are the encoder's. `retryable` is about the request, placed anew as a whole.
 
     When the gateway that held the bytes is done with them the request can still be served: placed again, it brings its own.
+    A deadline here is that of a job or of another request that shares the feature; the request's own is watched elsewhere.
     """
 
     def __init__(self, message: str, code: str, retryable: bool) -> None:
         super().__init__(message)
         self.code = code
-        self.retryable = retryable
+        self.retryable = retryable or code in (MediaGoneError.code, DeadlineError.code)
 
 
 class FeatureTimes:
@@ -84,8 +86,8 @@ class QueueSource:
         self._store = store
         self._job_timeout = job_timeout_seconds
         self._metrics = metrics
-        self._modality: dict[str, Modality] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._wanted: dict[str, EncodeJob] = {}  # by feature: the job whose outcome counts
+        self._tasks: set[asyncio.Task[None]] = set()
         self._times = FeatureTimes()
         self._receiver = EmbeddingReceiver(
             bus,
@@ -103,41 +105,56 @@ class QueueSource:
         await self._receiver.start()
         await self._bus.subscribe(self._bus.subjects.encode_failed(self._pod), EncodeFailed, self._failed)
 
-    async def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
-        """Publish the encode job of a feature; its deadline is the request's, or the pool's job timeout if that is sooner."""
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+        """Publish the encode job of a feature and see to its end: it arrives in the store, or a failure does, by the job's
+        deadline (the request's, or the pool's job timeout if that is sooner).
+        """
         now = time.time()
-        deadline = min(request.deadline, now + self._job_timeout)
-        self._modality[ref.feature_id] = ref.modality
-        await self._queue.publish(
-            EncodeJob(
-                job_id=uuid.uuid4().hex,
-                feature=ref,
-                gateway=request.gateway,
-                receiver=self._pod,
-                receiver_incarnation=self._incarnation,
-                deadline=deadline,
-                published=now,
-                request_id=request.request_id,
-                trace=request.trace,
-            )
+        job = EncodeJob(
+            job_id=uuid.uuid4().hex,
+            feature=ref,
+            gateway=request.gateway,
+            receiver=self._pod,
+            receiver_incarnation=self._incarnation,
+            deadline=min(request.deadline, now + self._job_timeout),
+            published=now,
+            request_id=request.request_id,
+            trace=request.trace,
         )
-        watch = asyncio.create_task(self._watch(ref.feature_id, deadline))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        arrival = self._store.arrival(ref.feature_id)
+        self._wanted[ref.feature_id] = job
+        task = asyncio.create_task(self._see_to(job, arrival), name=f"feature-{ref.feature_id[:12]}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self, feature_id: str, deadline: float) -> None:
-        """End the wait for a feature at its deadline, whatever became of the job."""
+    async def _see_to(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        feature_id = job.feature.feature_id
         try:
-            arrival = self._store.arrival(feature_id)
-        except KeyError:
-            return
-        await asyncio.wait([arrival], timeout=max(0.0, deadline - time.time()))
-        if not arrival.done():
-            self._store.fail(
-                feature_id,
-                DeadlineError(f"no encoder delivered the feature within {self._job_timeout:.0f} s"),
-            )
-        self._modality.pop(feature_id, None)
+            await self._publish(job, arrival)
+            await asyncio.wait([arrival], timeout=max(0.0, job.deadline - time.time()))
+            if not arrival.done():
+                raise DeadlineError(
+                    f"no encoder delivered the feature within {job.deadline - job.published:.0f} s: are encoders "
+                    "ready, and is jobTimeoutSeconds enough for this medium?"
+                )
+        except MmdError as error:
+            if self._wanted.get(feature_id) is job:
+                self._store.fail(feature_id, EncodeError(error.message, error.code, error.retryable))
+        finally:
+            if self._wanted.get(feature_id) is job:
+                del self._wanted[feature_id]
+
+    async def _publish(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        """Until the queue has confirmed it; publishing again is safe. A full queue is the request's to retry."""
+        while not arrival.done():
+            try:
+                await self._queue.publish(job)
+                return
+            except (DeadlineError, PeerLostError) as error:
+                if time.time() + PUBLISH_PAUSE_SECONDS > job.deadline:
+                    raise
+                log.warning("encode job of %s is published again: %s", job.request_id, error.message)
+                await asyncio.wait([arrival], timeout=PUBLISH_PAUSE_SECONDS)
 
     def times(self, feature_id: str) -> dict[str, float]:
         """See `FeatureSource.times`."""
@@ -150,21 +167,20 @@ class QueueSource:
         data: memoryview,
         timings: dict[str, float],
     ) -> None:
-        modality = self._modality.get(feature_id)
-        if modality is not None:
-            now = time.time()
-            self._times.add(feature_id, {**timings, "arrived": now})
-            self._metrics.transfer_bytes.labels("embedding", "received").inc(len(data))
-            self._metrics.transfer.labels("embedding").observe(max(0.0, now - timings.get("encoded", now)))
-            self._store.deliver(feature_id, feature_of(modality, headers, data))
+        if (job := self._wanted.get(feature_id)) is None:
+            return
+        now = time.time()
+        self._times.add(feature_id, {**timings, "arrived": now})
+        self._metrics.transfer_bytes.labels("embedding", "received").inc(len(data))
+        self._metrics.transfer.labels("embedding").observe(max(0.0, now - timings.get("encoded", now)))
+        self._store.deliver(feature_id, feature_of(job.feature.modality, headers, data))
 
     async def _failed(self, failure: EncodeFailed) -> None:
-        self._store.fail(
-            failure.feature_id,
-            EncodeError(
-                failure.message, failure.code, failure.retryable or failure.code == MediaGoneError.code
-            ),
-        )
+        job = self._wanted.get(failure.feature_id)
+        if job is not None and job.job_id == failure.job_id:
+            self._store.fail(
+                failure.feature_id, EncodeError(failure.message, failure.code, failure.retryable)
+            )
 
 
 class LocalSource:
@@ -177,7 +193,7 @@ class LocalSource:
         self._times = FeatureTimes()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """Start to encode a feature."""
         task = asyncio.create_task(self._encode(ref, request), name=f"feature-{ref.feature_id[:12]}")
         self._tasks.add(task)
@@ -195,7 +211,7 @@ class LocalSource:
                 )
                 self._times.add(ref.feature_id, {**times, "encoded": time.time()})
         except MmdError as error:
-            self._store.fail(ref.feature_id, error)
+            self._store.fail(ref.feature_id, EncodeError(error.message, error.code, error.retryable))
         except Exception as error:  # the tower can raise anything; whoever waits must learn of it
             log.exception("encoding %s failed", ref.feature_id[:12])
             self._store.fail(ref.feature_id, MmdError(f"the encoder failed: {type(error).__name__}: {error}"))

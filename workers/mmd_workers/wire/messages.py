@@ -351,6 +351,13 @@ class KvCommitted:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class KvRelease:
+    """Prefill to decode: the blocks of this lease are not needed (the request ended, failed or goes elsewhere)."""
+
+    lease_id: str
+
+
 # --- pods -----------------------------------------------------------------------------------------------------
 
 

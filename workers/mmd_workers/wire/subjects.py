@@ -64,6 +64,10 @@ class Subjects:
         """Request/reply: prefill worker sends the `KvCommit` of a sequence."""
         return f"{self.prefix}.kv-commit.{pod}"
 
+    def kv_release(self, pod: str) -> str:
+        """Prefill worker gives back a `KvRelease`d lease before its end."""
+        return f"{self.prefix}.kv-release.{pod}"
+
     def media(self, gateway: str) -> str:
         """Request/reply: encoder reads the bytes of a medium from the gateway that holds it."""
         return f"{self.prefix}.media.{gateway}"

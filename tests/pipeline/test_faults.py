@@ -1,0 +1,436 @@
+"""Workers killed, stopped and drained under load, a message bus that dies, clients that leave: no request is lost, no answer differs
+from `generate`, and nothing stays held afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import oracle
+import pytest
+from local_deployment import Deployment, until, write
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmd_workers.local.pods import LocalPod
+from mmd_workers.local.samples import KINDS, Sample, draw
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults"), pytest.mark.timeout(600)]
+
+DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
+MODEL = "builtin/demo"
+TOKENS = 16
+LONG_TOKENS = 600
+RESTORE_SECONDS = 180.0
+CPU = {"replicas": 2, "gpus": 0}
+SPEC = {
+    "model": {"id": MODEL, "dtype": "Float32"},
+    "encoder": {**CPU, "cacheMebibytes": 16},
+    "prefill": {**CPU, "kvCacheMebibytes": 64, "featureBudgetMebibytes": 64, "chunkTokens": 64},
+    "decode": {**CPU, "kvCacheMebibytes": 64, "maxSequences": 32},
+    "transfer": {"kv": {"backend": "Gloo"}},
+}
+WORKERS = ("encoder", "prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two workers of each kind."""
+    with Deployment(write(tmp_path_factory.mktemp("faults") / "faults.yaml", SPEC, name="faults")) as running:
+        yield running
+
+
+@pytest.fixture
+def whole(deployment: Deployment) -> Iterator[Deployment]:
+    """Every pod is routable before the test, and afterwards nothing is held for a request that is over."""
+    restore(deployment)
+    deployment.lines.clear()
+    yield deployment
+    restore(deployment)
+    assert_nothing_held(deployment)
+
+
+def restore(deployment: Deployment) -> None:
+    for pod in workers(deployment):
+        deployment.wait_ready(pod, RESTORE_SECONDS)
+
+
+def workers(deployment: Deployment) -> list[LocalPod]:
+    return [pod for component in WORKERS for pod in deployment.pods(component)]
+
+
+# --- what is asked -------------------------------------------------------------------------------------------------------
+
+
+def content(sample: Sample) -> list[dict[str, Any]]:
+    url = f"data:{sample.mime};base64,{base64.b64encode(sample.bytes).decode()}"
+    return [
+        {"type": f"{sample.kind}_url", f"{sample.kind}_url": {"url": url}},
+        {"type": "text", "text": sample.question},
+    ]
+
+
+def ask(deployment: Deployment, sample: Sample) -> str:
+    answer = (
+        deployment.client()
+        .with_options(timeout=400)
+        .chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": content(sample)}],  # type: ignore[typeddict-item]
+            temperature=0,
+            max_tokens=TOKENS,
+        )
+    )
+    return str(answer.choices[0].message.content)
+
+
+def stream_long(deployment: Deployment, sample: Sample, **options: Any) -> Any:
+    return (
+        deployment.client()
+        .with_options(timeout=400)
+        .chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": content(sample)}],  # type: ignore[typeddict-item]
+            max_tokens=LONG_TOKENS,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **options,
+        )
+    )
+
+
+def text_of(chunk: Any) -> str:
+    return "".join(choice.delta.content or "" for choice in chunk.choices)
+
+
+def expected(sample: Sample) -> str:
+    return oracle.answer(DEMO, [(sample.kind, sample.bytes), sample.question], TOKENS)
+
+
+def samples(count: int, seed: int) -> list[Sample]:
+    return [draw(KINDS[number % 3], 1000 * seed + number) for number in range(count)]
+
+
+@contextmanager
+def load(deployment: Deployment, asked: list[Sample]) -> Iterator[list[Future[str]]]:
+    """All questions at once; afterwards every answer is there and equals that of `generate`."""
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = [threads.submit(ask, deployment, sample) for sample in asked]
+        yield answers
+        texts = [answer.result() for answer in answers]
+    assert texts == [expected(sample) for sample in asked]
+
+
+# --- what is held --------------------------------------------------------------------------------------------------------
+
+
+def load_of(deployment: Deployment, pod: LocalPod) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = deployment.state(pod)["load"]
+    except httpx.HTTPError:
+        return {}
+    return facts
+
+
+def scrape(url: str) -> dict[str, dict[str, float]]:
+    """Metric name → values by their last label."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[next(reversed(sample.labels.values()), "")] = sample.value
+    return found
+
+
+def held(deployment: Deployment) -> list[str]:
+    """What a pod or the gateway still keeps for a request."""
+    found = []
+    for pod in workers(deployment):
+        facts = load_of(deployment, pod)
+        free = facts["kv_blocks_free"] == facts["kv_blocks_total"]
+        names = (
+            "decode_running",
+            "decode_waiting",
+            "prefill_waiting_requests",
+            "kv_blocks_reserved",
+            "encode_running",
+        )
+        found += [f"{pod.name} {name}={facts[name]}" for name in names if facts[name]]
+        found += (
+            []
+            if free
+            else [f"{pod.name} {facts['kv_blocks_free']} of {facts['kv_blocks_total']} blocks free"]
+        )
+        states = scrape(pod.http_url).get("mmd_feature_used_bytes", {})
+        found += [
+            f"{pod.name} {states[state]:.0f} bytes {state}"
+            for state in ("registered", "encoding", "encoded", "merged")
+            if states.get(state)
+        ]
+    gateway = scrape(deployment.local.gateway_url)
+    for name in ("mmd_gateway_sequences", "mmd_gateway_media_items", "mmd_media_held_bytes"):
+        found += [f"gateway {name}={gateway[name]['']:.0f}"] if gateway[name][""] else []
+    return found
+
+
+def assert_nothing_held(deployment: Deployment) -> None:
+    until(lambda: not held(deployment), 30, f"nothing is held: {held(deployment)}")
+
+
+def busy(deployment: Deployment, component: str, figure: str, seconds: float = 30.0) -> LocalPod:
+    """The first pod of a component that reports to be at work."""
+    found: list[LocalPod] = []
+
+    def look() -> bool:
+        found[:] = [pod for pod in deployment.pods(component) if load_of(deployment, pod).get(figure)]
+        return bool(found)
+
+    until(look, seconds, f"a pod of {component} has {figure}")
+    return found[0]
+
+
+def send(deployment: Deployment, pod: LocalPod, number: signal.Signals) -> None:
+    pid = deployment.pid(pod)
+    assert pid is not None
+    os.kill(pid, number)
+
+
+# --- killed --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_killed_while_it_encodes_costs_no_request(whole: Deployment) -> None:
+    with load(whole, samples(18, 1)):
+        whole.kill(busy(whole, "encoder", "encode_running"))
+
+
+def test_a_prefill_worker_killed_with_requests_in_hand_costs_none(whole: Deployment) -> None:
+    with load(whole, samples(18, 2)):
+        whole.kill(busy(whole, "prefill", "prefill_waiting_requests"))
+
+
+def test_requests_wait_for_the_restart_of_the_only_prefill_workers(whole: Deployment) -> None:
+    with load(whole, samples(9, 3)):
+        busy(whole, "prefill", "prefill_waiting_requests")
+        for pod in whole.pods("prefill"):
+            whole.kill(pod)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 7}], ids=["greedy", "seeded"]
+)
+def test_a_stream_goes_on_when_its_decode_worker_is_killed(
+    whole: Deployment, sampling: dict[str, Any]
+) -> None:
+    sample = draw("image", 4001)
+    undisturbed = "".join(text_of(chunk) for chunk in stream_long(whole, sample, **sampling))
+    stream = iter(stream_long(whole, sample, **sampling))
+    text = "".join(text_of(next(stream)) for _ in range(20))
+    whole.kill(busy(whole, "decode", "decode_running"))
+    assert len(text) < len(undisturbed)
+    assert text + "".join(text_of(chunk) for chunk in stream) == undisturbed
+    if sampling["temperature"] == 0:
+        question: oracle.Question = [("image", sample.bytes), sample.question]
+        assert undisturbed == oracle.answer(DEMO, question, LONG_TOKENS, ignore_eos=True)
+
+
+# --- drained -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("component", "figure"),
+    [("encoder", "encode_running"), ("prefill", "prefill_waiting_requests"), ("decode", "decode_running")],
+)
+def test_a_drained_worker_finishes_or_hands_over_what_it_has(
+    whole: Deployment, component: str, figure: str
+) -> None:
+    with load(whole, samples(15, {"encoder": 5, "prefill": 6, "decode": 7}[component])):
+        pod = busy(whole, component, figure)
+        whole.terminate(pod)
+        until(
+            lambda: bool([1 for name, line in whole.lines if name == pod.name and "ended with code" in line]),
+            60,
+            "the pod has left",
+        )
+    assert [line for name, line in whole.lines if name == pod.name and "ended with code 0" in line]
+
+
+# --- the bus -------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_finish_although_the_message_server_is_killed(whole: Deployment) -> None:
+    with load(whole, samples(15, 8)) as answers:
+        busy(whole, "prefill", "prefill_waiting_requests")
+        whole.restart_nats()
+        assert not all(answer.done() for answer in answers), "the server was killed too late to matter"
+
+
+# --- clients -------------------------------------------------------------------------------------------------------------
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(whole: Deployment) -> None:
+    def leave_after(sample: Sample, seconds: float) -> None:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": content(sample)}],
+            "max_tokens": LONG_TOKENS,
+            "ignore_eos": True,
+        }
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(
+                f"{whole.local.gateway_url}/v1/chat/completions",
+                json=body,
+                timeout=httpx.Timeout(30, read=seconds),
+            )
+
+    leaving = samples(24, 9)
+    with load(whole, samples(4, 10)), ThreadPoolExecutor(len(leaving)) as threads:
+        list(
+            threads.map(
+                lambda numbered: leave_after(numbered[1], 0.05 + 0.05 * numbered[0]), enumerate(leaving)
+            )
+        )
+    until(lambda: not held(whole), 30, "nothing is held for clients that are gone")
+
+
+# --- poison --------------------------------------------------------------------------------------------------------------
+
+
+def test_poison_is_refused_with_its_reason_and_costs_nobody_else(whole: Deployment) -> None:
+    video = draw("video", 11_000)
+    bomb = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(bomb, "PNG")
+    poison = [
+        ("video", "video/mp4", video.bytes[: len(video.bytes) * 2 // 3]),
+        ("image", "image/png", bomb.getvalue()),
+        ("image", "image/png", draw("image", 11_001, "image/png").bytes[:-40]),
+    ]
+
+    def refused(kind: str, mime: str, data: bytes) -> openai.APIStatusError:
+        url = f"data:{mime};base64,{base64.b64encode(data).decode()}"
+        parts: Any = [
+            {"type": f"{kind}_url", f"{kind}_url": {"url": url}},
+            {"type": "text", "text": "What is it?"},
+        ]
+        with pytest.raises(openai.APIStatusError) as error:
+            whole.client().chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=4
+            )
+        return error.value
+
+    with load(whole, samples(6, 11)):
+        errors = [refused(*one) for one in poison]
+    assert [400 <= error.status_code < 500 for error in errors] == [True] * 3, errors
+    assert all(len(error.message) > 20 for error in errors)
+
+
+# --- stopped -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_jobs_of_an_encoder_that_stands_still_go_to_another(whole: Deployment) -> None:
+    with load(whole, samples(12, 12)) as answers:
+        pod = busy(whole, "encoder", "encode_running")
+        send(whole, pod, signal.SIGSTOP)
+        try:
+            until(lambda: all(answer.done() for answer in answers), 60, "the other encoder has done it all")
+        finally:
+            send(whole, pod, signal.SIGCONT)
+
+
+def test_decoders_free_the_leases_of_a_prefill_worker_that_stands_still(whole: Deployment) -> None:
+    def reserved() -> bool:
+        return any(load_of(whole, pod)["kv_blocks_reserved"] for pod in whole.pods("decode"))
+
+    with load(whole, samples(18, 13)) as answers:
+        until(reserved, 30, "blocks are reserved for a hand-over")
+        pod = busy(whole, "prefill", "prefill_waiting_requests")
+        send(whole, pod, signal.SIGSTOP)
+        try:
+            until(
+                lambda: all(answer.done() for answer in answers),
+                90,
+                "the other prefill worker has done it all",
+            )
+            until(lambda: not reserved(), 10, "no lease outlives its owner's heartbeats")
+        finally:
+            send(whole, pod, signal.SIGCONT)
+
+
+# --- everything at once --------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_requests_outlive_a_worker_killed_every_second(whole: Deployment) -> None:
+    rng = random.Random(20)
+    asked = samples(100, 20)
+    over = threading.Event()
+    kills: list[str] = []
+
+    def kill_at_random() -> None:
+        end = time.monotonic() + 40
+        while time.monotonic() < end and not over.wait(1.0):
+            running = [pod for pod in workers(whole) if whole.pid(pod) is not None]
+            if running:
+                pod = rng.choice(running)
+                whole.kill(pod)
+                kills.append(pod.name)
+
+    with ThreadPoolExecutor(12) as threads:
+        killer = threading.Thread(target=kill_at_random)
+        killer.start()
+        try:
+            texts = list(threads.map(lambda sample: ask(whole, sample), asked))
+        finally:
+            over.set()
+            killer.join()
+    assert len(kills) >= 10, kills
+    assert texts == [expected(sample) for sample in asked]
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def test_pods_measure_what_they_do(whole: Deployment) -> None:
+    with load(whole, samples(6, 30)):
+        pass
+    pods = {component: [scrape(pod.http_url) for pod in whole.pods(component)] for component in WORKERS}
+
+    def total(component: str, name: str, label: str = "") -> float:
+        return sum(
+            value
+            for metrics in pods[component]
+            for key, value in metrics.get(name, {}).items()
+            if label in ("", key)
+        )
+
+    for component in WORKERS:
+        assert total(component, "mmd_model_loaded_bytes") > 0
+        assert all("mmd_build_info" in metrics for metrics in pods[component])
+    assert total("encoder", "mmd_encode_jobs_total", "ok") > 0
+    assert total("encoder", "mmd_encode_busy_seconds_total") > 0
+    assert total("encoder", "mmd_cache_used_bytes") > 0
+    assert total("encoder", "mmd_transfer_bytes_total", "sent") > 0
+    assert total("prefill", "mmd_transfer_bytes_total", "received") > 0
+    assert total("prefill", "mmd_transfer_seconds_count", "embedding") > 0
+    assert total("prefill", "mmd_feature_budget_bytes") > 0
+    assert total("prefill", "mmd_feature_used_bytes", "prefilled") > 0
+    assert total("prefill", "mmd_prefill_tokens_total") > 0
+    assert total("prefill", "mmd_phase_seconds_count", "video") > 0
+    assert total("decode", "mmd_phase_seconds_count", "video") > 0
+    assert total("decode", "mmd_transfer_seconds_count", "kv") > 0
+    for component in ("prefill", "decode"):
+        assert total(component, "mmd_step_seconds_count") > 0
+        assert total(component, "mmd_step_sequences_count") > 0
+        assert {"free", "used", "reserved"} == set(pods[component][0]["mmd_kv_blocks"])
+        assert {"waiting", "running", "held", "reserved"} == set(pods[component][0]["mmd_sequences"])
