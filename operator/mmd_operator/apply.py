@@ -13,19 +13,21 @@ from mmd_operator.problems import Problem, not_ours, refusal
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.rollout import manifest_key
 
-Outcome = Literal["Unchanged", "Created", "Changed", "Repaired", "Refused"]
+Outcome = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Refused"]
+"""Unseen: applied, and the watch does not show it yet. Repaired: somebody had changed or deleted it."""
 UNSEEN_SECONDS = 5.0
 """How long a watch may take to show an object as it was applied, before it counts as changed by somebody."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Record:
-    """What was applied, how the object looked afterwards, and which version the watch showed at that time."""
+    """What was applied, how the object looked afterwards, and whether the watch has shown it so."""
 
     plan: str
     fingerprint: str
-    version_before: str | None
+    version_before: str | None  # that the watch showed when it was applied
     at: float
+    seen: bool = False
 
 
 class Applier:
@@ -49,10 +51,11 @@ class Applier:
         record = self._records.get(key)
         if record is not None and record.plan == plan:
             if child is not None and child.fingerprint == record.fingerprint:
+                record.seen = True
                 return "Unchanged", None
-            unseen = (child.resource_version if child else None) == record.version_before
-            if unseen and now - record.at < UNSEEN_SECONDS:
-                return "Unchanged", None
+            as_before = (child.resource_version if child else None) == record.version_before
+            if as_before and not record.seen and now - record.at < UNSEEN_SECONDS:
+                return "Unseen", None
         known = record is not None and record.plan == plan
         try:
             return await self._write(manifest, child, plan, now, known=known), None

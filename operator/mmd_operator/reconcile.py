@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -144,7 +145,10 @@ class Reconciler:
         problems = [p for pod in observed.pods if (p := pod_problem(pod))]
         events: list[tuple[str, str]] = []
         if not spec.paused:
-            problems += await self._carry_out(step, observed, events)
+            found, settled = await self._carry_out(step, observed, events)
+            problems += found
+            if not settled and step.stage == "Complete":
+                step = replace(step, stage="Updating")
         problems += await self._short_of_pods(observed)
         facts = self._facts(body, observed, reading, step, tuple(problems))
         await self._say(body, facts, events)
@@ -173,28 +177,33 @@ class Reconciler:
 
     async def _carry_out(
         self, step: Step, observed: Observed, events: list[tuple[str, str]]
-    ) -> list[Problem]:
+    ) -> tuple[list[Problem], bool]:
+        """Problems, and whether what was observed is what was applied: while it is not, nothing is switched or removed."""
         problems: list[Problem] = []
         done: dict[str, list[str]] = {}
+        settled = True
         try:
             for manifest in step.apply:
+                if not settled and manifest["kind"] == "Deployment" and step.stage == "SwitchingGateway":
+                    continue
                 child = observed.children.get((manifest["kind"], manifest["metadata"]["name"]))
                 outcome, problem = await self._applier.apply(manifest, child, time.monotonic())
+                settled = settled and outcome == "Unchanged"
                 if problem is not None:
                     problems.append(problem)
-                elif outcome != "Unchanged":
+                elif outcome not in ("Unchanged", "Unseen"):
                     done.setdefault(outcome, []).append(f"{manifest['kind']} {manifest['metadata']['name']}")
             for name, replicas in step.sizes.items():
                 present = observed.stateful_set(name)
                 before = present.workload.replicas if present and present.workload else 0
                 await self.cluster.scale(self.namespace, name, replicas)
                 events.append(("Scaled", f"StatefulSet {name} from {before} to {replicas} pods"))
-            for child in step.remove:
+            for child in step.remove if settled else ():
                 await self._delete(child)
                 done.setdefault("Removed", []).append(f"{child.kind} {child.name}")
         finally:
             events += [(outcome, f"{len(names)}: {', '.join(names)}") for outcome, names in done.items()]
-        return problems
+        return problems, settled
 
     async def _delete(self, child: Child) -> None:
         await self.cluster.delete(child.kind, self.namespace, child.name, child.uid)

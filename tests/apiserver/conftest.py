@@ -70,3 +70,12 @@ def operator(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path) 
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(autouse=True)
+def _operator_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the operator said, where a test fails."""
+    yield
+    process = request.node.funcargs.get("operator")
+    if isinstance(process, OperatorProcess):
+        sys.stdout.write(process.said()[-4000:])

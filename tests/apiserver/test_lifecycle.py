@@ -1,55 +1,126 @@
-"""A deployment's life against a real API server: made, whole, changed, deleted."""
+"""A deployment's life against a real API server: made, whole, changed, paused, deleted."""
 
 from __future__ import annotations
 
-from operator_process import OperatorProcess
+import pytest
+from deployments import SPEC
 from standin import Namespace, eventually
 
-SPEC = {
-    "model": {"id": "builtin/demo", "dtype": "Float32"},
-    "encoder": {"gpus": 0},
-    "prefill": {"gpus": 0},
-    "decode": {"gpus": 0, "replicas": 2},
-    "transfer": {"kv": {"backend": "Gloo"}},
-}
+pytestmark = pytest.mark.usefixtures("operator")
 
 
-def test_a_deployment_is_made_becomes_ready_and_goes_without_a_trace(
-    namespace: Namespace, operator: OperatorProcess
-):
+def test_a_deployment_is_made_becomes_ready_and_goes_without_a_trace(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     status = namespace.get()["status"]
     assert status["poolsSummary"] == "E 1/1 P 1/1 D 2/2"
-    assert status["pools"]["decode"]["desired"] == 2
-    assert status["pools"]["decode"]["revision"] == status["pipelineRevision"]
+    assert status["pools"]["decode"] == {
+        "desired": 2,
+        "ready": 2,
+        "draining": 0,
+        "revision": status["pipelineRevision"],
+    }
     assert status["endpoint"] == f"http://demo-gateway.{namespace.name}.svc:8000"
     owners = {o.metadata.owner_references[0].uid for o in namespace.objects().values()}
     assert owners == {namespace.get()["metadata"]["uid"]}
-    assert namespace.events("Created")
+    assert "StatefulSet" in namespace.events("Created")[0]
 
     namespace.delete()
-    namespace.settled(lambda: _gone(namespace))
+    namespace.settled(lambda: is_gone(namespace))
     assert not namespace.objects()
     assert namespace.events("Removed")
 
 
-def _gone(namespace: Namespace) -> None:
+def is_gone(namespace: Namespace) -> None:
     assert not namespace.exists()
 
 
-def test_nothing_is_written_when_nothing_changes(namespace: Namespace, operator: OperatorProcess):
+def test_nothing_is_written_for_a_change_that_changes_nothing(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     before = {key: o.metadata.resource_version for key, o in namespace.objects().items()}
-    version = namespace.get()["metadata"]["resourceVersion"]
-    namespace.core.create_namespaced_config_map(
-        namespace.name,
-        {"metadata": {"name": "noise", "labels": {"serving.multimodal.dev/deployment": "demo"}}},
-    )
+    namespace.change({"slo": {"ttftMilliseconds": 500}})
+    namespace.change({"slo": {"ttftMilliseconds": None}})
+    namespace.settled(namespace.is_ready)
+    after = {key: o.metadata.resource_version for key, o in namespace.objects().items()}
+    assert {key for key in before if before[key] != after[key]} <= {
+        key for key in before if key.startswith("ConfigMap/") or "gateway" in key or "StatefulSet" in key
+    }
+    stable = [
+        key for key in before if key.split("/")[0] in ("Service", "NetworkPolicy", "PodDisruptionBudget")
+    ]
+    assert stable
+    assert all(before[key] == after[key] for key in stable)
+
+
+def test_a_paused_deployment_is_left_as_it_is_until_it_is_no_longer_paused(namespace: Namespace):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    namespace.change({"paused": True})
+    eventually(lambda: has(namespace, "Progressing", "Paused"))
+    namespace.change({"decode": {"replicas": 5}})
+    generation = namespace.get()["metadata"]["generation"]
+    eventually(lambda: acted_on(namespace, generation))
+    assert namespace.stateful_set("decode").spec.replicas == 2
     namespace.change({"paused": False})
-    eventually(lambda: None)
-    assert {
-        key: o.metadata.resource_version for key, o in namespace.objects().items() if key in before
-    } == before
-    assert namespace.get()["metadata"]["resourceVersion"] == version
+    namespace.settled(namespace.is_ready)
+    assert namespace.stateful_set("decode").spec.replicas == 5
+    assert any("from 2 to 5" in message for message in namespace.events("Scaled"))
+
+
+def has(namespace: Namespace, kind: str, reason: str) -> None:
+    assert namespace.condition(kind)[1] == reason, namespace.get().get("status")
+
+
+def acted_on(namespace: Namespace, generation: int) -> None:
+    assert namespace.get()["status"]["observedGeneration"] >= generation
+
+
+def test_a_paused_deployment_can_be_deleted(namespace: Namespace):
+    namespace.apply({**SPEC, "paused": True})
+    eventually(lambda: has(namespace, "Progressing", "Paused"))
+    assert not namespace.objects()
+    namespace.delete()
+    namespace.settled(lambda: is_gone(namespace))
+
+
+def test_a_pool_that_leaves_the_spec_goes_when_the_rest_has_taken_over(namespace: Namespace):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    before = set(namespace.objects())
+    namespace.change({"encoder": None})
+    eventually(lambda: prefill_encodes(namespace))
+    assert before <= set(namespace.objects())  # its pods are not replaced yet: the encoder is still needed
+    namespace.settled(lambda: no_encoder(namespace))
+    namespace.settled(namespace.is_ready)
+    assert namespace.get()["status"]["poolsSummary"] == "P 1/1 D 2/2"
+    assert namespace.condition("EncoderReady") == ("", "", "")
+
+
+def prefill_encodes(namespace: Namespace) -> None:
+    assert "encode,prefill" in namespace.stateful_set("prefill").spec.template.spec.containers[0].args
+
+
+def no_encoder(namespace: Namespace) -> None:
+    assert not [key for key in namespace.objects() if "encoder" in key]
+
+
+def test_a_change_of_one_pools_resources_rolls_that_pool_alone(namespace: Namespace):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    before = templates(namespace)
+    namespace.change({"prefill": {"resources": {"memory": "3Gi"}}})
+    eventually(lambda: asks_for(namespace, "3Gi"))
+    changed = {name for name, template in templates(namespace).items() if template != before[name]}
+    assert changed == {namespace.stateful_set("prefill").metadata.name}
+
+
+def templates(namespace: Namespace) -> dict[str, object]:
+    sets = namespace.apps.list_namespaced_stateful_set(namespace.name).items
+    deployments = namespace.apps.list_namespaced_deployment(namespace.name).items
+    return {item.metadata.name: item.spec.template.to_dict() for item in [*sets, *deployments]}
+
+
+def asks_for(namespace: Namespace, memory: str) -> None:
+    worker = namespace.stateful_set("prefill").spec.template.spec.containers[0]
+    assert (worker.resources.limits or {}).get("memory") == memory

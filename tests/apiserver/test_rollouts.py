@@ -1,0 +1,123 @@
+"""Rollouts of a pipeline revision: beside the old one, whole before it serves, and back again."""
+
+from __future__ import annotations
+
+import pytest
+from deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
+from standin import Namespace, eventually
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.resources.naming import REVISION_LABEL
+
+pytestmark = pytest.mark.usefixtures("operator")
+
+OLD = pipeline_revision(deployment(SPEC).spec)
+NEW = pipeline_revision(deployment({**SPEC, **ANOTHER_MODEL}).spec)
+
+
+@pytest.fixture
+def serving(namespace: Namespace) -> Namespace:
+    """A namespace with a deployment that serves its first revision."""
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    assert namespace.get()["status"]["pipelineRevision"] == OLD
+    return namespace
+
+
+def both_stand(namespace: Namespace) -> None:
+    assert namespace.revisions() == {OLD, NEW}
+
+
+def only(namespace: Namespace, revision: str) -> None:
+    assert namespace.revisions() == {revision}
+    assert namespace.gateway_revision() == revision
+
+
+def test_a_new_revision_serves_when_it_is_whole_and_the_old_one_goes_when_nobody_needs_it(serving: Namespace):
+    serving.change(ANOTHER_MODEL)
+    eventually(lambda: both_stand(serving))
+    eventually(lambda: is_progressing(serving, "BringingUp"))
+    assert serving.gateway_revision() == OLD
+    assert serving.condition("Ready")[0] == "True"
+    held = serving.gateway_pods()[0]
+    serving.core.patch_namespaced_pod(
+        held.metadata.name, serving.name, {"metadata": {"finalizers": ["example.com/held"]}}
+    )
+
+    serving.settled(lambda: gateway_at(serving, NEW))
+    serving.settled(lambda: is_progressing(serving, "Draining"))
+    assert serving.revisions() == {OLD, NEW}  # a gateway pod of the old revision still finishes what it holds
+    assert serving.get()["status"]["pipelineRevision"] == NEW
+
+    serving.core.patch_namespaced_pod(held.metadata.name, serving.name, {"metadata": {"finalizers": None}})
+    serving.settled(lambda: only(serving, NEW))
+    serving.settled(serving.is_ready)
+    assert not [o for key, o in serving.objects().items() if o.metadata.labels.get(REVISION_LABEL) == OLD]
+
+
+def gateway_at(namespace: Namespace, revision: str) -> None:
+    assert namespace.gateway_revision() == revision
+
+
+def is_progressing(namespace: Namespace, reason: str) -> None:
+    assert namespace.condition("Progressing")[1] == reason, namespace.condition("Progressing")
+
+
+def test_a_bad_revision_never_serves_says_why_and_can_be_taken_back(serving: Namespace):
+    serving.broken.add(NEW)
+    serving.change(ANOTHER_MODEL)
+    serving.settled(lambda: both_stand(serving))
+    crash(serving)
+    serving.settled(lambda: is_progressing(serving, "RolloutStuck"))
+    message = serving.condition("Progressing")[2]
+    assert OLD in message
+    assert "no such weights" in message
+    assert serving.condition("Degraded")[:2] == ("True", "CrashLoop")
+    assert serving.condition("Ready")[0] == "True"
+    assert serving.gateway_revision() == OLD
+    assert serving.get()["status"]["pipelineRevision"] == OLD
+    assert any("no such weights" in message for message in serving.events("RolloutStuck"))
+
+    serving.change(FIRST_MODEL)
+    serving.core.delete_namespaced_pod("crashing", serving.name)
+    serving.settled(lambda: only(serving, OLD))
+    serving.settled(serving.is_ready)
+
+
+def crash(namespace: Namespace) -> None:
+    """A worker of the new revision that ended with an error, as its kubelet would tell it."""
+    labels = namespace.stateful_set("decode", NEW).spec.template.metadata.labels
+    namespace.pod("crashing", labels)
+    state = {
+        "name": "worker",
+        "image": "none",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 4,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+        "lastState": {
+            "terminated": {"exitCode": 1, "reason": "Error", "message": "ModelNotFoundError: no such weights"}
+        },
+    }
+    namespace.core.patch_namespaced_pod_status(
+        "crashing", namespace.name, {"status": {"containerStatuses": [state]}}
+    )
+
+
+def test_a_pool_that_scales_begins_a_new_revision_at_the_size_it_has(namespace: Namespace):
+    pool = {"gpus": 0, "autoscaling": {"minReplicas": 1, "maxReplicas": 8}}
+    namespace.apply({**SPEC, "decode": pool})
+    namespace.settled(namespace.is_ready)
+    name = namespace.stateful_set("decode").metadata.name
+    namespace.apps.patch_namespaced_stateful_set_scale(name, namespace.name, {"spec": {"replicas": 5}})
+    namespace.settled(namespace.is_ready)
+    assert namespace.stateful_set("decode").spec.replicas == 5  # within its bounds: the scaler's business
+    namespace.change(ANOTHER_MODEL)
+    namespace.settled(namespace.is_ready)
+    assert namespace.stateful_set("decode").spec.replicas == 5
+    namespace.change({"decode": {"autoscaling": {"maxReplicas": 3}}})
+    namespace.settled(lambda: sized(namespace, 3))
+
+
+def sized(namespace: Namespace, replicas: int) -> None:
+    assert namespace.stateful_set("decode").spec.replicas == replicas
