@@ -3,7 +3,7 @@
     python bench/layouts.py [--requests 32] [--concurrency 8] [--tokens 64] [--rounds 2]
 
 Every system gets the same requests (half text, half a fresh image with text) and must give the same greedy answers;
-a system that answers differently is marked. Rounds alternate between systems, so that a noisy hour hits all of them.
+the column "equal" counts them. Systems run one after another, each in several rounds whose spread shows the noise.
 transformers runs `generate` request after request with all cores, and its own continuous batching on the text requests.
 """
 
@@ -17,7 +17,6 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from mmd_workers.local import up
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import random_model
 
-MODEL = Path(".cache/models/bench-qwen2_5_vl")
+MODEL = Path(".cache/models/bench-qwen2_5_vl").resolve()
 SIZE = random_model.Size(hidden=512, layers=8, vision_hidden=256, vision_layers=6)
 console = Console()
 
@@ -71,7 +70,9 @@ def requests(count: int, seed: int) -> list[Request]:
             buffer = io.BytesIO()
             Image.fromarray(rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)).save(buffer, "PNG")
             image = buffer.getvalue()
-        words = " ".join(rng.choice("red green blue circle square left right tone video".split(), 40))
+        words = " ".join(
+            rng.choice(["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"], 40)
+        )
         made.append(Request(f"Request {seed} {number}: {words}. Describe it.", image))
     return made
 
@@ -102,7 +103,7 @@ def resource(pools: dict[str, int], model: Path, concurrency: int) -> dict[str, 
         "kind": "MultimodalDeployment",
         "metadata": {"name": "bench"},
         "spec": {
-            "model": {"id": str(model.resolve()), "dtype": "Float32"},
+            "model": {"id": str(model), "dtype": "Float32"},
             **{pool: {"replicas": count, "gpus": 0, **own[pool]} for pool, count in pools.items()},
             "transfer": {"kv": {"backend": "Gloo"}},
         },
@@ -115,7 +116,7 @@ async def ask(client: openai.AsyncOpenAI, request: Request, tokens: int) -> tupl
     times: list[float] = []
     text = ""
     stream = await client.chat.completions.create(
-        model=str(MODEL.resolve()),
+        model=str(MODEL),
         messages=[{"role": "user", "content": content(request)}],  # type: ignore[list-item, misc]
         max_tokens=tokens,
         temperature=0,
@@ -151,7 +152,9 @@ async def drive(url: str, wanted: list[Request], concurrency: int, tokens: int) 
     return run
 
 
-async def serve(layout: str, rounds: list[list[Request]], concurrency: int, tokens: int, model: Path) -> list[Run]:
+async def serve(
+    layout: str, rounds: list[list[Request]], concurrency: int, tokens: int, model: Path
+) -> list[Run]:
     """All rounds on one layout (one start, one warm-up)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.yaml"
@@ -180,7 +183,9 @@ class Transformers:
 
     def __init__(self, model: Path) -> None:
         self.processor = transformers.AutoProcessor.from_pretrained(model)
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
+            model, dtype=torch.float32
+        ).eval()
         self.banned = [self.model.config.image_token_id, self.model.config.video_token_id]
 
     def inputs(self, request: Request) -> Any:
@@ -224,20 +229,31 @@ class Transformers:
         ids = [self.inputs(request)["input_ids"][0].tolist() for _, request in texts]
         text_model = self._text_model()
         config = transformers.GenerationConfig(
-            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, suppress_tokens=self.banned
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            suppress_tokens=self.banned,
         )
         begin = time.perf_counter()
         out = text_model.generate_batch(inputs=ids, generation_config=config, progress_bar=False)
         run = Run(time.perf_counter() - begin, {})
-        for (number, _), result in zip(texts, sorted(out.values(), key=lambda r: int(r.request_id.split("_")[-1])), strict=True):
-            run.answers[number] = self.processor.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+        for (number, _), result in zip(
+            texts, sorted(out.values(), key=lambda r: int(r.request_id.split("_")[-1])), strict=True
+        ):
+            run.answers[number] = self.processor.tokenizer.decode(
+                result.generated_tokens, skip_special_tokens=True
+            )
             run.tokens += len(result.generated_tokens)
         return run
 
     def _text_model(self) -> Any:
         text = self.model.config.get_text_config()
         config = transformers.Qwen2Config(
-            **{k: getattr(text, k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+            **{
+                k: getattr(text, k)
+                for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            },
             num_attention_heads=text.num_attention_heads,
             num_key_value_heads=text.num_key_value_heads,
             max_position_embeddings=text.max_position_embeddings,
@@ -256,7 +272,9 @@ class Transformers:
 
 def row(name: str, runs: list[Run], oracle: list[dict[int, str]]) -> dict[str, Any]:
     """One system's figures over all rounds."""
-    same = sum(text == right[n] for run, right in zip(runs, oracle, strict=True) for n, text in run.answers.items())
+    same = sum(
+        text == right[n] for run, right in zip(runs, oracle, strict=True) for n, text in run.answers.items()
+    )
     asked = sum(len(run.answers) for run in runs)
     return {
         "system": name,
@@ -289,7 +307,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     """Run all systems and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -306,13 +326,18 @@ def main() -> None:
     oracle = [run.answers for run in reference]
     rows = [row("transformers generate", reference, oracle)]
     with console.status("transformers continuous batching"):
-        rows.append(row("transformers batching (text)", [peer.continuous(w, options.tokens) for w in rounds], oracle))
+        rows.append(
+            row("transformers batching (text)", [peer.continuous(w, options.tokens) for w in rounds], oracle)
+        )
     for layout in LAYOUTS:
         with console.status(layout):
             runs = asyncio.run(serve(layout, rounds, options.concurrency, options.tokens, MODEL))
         rows.append(row(layout, runs, oracle))
     console.print(table(rows))
-    path = keep(options.name, {"options": vars(options), "model": {"architecture": "qwen2_5_vl", **vars(SIZE)}, "systems": rows})
+    path = keep(
+        options.name,
+        {"options": vars(options), "model": {"architecture": "qwen2_5_vl", **vars(SIZE)}, "systems": rows},
+    )
     console.print(f"report: {path}", highlight=False)
 
 

@@ -23,7 +23,12 @@ def machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         info["processor"] = next(
-            (line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line), ""
+            (
+                line.split(":", 1)[1].strip()
+                for line in cpuinfo.read_text().splitlines()
+                if "model name" in line
+            ),
+            "",
         )
     info |= {
         "cores": os.cpu_count(),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from local_deployment import Deployment
 
 ROOT = Path(__file__).resolve().parents[2]

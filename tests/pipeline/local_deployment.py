@@ -52,7 +52,7 @@ class Deployment:
     def _main(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits
             self._error = error
             self._ready.set()
 
@@ -70,7 +70,9 @@ class Deployment:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The official client, without retries of its own."""
-        return openai.OpenAI(base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=120, **options)
+        return openai.OpenAI(
+            base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=120, **options
+        )
 
     def pods(self, component: str) -> list[LocalPod]:
         """Pods of one component."""

@@ -39,7 +39,9 @@ def answer(folder: Path, question: Question, max_tokens: int, ignore_eos: bool =
             parts.append(media[-1])
     messages = zoo.conversation(*parts)
     layout = whole.frontend.layout(messages, [medium.info for medium in media])
-    inputs = zoo.hf_inputs(whole, messages, [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)], layout)
+    inputs = zoo.hf_inputs(
+        whole, messages, [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)], layout
+    )
     tokens = zoo.generate(whole, inputs, max_tokens)
     if not ignore_eos:
         ends = eos_token_ids(folder, load_config(folder))

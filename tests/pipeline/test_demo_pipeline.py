@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
-
 import oracle
+import pytest
 from local_deployment import Deployment, until
+
 from mmd_workers.local.samples import Sample, draw
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(240)]
@@ -32,7 +32,11 @@ def parts(sample: Sample) -> list[dict[str, Any]]:
 
 def ask(demo: Deployment, content: list[dict[str, Any]] | str, **options: Any) -> Any:
     return demo.client().chat.completions.create(
-        model="builtin/demo", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=24, **options
+        model="builtin/demo",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=24,
+        **options,
     )
 
 
@@ -59,14 +63,18 @@ def test_sixteen_mixed_requests_at_once_all_equal_generate(demo: Deployment) -> 
 
 def test_one_question_about_an_image_a_video_and_a_sound_together_equals_generate(demo: Deployment) -> None:
     samples = [draw(kind, 7) for kind in KINDS]  # type: ignore[arg-type]
-    content = [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "What do you see and hear?"}]
+    content = [parts(sample)[0] for sample in samples] + [
+        {"type": "text", "text": "What do you see and hear?"}
+    ]
     expected = oracle.answer(DEMO, [*((s.kind, s.bytes) for s in samples), "What do you see and hear?"], 24)
     assert ask(demo, content).choices[0].message.content == expected
 
 
 def test_usage_counts_tokens_by_modality(demo: Deployment) -> None:
     samples = [draw(kind, 9) for kind in KINDS]  # type: ignore[arg-type]
-    usage = ask(demo, [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "?"}]).usage.model_dump()
+    usage = ask(
+        demo, [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "?"}]
+    ).usage.model_dump()
     details = usage["prompt_tokens_details"]
     assert all(details[f"{kind}_tokens"] > 0 for kind in KINDS)
     assert sum(details[f"{kind}_tokens"] for kind in (*KINDS, "text")) == usage["prompt_tokens"]
@@ -105,13 +113,20 @@ def test_the_encoder_loads_only_towers_and_the_others_only_the_language_model(de
     assert len(set(language)) == 1
     assert 0.9 * weights < encoder + language[0] < 1.1 * weights
     for pool in ("prefill", "decode"):
-        assert not [1 for name, line in demo.lines if name == demo.pods(pool)[0].name and "encoder role loaded" in line]
+        assert not [
+            1
+            for name, line in demo.lines
+            if name == demo.pods(pool)[0].name and "encoder role loaded" in line
+        ]
 
 
 def test_bad_media_are_refused_with_their_reason_and_cost_nobody_else(demo: Deployment) -> None:
     truncated = draw("image", 3, "image/png").bytes[:200]
     bad = [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(truncated).decode()}},
+        {
+            "type": "image_url",
+            "image_url": {"url": "data:image/png;base64," + base64.b64encode(truncated).decode()},
+        },
         {"type": "text", "text": "What is in this image?"},
     ]
     good = draw("image", 4)

@@ -10,12 +10,11 @@ from typing import Any
 
 import av
 import numpy as np
+import oracle
 import pytest
 import random_model
-from PIL import Image
-
-import oracle
 from local_deployment import Deployment, write
+from PIL import Image
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -84,7 +83,12 @@ def content(parts: oracle.Question) -> list[dict[str, Any]]:
         else:
             kind, data = part
             mime = {"image": "image/png", "video": "video/mp4"}[kind]
-            made.append({"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{mime};base64,{base64.b64encode(data).decode()}"}})
+            made.append(
+                {
+                    "type": f"{kind}_url",
+                    f"{kind}_url": {"url": f"data:{mime};base64,{base64.b64encode(data).decode()}"},
+                }
+            )
     return made
 
 

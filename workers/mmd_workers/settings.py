@@ -34,7 +34,9 @@ class WorkerSettings:
         def need(name: str) -> str:
             value = os.environ.get(name)
             if not value:
-                raise RuntimeError(f"environment variable {name} is not set; the operator and `mmd up` set it")
+                raise RuntimeError(
+                    f"environment variable {name} is not set; the operator and `mmd up` set it"
+                )
             return value
 
         return cls(

@@ -63,19 +63,19 @@ class Run:
             "ttft_seconds": _percentiles(outcome.ttft_seconds),
             "itl_seconds": _percentiles(outcome.itl_seconds),
             "waited_seconds": dict(outcome.waited_seconds),
-            "bottleneck_share": {} if self.bottleneck_share is None else dict(self.bottleneck_share),
+            "bottleneck_share": {p: share for p, share in (self.bottleneck_share or {}).items()},
             "resizes": len(self.changes),
             "decisions": list(self.changes[-20:]),
-            "replicas": {
-                "seconds": _thin(outcome.ticks),
-                **{pool: _thin(sizes) for pool, sizes in outcome.replicas.items()},
-            },
+            "replicas": {"seconds": _thin(outcome.ticks)}
+            | {str(pool): _thin(sizes) for pool, sizes in outcome.replicas.items()},
         }
 
 
 def _percentiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
     known = values[~np.isnan(values)]
-    return {f"p{p}": float(np.percentile(known, p)) for p in (50, 90, 95, 99)} if len(known) else {}
+    if not len(known):
+        return {}
+    return {f"p{p}": float(np.percentile(known, p)) for p in (50, 90, 95, 99)}
 
 
 def _thin(values: np.ndarray[tuple[int], np.dtype[np.generic]], most: int = 500) -> list[float]:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from mmd_workers.engine.blocks import block_hash
 from mmd_workers.errors import MmdError
+from mmd_workers.gateway import page
 from mmd_workers.gateway.api import (
     ApiError,
     AssistantMessage,
@@ -58,6 +59,8 @@ STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still 
 KEEPALIVE_SECONDS = 10.0
 MAX_HASHED_BLOCKS = 1024  # of a prompt, for locality: about 10 ms
 LATE_PHASES_SECONDS = 0.25
+SHOWN_PODS = 256  # in /debug/state
+MAX_CLIENT_REQUEST_ID = 128
 CLIENT_GONE_STATUS = 499
 
 _log = logging.getLogger(__name__)
@@ -184,8 +187,10 @@ class ChatCompletions:
         """Answer one request; whatever happens, nothing of it is left."""
         gateway = self._gateway
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        timeline = Timeline(request_id, arrived=time.time())
-        exchange = _Exchange(request_id, receive, send, Headers(scope=scope), timeline)
+        headers = Headers(scope=scope)
+        own_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
+        timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
+        exchange = _Exchange(request_id, receive, send, headers, timeline)
         reservation = gateway.hold.reservation()
         gateway.dispatcher.timelines.open(timeline)
         try:
@@ -430,7 +435,7 @@ async def _hung_up(receive: ReceiveChannel) -> None:
         pass
 
 
-def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
+def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bool) -> Starlette:
     """Routes of the gateway; `heartbeat` says how it is; unknown paths and methods get OpenAI-shaped errors too."""
 
     async def models(_request: Request) -> Response:
@@ -481,7 +486,20 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette
         return JSONResponse(timeline.to_json())
 
     async def state(_request: Request) -> Response:
-        return JSONResponse({**asdict(heartbeat()), "running": gateway.running})
+        pods = gateway.directory.pods(state=None)
+        workers = [beat for beat in pods if beat.roles]
+        return JSONResponse(
+            {
+                **asdict(heartbeat()),
+                "running": gateway.running,
+                "limits": {
+                    "max_body_bytes": gateway.max_body_bytes,
+                    "max_concurrent_requests": gateway.max_concurrent_requests,
+                },
+                "num_pods": len(workers),
+                "pods": [_shown(beat) for beat in workers[:SHOWN_PODS]],
+            }
+        )
 
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -500,6 +518,7 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette
             Route("/debug/state", state),
             Route("/debug/requests", requests),
             Route("/debug/requests/{request_id}", one_request),
+            *(page.routes() if web_page else ()),
         ],
         exception_handlers={HTTPException: http_error},
     )
@@ -514,6 +533,11 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
         "modalities": ["text", *sorted(gateway.frontend.modalities)],
     }
+
+
+def _shown(beat: Heartbeat) -> dict[str, Any]:
+    """A heartbeat without its samples of cached contents, which are long and say nothing to people."""
+    return asdict(replace(beat, prefix_blocks=[], features=[]))
 
 
 def _sample(gateway: Gateway) -> None:

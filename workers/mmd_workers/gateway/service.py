@@ -91,7 +91,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
 
     heartbeater = Heartbeater(bus, beat, spec.observability.heartbeat_milliseconds / 1000)
     media_server = MediaServer(bus, settings.pod, hold.get)
-    server = HttpServer(build_app(gateway, beat), _listen_address(settings.pod_ip), settings.http_port)
+    server = HttpServer(
+        build_app(gateway, beat, spec.gateway.web_page), _listen_address(settings.pod_ip), settings.http_port
+    )
     try:
         await directory.start()
         await dispatcher.start()

@@ -35,6 +35,7 @@ class Timeline:
     request_id: str
     arrived: float
     model: str = ""
+    client_request_id: str = ""  # the client's own name for it, known before our answer begins
     finished: float = 0.0
     first_token: float = 0.0
     status: int = 0
@@ -89,6 +90,7 @@ class Timeline:
         """Everything, with the phases in the order they began."""
         return {
             "request_id": self.request_id,
+            "client_request_id": self.client_request_id,
             "model": self.model,
             "arrived": self.arrived,
             "first_token": self.first_token,
@@ -135,8 +137,13 @@ class Timelines:
             self._timelines.popitem(last=False)
 
     def get(self, request_id: str) -> Timeline | None:
-        """A request by the id in its response header."""
-        return self._timelines.get(request_id)
+        """A request by the id in its response header, or the newest that came with this id of the client's own."""
+        known = self._timelines.get(request_id)
+        if known is not None or not request_id:
+            return known
+        return next(
+            (t for t in reversed(self._timelines.values()) if t.client_request_id == request_id), None
+        )
 
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Summaries, newest first."""

@@ -1,0 +1,96 @@
+"""Bodies of pods and workloads as an API server sends them, with only what a test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmd_operator.observed import PodView, pod_of
+from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
+
+UID = "11111111-1111-1111-1111-111111111111"
+OLD, NEW = "aaaaaaaaaa", "bbbbbbbbbb"
+
+
+def labels(component: str, revision: str | None) -> dict[str, str]:
+    found = {
+        DEPLOYMENT_LABEL: "demo",
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/managed-by": "multimodal-operator",
+    }
+    return found | ({REVISION_LABEL: revision} if revision else {})
+
+
+def pod(
+    component: str = "decode",
+    revision: str | None = NEW,
+    *,
+    name: str = "demo-decode-0",
+    ready: bool = False,
+    scheduling: str | None = None,
+    container: dict[str, Any] | None = None,
+    deleting: bool = False,
+) -> PodView:
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    if scheduling is not None:
+        conditions.append(
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": scheduling}
+        )
+    metadata = {"name": name, "namespace": "default", "labels": labels(component, revision)}
+    if deleting:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    status = {"conditions": conditions, "containerStatuses": [container] if container else []}
+    return pod_of({"metadata": metadata, "status": status})
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"restartCount": 0, "state": {"waiting": {"reason": reason, "message": message}}}
+
+
+def crashed(
+    message: str | None, *, code: int = 1, reason: str = "Error", restarts: int = 3
+) -> dict[str, Any]:
+    ended = {"exitCode": code, "reason": reason, "message": message}
+    return {
+        "restartCount": restarts,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting"}},
+        "lastState": {"terminated": ended},
+    }
+
+
+def workload(
+    kind: str,
+    component: str,
+    revision: str | None,
+    *,
+    replicas: int = 1,
+    ready: int | None = None,
+    template: str | None = None,
+    owner: str = UID,
+    behind: bool = False,
+    uid: str = "u",
+) -> dict[str, Any]:
+    """A StatefulSet or Deployment, whole unless said otherwise. `template`: revision of its pods."""
+    stays = kind == "Deployment" or component == "nats"
+    name = f"demo-{component}" if stays else f"demo-{component}-{revision}"
+    made = replicas if ready is None else ready
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": f"{uid}-{name}",
+            "resourceVersion": "7",
+            "generation": 2,
+            "labels": labels(component, None if stays else revision),
+            "ownerReferences": [{"uid": owner, "controller": True}],
+        },
+        "spec": {
+            "replicas": replicas,
+            "template": {"metadata": {"labels": labels(component, template or revision)}},
+        },
+        "status": {
+            "observedGeneration": 1 if behind else 2,
+            "replicas": replicas,
+            "readyReplicas": made,
+            "updatedReplicas": replicas,
+        },
+    }

@@ -1,0 +1,141 @@
+"""The next step of a rollout, as a table: what stands in, what to apply, size and remove out."""
+
+from __future__ import annotations
+
+import pytest
+from bodies import UID, pod, workload
+from deployments import ANOTHER_MODEL, SPEC, deployment
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.observed import Observed, child_of
+from mmd_operator.plan import plan_objects
+from mmd_operator.rollout import Step, next_step
+
+NEW_DEPLOYMENT = deployment({**SPEC, **ANOTHER_MODEL})
+OLD = pipeline_revision(deployment(SPEC).spec)
+NEW = pipeline_revision(NEW_DEPLOYMENT.spec)
+POOLS = {"encoder": 1, "prefill": 1, "decode": 2}
+
+
+def observed(*workloads, pods=()) -> Observed:
+    children = [
+        child_of("Deployment" if w["metadata"]["name"].endswith("gateway") else "StatefulSet", w)
+        for w in workloads
+    ]
+    return Observed({c.key: c for c in children}, tuple(pods))
+
+
+def pools(revision, **ready):
+    return [
+        workload("StatefulSet", pool, revision, replicas=n, ready=ready.get(pool, n))
+        for pool, n in POOLS.items()
+    ]
+
+
+NATS = workload("StatefulSet", "nats", None)
+
+
+def gateway(revision, **options):
+    return workload("Deployment", "gateway", None, template=revision, **options)
+
+
+def step(seen: Observed, spec=NEW_DEPLOYMENT) -> Step:
+    revision = pipeline_revision(spec.spec)
+    return next_step(spec.spec, revision, plan_objects(spec, "default"), seen, UID)
+
+
+def kinds(found: Step) -> list[str]:
+    return [m["kind"] for m in found.apply]
+
+
+def removed(found: Step) -> set[str]:
+    return {child.name for child in found.remove}
+
+
+def names(revision) -> set[str]:
+    return {f"demo-{pool}-{revision}" for pool in POOLS}
+
+
+def test_the_first_revision_is_created_whole_with_its_gateway():
+    found = step(observed())
+    assert found.stage == "Creating"
+    assert kinds(found)[-5] == "Deployment"
+    assert not found.remove
+
+
+def test_the_gateway_is_held_until_the_new_revision_is_whole():
+    found = step(observed(NATS, *pools(OLD), *pools(NEW, decode=1), gateway(OLD)))
+    assert found.stage == "BringingUp"
+    assert "Deployment" not in kinds(found)
+    assert not found.remove
+
+
+@pytest.mark.parametrize("late", ["unready", "behind", "absent"])
+def test_whole_means_every_pod_of_every_pool_and_that_the_controller_has_caught_up(late):
+    fresh = pools(NEW)
+    if late == "unready":
+        fresh[0]["status"]["readyReplicas"] = 0
+    elif late == "behind":
+        fresh[2]["status"]["observedGeneration"] = 1
+    else:
+        fresh.pop()
+    assert step(observed(NATS, *pools(OLD), *fresh, gateway(OLD))).stage == "BringingUp"
+
+
+def test_the_gateway_moves_when_the_new_revision_is_whole_and_the_old_one_stays():
+    seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(OLD), pods=[pod("gateway", OLD, ready=True)])
+    found = step(seen)
+    assert found.stage == "SwitchingGateway"
+    assert "Deployment" in kinds(found)
+    assert not found.remove
+
+
+@pytest.mark.parametrize("deleting", [True, False])
+def test_the_old_pools_stay_while_a_gateway_pod_of_theirs_does(deleting):
+    left = [pod("gateway", OLD, ready=True, deleting=deleting), pod("gateway", NEW, ready=True)]
+    found = step(observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=left))
+    assert found.stage == "Draining"
+    assert not found.remove
+
+
+def test_the_old_pools_go_when_the_last_gateway_pod_of_theirs_is_gone():
+    seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=[pod("gateway", NEW, ready=True)])
+    found = step(seen)
+    assert removed(found) == names(OLD)
+    assert step(observed(NATS, *pools(NEW), gateway(NEW))).stage == "Complete"
+
+
+def test_a_revision_that_was_given_up_goes_at_once():
+    back = step(observed(NATS, *pools(OLD), *pools(NEW, decode=0), gateway(OLD)), deployment(SPEC))
+    assert removed(back) == names(NEW)
+    assert back.serving == OLD
+
+
+def test_going_back_waits_for_the_gateway_pods_that_use_the_revision():
+    left = [pod("gateway", NEW, deleting=True), pod("gateway", OLD, ready=True)]
+    back = step(observed(NATS, *pools(OLD), *pools(NEW), gateway(OLD), pods=left), deployment(SPEC))
+    assert back.stage == "Draining"
+    assert not back.remove
+
+
+def test_nothing_of_somebody_else_is_removed_or_sized():
+    strange = [workload("StatefulSet", "decode", "cccccccccc", replicas=9, owner="somebody")]
+    found = step(observed(NATS, *strange, *pools(NEW), gateway(NEW)))
+    assert not found.remove
+    assert not found.sizes
+
+
+def test_a_fixed_pool_is_sized_in_the_revisions_that_serve_or_come():
+    old, new = pools(OLD), pools(NEW)
+    old[2]["spec"]["replicas"] = new[2]["spec"]["replicas"] = 1
+    found = step(observed(NATS, *old, *new, gateway(OLD)))
+    assert found.sizes == {f"demo-decode-{OLD}": 2, f"demo-decode-{NEW}": 2}
+
+
+def test_a_pool_of_the_same_revision_that_left_the_spec_stays_until_the_rest_is_replaced():
+    spec = deployment({**{k: v for k, v in SPEC.items() if k != "encoder"}, **ANOTHER_MODEL})
+    assert pipeline_revision(spec.spec) == NEW
+    fresh = pools(NEW)
+    fresh[1]["status"]["updatedReplicas"] = 0
+    assert not step(observed(NATS, *fresh, gateway(NEW)), spec).remove
+    assert removed(step(observed(NATS, *pools(NEW), gateway(NEW)), spec)) == {f"demo-encoder-{NEW}"}

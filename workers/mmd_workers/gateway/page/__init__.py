@@ -1,0 +1,67 @@
+"""The page at the gateway's `/`, where anyone can try the model: four files, served from memory. Knows no request and no pod;
+the page asks the same public endpoints as every other client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+# Named here and not guessed from the machine's own tables: a module script with a wrong type does not run.
+_TYPES = {
+    "page.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+# Nothing inline, nothing from elsewhere, no text that becomes HTML; `blob:` is for previews of the visitor's own files.
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob:",
+        "media-src blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+
+def routes() -> list[Route]:
+    """`/` and the files that it needs, below `/page/`. A browser keeps them and asks whether they have changed."""
+    folder = resources.files(__name__)
+    return [
+        _route("/" if name.endswith(".html") else f"/page/{name}", (folder / name).read_bytes(), kind)
+        for name, kind in _TYPES.items()
+    ]
+
+
+def _route(path: str, body: bytes, content_type: str) -> Route:
+    etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    headers = {
+        "cache-control": "no-cache",
+        "etag": etag,
+        "content-security-policy": CONTENT_SECURITY_POLICY,
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "permissions-policy": "camera=(), geolocation=(), microphone=()",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+    async def answer(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
+        if etag in (tag.strip() for tag in known):
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers={**headers, "content-type": content_type})
+
+    return Route(path, answer)

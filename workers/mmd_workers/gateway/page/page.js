@@ -1,0 +1,473 @@
+// The page's whole behaviour: attach files, ask, show the answer as it streams, where the request is, and the pods.
+// Text from people and models only ever becomes text nodes; the server's policy refuses anything else.
+
+const KINDS = {
+  image: { part: "image_url", name: "an image", question: "What is in this image?" },
+  video: { part: "video_url", name: "a video", question: "What happens in the video?" },
+  audio: { part: "audio_url", name: "a sound", question: "What do you hear?" },
+};
+const MAX_FILES = 16;
+const SHOWN_PHASES = 60;
+const POLL_PODS_MS = 1000;
+const POLL_REQUEST_MS = 250;
+const POLL_TIMEOUT_MS = 5000;
+const SPOKEN_CHARACTERS = 120; // a screen reader gets sentences, or pieces of about this length
+
+const byId = (id) => document.getElementById(id);
+const attached = []; // { file, kind, url, item }
+let model = null; // entry of /v1/models
+let limits = null; // of /debug/state
+let running = null; // AbortController of the request under way
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+const milliseconds = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(1)} s` : `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`);
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+function say(text) {
+  byId("progress").textContent = text;
+}
+
+function showError(text) {
+  byId("error").textContent = text;
+  byId("error").hidden = !text;
+}
+
+async function getJson(path) {
+  const response = await fetch(path, { signal: AbortSignal.timeout(POLL_TIMEOUT_MS) });
+  if (!response.ok) throw new Error(`${path} answered ${response.status}`);
+  return response.json();
+}
+
+// --- files ---------------------------------------------------------------------------------------------------------
+
+const readableSize = (bytes) => (bytes < 1 << 20 ? `${Math.max(1, Math.round(bytes / 1024))} KiB` : `${(bytes / (1 << 20)).toFixed(1)} MiB`);
+
+function attach(file) {
+  const kind = file.type.split("/")[0];
+  if (!(kind in KINDS)) return showError(`${file.name} is not an image, a video or a sound: choose another file.`);
+  if (model && !model.modalities.includes(kind)) {
+    return showError(`${model.id} does not take ${KINDS[kind].name}: it takes ${model.modalities.join(", ")}.`);
+  }
+  if (attached.length >= MAX_FILES) return showError(`At most ${MAX_FILES} files go into one question: remove one first.`);
+  showError("");
+  const entry = { file, kind, url: URL.createObjectURL(file) };
+  entry.item = make(
+    "li",
+    {},
+    preview(entry),
+    make("span", { className: "name" }, file.name, make("small", {}, `${kind}, ${readableSize(file.size)}`)),
+    make("button", { type: "button", className: "quiet", "aria-label": `Remove ${file.name}`, onclick: () => detach(entry) }, "Remove"),
+  );
+  attached.push(entry);
+  byId("attached").append(entry.item);
+  const question = byId("question");
+  const stock = Object.values(KINDS).map((one) => one.question);
+  if (!question.value.trim() || stock.includes(question.value)) question.value = KINDS[kind].question;
+  say(`${file.name} is attached.`);
+  return undefined;
+}
+
+function preview({ file, kind, url }) {
+  const label = `Preview of ${file.name}`;
+  const shown = kind === "image"
+    ? make("img", { className: "preview", alt: label, src: url })
+    : make(kind, { className: "preview", controls: true, muted: kind === "video", preload: "metadata", "aria-label": label, src: url });
+  shown.addEventListener("error", () => shown.replaceWith(make("span", { className: "preview hint" }, "no preview")));
+  return shown;
+}
+
+function detach(entry) {
+  const place = attached.indexOf(entry);
+  attached.splice(place, 1);
+  entry.item.remove();
+  URL.revokeObjectURL(entry.url);
+  const next = attached[Math.min(place, attached.length - 1)];
+  (next ? next.item.querySelector("button") : byId("files")).focus();
+  say(`${entry.file.name} was removed.`);
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read: choose it again.`));
+    reader.readAsDataURL(file);
+  });
+}
+
+// --- samples -------------------------------------------------------------------------------------------------------
+
+const anyOf = (list) => list[Math.floor(Math.random() * list.length)];
+
+function drawCircle() {
+  const size = 128;
+  const canvas = make("canvas", { width: size, height: size });
+  const pen = canvas.getContext("2d");
+  const ground = pen.createLinearGradient(0, 0, 0, size);
+  ground.addColorStop(0, "#0c0d10");
+  ground.addColorStop(1, "#2c2f33");
+  pen.fillStyle = ground;
+  pen.fillRect(0, 0, size, size);
+  const [color, paint] = anyOf([["red", "#e02828"], ["yellow", "#ebd92f"], ["green", "#2abd3e"], ["blue", "#3453eb"], ["purple", "#9b39cc"]]);
+  const [across, down] = anyOf([[0.26, 0.26], [0.74, 0.26], [0.5, 0.5], [0.26, 0.74], [0.74, 0.74]]);
+  pen.fillStyle = paint;
+  pen.beginPath();
+  pen.arc(across * size, down * size, 0.155 * size, 0, 2 * Math.PI);
+  pen.fill();
+  canvas.toBlob((blob) => attach(new File([blob], `${color}-circle.png`, { type: "image/png" })), "image/png");
+}
+
+function makeTone() {
+  const rate = 16_000;
+  const seconds = 1.1;
+  const [pitch, middle] = anyOf([["low", 220], ["medium", 800], ["high", 3000]]);
+  const [trend, glide] = anyOf([["steady", 1], ["rising", 2.2], ["falling", 1 / 2.2]]);
+  const samples = new Int16Array(rate * seconds);
+  let phase = 0;
+  for (let number = 0; number < samples.length; number += 1) {
+    const time = number / rate;
+    phase += (2 * Math.PI * middle * glide ** (time / seconds - 0.5)) / rate;
+    samples[number] = 9000 * Math.min(1, time / 0.02, (seconds - time) / 0.02) * Math.sin(phase);
+  }
+  attach(new File([wavHeader(samples.byteLength, rate), samples], `${pitch}-${trend}-tone.wav`, { type: "audio/wav" }));
+}
+
+// RIFF header of 16-bit mono PCM.
+function wavHeader(bytes, rate) {
+  const view = new DataView(new ArrayBuffer(44));
+  const word = (offset, text) => [...text].forEach((letter, index) => view.setUint8(offset + index, letter.charCodeAt(0)));
+  word(0, "RIFF");
+  view.setUint32(4, 36 + bytes, true);
+  word(8, "WAVEfmt ");
+  view.setUint32(16, 16, true);
+  view.setUint16(20, 1, true);
+  view.setUint16(22, 1, true);
+  view.setUint32(24, rate, true);
+  view.setUint32(28, rate * 2, true);
+  view.setUint16(32, 2, true);
+  view.setUint16(34, 16, true);
+  word(36, "data");
+  view.setUint32(40, bytes, true);
+  return view.buffer;
+}
+
+// --- asking --------------------------------------------------------------------------------------------------------
+
+async function requestBody() {
+  const parts = await Promise.all(
+    attached.map(async ({ file, kind }) => ({ type: KINDS[kind].part, [KINDS[kind].part]: { url: await dataUrl(file) } })),
+  );
+  const body = {
+    model: model.id,
+    messages: [{ role: "user", content: [...parts, { type: "text", text: byId("question").value }] }],
+    max_tokens: byId("max-tokens").valueAsNumber,
+    temperature: byId("temperature").valueAsNumber,
+    stream: true,
+    stream_options: { include_usage: true },
+    timings: true,
+  };
+  if (byId("seed").value !== "") body.seed = byId("seed").valueAsNumber;
+  return JSON.stringify(body);
+}
+
+// Server-sent events as parsed JSON, until [DONE].
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The connection was cut before the answer was complete: ask again.");
+    const blocks = (pending + value).split("\n\n");
+    pending = blocks.pop();
+    for (const block of blocks) {
+      if (!block.startsWith("data: ")) continue; // a comment that keeps the connection open
+      const data = block.slice("data: ".length);
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+// The answer on screen token by token; what a screen reader is told grows by whole sentences.
+class AnswerText {
+  constructor() {
+    this.tail = make("span", { "aria-hidden": "true" });
+    byId("answer").replaceChildren(this.tail);
+    byId("answer").setAttribute("aria-busy", "true");
+  }
+
+  add(text) {
+    this.tail.append(text);
+    const pending = this.tail.textContent;
+    if (/[.!?…]\s|\n/.test(pending) || (pending.length > SPOKEN_CHARACTERS && /\s$/.test(pending))) this.settle();
+  }
+
+  settle() {
+    if (this.tail.textContent) this.tail.before(make("span", {}, this.tail.textContent));
+    this.tail.replaceChildren();
+  }
+
+  end() {
+    this.settle();
+    byId("answer").setAttribute("aria-busy", "false");
+  }
+}
+
+async function ask(event) {
+  event.preventDefault();
+  if (running) return;
+  if (!model) return showError("The gateway has not said which model it serves: is it reachable?");
+  const control = new AbortController();
+  running = control;
+  setRunning(true);
+  showError("");
+  say("Reading files…");
+  const id = `page-${[...crypto.getRandomValues(new Uint32Array(4))].map((word) => word.toString(16)).join("")}`;
+  const request = { id, firstToken: false, over: false };
+  const answer = new AnswerText();
+  clearJourney();
+  let following = null;
+  try {
+    const body = await requestBody();
+    if (limits && body.length > limits.max_body_bytes) {
+      throw new Error(`The files are ${readableSize(body.length)} as sent, and the limit is ${readableSize(limits.max_body_bytes)}: remove one.`);
+    }
+    say("Sent. Waiting for the first token…");
+    following = follow(request);
+    const response = await fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json", "x-client-request-id": id },
+      body,
+      signal: control.signal,
+    });
+    if (!response.ok) throw await refusal(response);
+    byId("request-id").textContent = `Request ${response.headers.get("x-request-id")}`;
+    let usage = null;
+    let finish = "";
+    for await (const piece of events(response)) {
+      if (piece.error) throw new Error(piece.error.message);
+      usage = piece.usage ?? usage;
+      if (piece.timings) showFigures(piece.timings, usage);
+      for (const choice of piece.choices) {
+        finish = choice.finish_reason ?? finish;
+        if (!choice.delta.content) continue;
+        if (!request.firstToken) say("Answering…");
+        request.firstToken = true;
+        answer.add(choice.delta.content);
+      }
+    }
+    say(finish === "length" ? "Cut off at the limit of tokens: raise it in the settings." : "Done.");
+  } catch (error) {
+    if (control.signal.aborted) say("Stopped.");
+    else {
+      say("");
+      showError(error instanceof TypeError ? "The gateway cannot be reached, or it closed the connection: try again." : error.message);
+    }
+  } finally {
+    answer.end();
+    request.over = true;
+    running = null;
+    setRunning(false);
+    await following;
+  }
+  return undefined;
+}
+
+async function refusal(response) {
+  const said = await response.json().catch(() => null);
+  const wait = response.headers.get("retry-after");
+  const message = said?.error?.message ?? `The gateway answered ${response.status}.`;
+  return new Error(wait ? `${message} (try again in ${wait} s)` : message);
+}
+
+function setRunning(now) {
+  const [askButton, stop] = [byId("ask"), byId("stop")];
+  askButton.setAttribute("aria-disabled", String(now));
+  if (!now && document.activeElement === stop) askButton.focus();
+  stop.disabled = !now;
+}
+
+// --- the way of a request ------------------------------------------------------------------------------------------
+
+// Ask the gateway where the request is until it has ended and every pod has reported.
+async function follow(request) {
+  let rest = 8; // looks after the end: a pod's report may come a little later than the last token
+  while (rest > 0) {
+    const timeline = await getJson(`debug/requests/${request.id}`).catch(() => null);
+    if (running && request.over) return; // the next question has begun
+    if (timeline) showJourney(timeline, request);
+    if (request.over) {
+      rest -= 1;
+      if (!timeline || timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode")) return;
+    }
+    await pause(POLL_REQUEST_MS);
+  }
+}
+
+function clearJourney() {
+  for (const stage of byId("stages").children) setStage(stage.dataset.stage, "idle", "waiting");
+  byId("figures").replaceChildren();
+  byId("phases").replaceChildren();
+  byId("timeline").hidden = true;
+  byId("request-id").textContent = "";
+}
+
+function setStage(name, state, text, where = "") {
+  const item = byId("stages").querySelector(`[data-stage="${name}"]`);
+  item.dataset.state = state;
+  item.querySelector(".state").textContent = text;
+  item.querySelector(".where").textContent = where;
+}
+
+function showJourney(timeline, request) {
+  const { timings, media, attempts, phases, status } = timeline;
+  const took = (name) => phases.some((phase) => phase.name === name);
+  const placed = attempts.length > 0;
+  const begun = request.firstToken || timeline.first_token > 0;
+  const failed = timeline.finished > 0 && status !== 200;
+  const show = (name, done, working, text, where) => {
+    if (done) setStage(name, "done", text, where);
+    else if (failed) setStage(name, "idle", "not finished", where);
+    else setStage(name, working ? "working" : "idle", working ? "at work" : "waiting", where);
+  };
+  const then = (name, target) => (name in timings ? `then ${milliseconds(timings[name])} to ${target}` : "");
+  if (media.length === 0 && placed) setStage("encode", "idle", "not needed");
+  else {
+    const known = took("encode") || took("embedding_transfer");
+    show("encode", known || begun, placed, known ? milliseconds(timings.encode ?? 0) : "from cache", then("embedding_transfer", "prefill"));
+  }
+  const last = attempts.at(-1);
+  const prefillPod = last ? [last.prefill_pod, attempts.length > 1 ? `attempt ${attempts.length}` : "", then("kv_transfer", "decode")] : [];
+  show("prefill", took("prefill") || begun, placed && media.length === 0, took("prefill") ? milliseconds(timings.prefill) : "done", prefillPod.filter(Boolean).join(", "));
+  const decoder = phases.find((phase) => phase.name === "decode" || phase.name === "kv_transfer")?.pod ?? "";
+  show("decode", timeline.finished > 0 && !failed, begun, took("decode") ? milliseconds(timings.decode) : "done", decoder);
+  byId("request-id").textContent = `Request ${timeline.request_id}`;
+  showPhases(timeline);
+}
+
+const STAGE_OF = { encode: "encode", embedding_transfer: "encode", prefill: "prefill", kv_transfer: "prefill", decode: "decode" };
+
+function showPhases({ arrived, finished, phases }) {
+  const end = Math.max(finished, ...phases.map((phase) => phase.end));
+  const span = Math.max(end - arrived, 1e-6);
+  const rows = phases.slice(0, SHOWN_PHASES).map((phase) => {
+    const bar = make("span", { "data-stage": STAGE_OF[phase.name] ?? "other" });
+    bar.style.left = `${(100 * Math.max(0, phase.start - arrived)) / span}%`;
+    bar.style.width = `${(100 * (phase.end - phase.start)) / span}%`;
+    const name = phase.name.replaceAll("_", " ") + (phase.detail.for ? ` for ${phase.detail.for}` : "");
+    return make(
+      "tr",
+      {},
+      make("td", {}, name, make("small", {}, phase.pod)),
+      make("td", { className: "number" }, (1000 * (phase.start - arrived)).toFixed(1)),
+      make("td", { className: "number" }, (1000 * (phase.end - phase.start)).toFixed(1)),
+      make("td", { "aria-hidden": "true" }, make("div", { className: "track" }, bar)),
+    );
+  });
+  byId("phases").replaceChildren(...rows);
+  byId("timeline").hidden = rows.length === 0;
+}
+
+function showFigures(timings, usage) {
+  const figures = [["First token after", milliseconds(timings.ttft ?? 0)], ["Whole answer after", milliseconds(timings.total)]];
+  if (usage) {
+    const details = usage.prompt_tokens_details;
+    const media = Object.keys(KINDS).filter((kind) => details[`${kind}_tokens`]).map((kind) => `${kind} ${details[`${kind}_tokens`]}`);
+    figures.push(["Prompt tokens", media.length ? `${usage.prompt_tokens} (${media.join(", ")})` : `${usage.prompt_tokens}`]);
+    if (details.cached_tokens) figures.push(["of them cached", `${details.cached_tokens}`]);
+    figures.push(["Answer tokens", `${usage.completion_tokens}`]);
+    const seconds = (timings.total - (timings.ttft ?? 0)) / 1000;
+    if (usage.completion_tokens > 1 && seconds > 0) figures.push(["Tokens a second", ((usage.completion_tokens - 1) / seconds).toFixed(1)]);
+  }
+  byId("figures").replaceChildren(...figures.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+}
+
+// --- pods ----------------------------------------------------------------------------------------------------------
+
+function podRow(pod) {
+  const { load } = pod;
+  const waiting = Object.entries(load.encode_queued_work).filter(([, work]) => work).map(([kind, work]) => `${kind} ${work}`);
+  if (load.prefill_waiting_tokens) waiting.push(`${load.prefill_waiting_tokens} tokens`);
+  if (load.decode_waiting) waiting.push(`${load.decode_waiting} sequences`);
+  const work = [];
+  if (pod.roles.includes("encode")) work.push(`${load.encode_running} encoding`);
+  if (load.decode_max_sequences) work.push(`${load.decode_running} of ${load.decode_max_sequences}`);
+  const used = load.kv_blocks_total - load.kv_blocks_free;
+  const kv = load.kv_blocks_total
+    ? [make("meter", { max: load.kv_blocks_total, value: used, "aria-label": `KV blocks of ${pod.pod}` }), ` ${used} of ${load.kv_blocks_total}`]
+    : ["–"];
+  return make(
+    "tr",
+    {},
+    make("td", {}, pod.pod),
+    make("td", {}, ...pod.roles.map((role) => make("span", { className: "role", "data-stage": role }, role))),
+    make("td", {}, pod.state),
+    make("td", { className: "number" }, waiting.join(", ") || "0"),
+    make("td", { className: "number" }, work.join(", ") || "–"),
+    make("td", {}, ...kv),
+  );
+}
+
+async function watchPods() {
+  for (;;) {
+    if (!document.hidden) {
+      try {
+        if (!model) await findModel();
+        const state = await getJson("debug/state");
+        limits = state.limits;
+        byId("pods").replaceChildren(...state.pods.map(podRow));
+        const more = state.num_pods - state.pods.length;
+        const requests = `${state.running} request${state.running === 1 ? "" : "s"} in hand at this gateway.`;
+        byId("pods-note").textContent = more > 0 ? `${requests} ${more} more pods are not shown.` : requests;
+      } catch {
+        byId("pods-note").textContent = "The gateway does not answer; trying again.";
+      }
+    }
+    await pause(POLL_PODS_MS);
+  }
+}
+
+async function findModel() {
+  [model] = (await getJson("v1/models")).data;
+  document.title = `Try ${model.id}`;
+  byId("served").textContent = `${model.id} takes ${model.modalities.join(", ")}; at most ${model.max_model_len} tokens in all.`;
+  for (const button of document.querySelectorAll("[data-kind]")) button.hidden = !model.modalities.includes(button.dataset.kind);
+}
+
+// --- wiring --------------------------------------------------------------------------------------------------------
+
+byId("form").addEventListener("submit", ask);
+byId("form").addEventListener("invalid", () => { byId("form").querySelector("details").open = true; }, true);
+byId("stop").addEventListener("click", () => running?.abort());
+byId("question").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
+});
+byId("files").addEventListener("change", (event) => {
+  [...event.target.files].forEach(attach);
+  event.target.value = ""; // the same file may be chosen again
+});
+byId("draw").addEventListener("click", drawCircle);
+byId("tone").addEventListener("click", makeTone);
+document.addEventListener("paste", (event) => [...event.clipboardData.files].forEach(attach));
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  byId("drop").classList.add("over");
+});
+document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) byId("drop").classList.remove("over"); });
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  byId("drop").classList.remove("over");
+  [...event.dataTransfer.files].forEach(attach);
+});
+addEventListener("pagehide", () => running?.abort());
+
+watchPods();
