@@ -16,7 +16,7 @@ import random_model
 from local_deployment import Deployment, write
 from PIL import Image
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
 CPU = {"gpus": 0}
 KV = {"kvCacheMebibytes": 64, **CPU}
