@@ -85,10 +85,11 @@ def _local_pod(
     environment = {}
     for variable in container.get("env", []):
         value = _value(variable, name, workload)
-        for inside, outside in mounts.items():
-            if value == inside or value.startswith(f"{inside}/"):
-                value = str(outside) + value[len(inside) :]
-        environment[variable["name"]] = value
+        within = next((path for path in mounts if value == path or value.startswith(f"{path}/")), None)
+        if within is None:
+            environment[variable["name"]] = value
+        elif (folder := mounts[within]) is not None:
+            environment[variable["name"]] = str(folder) + value[len(within) :]
     environment |= {
         "MMD_HTTP_PORT": str(port),
         "MMD_NATS_URL": nats_url,
@@ -106,11 +107,13 @@ def _local_pod(
 
 def _write_mounts(
     spec: dict[str, Any], container: dict[str, Any], maps: dict[str, dict[str, str]], directory: Path
-) -> dict[str, Path]:
+) -> dict[str, Path | None]:
+    """Mount path → folder with a ConfigMap's files; None for a volume that a laptop has not: its programs' defaults serve."""
     volumes = {v["name"]: v["configMap"]["name"] for v in spec.get("volumes", []) if "configMap" in v}
-    mounts = {}
+    mounts: dict[str, Path | None] = {}
     for mount in container.get("volumeMounts", []):
         if (source := volumes.get(mount["name"])) is None:
+            mounts[mount["mountPath"].rstrip("/")] = None
             continue
         folder = directory / "config" / source
         folder.mkdir(parents=True, exist_ok=True)

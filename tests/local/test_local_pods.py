@@ -1,0 +1,47 @@
+"""Rendered pods as processes of this machine: commands and environments that mean the same without containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmd_operator.plan import plan_objects
+from mmd_workers.local import up
+from mmd_workers.local.pods import LocalPod, local_pods
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def pods_of(example: str, folder: Path) -> list[LocalPod]:
+    objects = plan_objects(up.load(EXAMPLES / example), "default")
+    return local_pods(objects, folder, "nats://127.0.0.1:1", gateway_port=8000, threads=1)
+
+
+def test_every_replica_of_every_pool_is_a_process_with_a_port_of_its_own(tmp_path: Path) -> None:
+    pods = pods_of("demo.yaml", tmp_path)
+    components = [pod.component for pod in pods]
+    assert {name: components.count(name) for name in set(components)} == {
+        "gateway": 1,
+        "encoder": 1,
+        "prefill": 1,
+        "decode": 2,
+    }
+    assert len({pod.http_port for pod in pods}) == len(pods)
+    assert [pod.http_port for pod in pods if pod.component == "gateway"] == [8000]
+
+
+def test_config_maps_are_files_that_the_environment_points_to(tmp_path: Path) -> None:
+    for pod in pods_of("demo.yaml", tmp_path):
+        inside = [value for value in pod.environment.values() if value.startswith(str(tmp_path))]
+        assert inside
+        assert all(Path(value).is_file() for value in inside), inside
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(example: str, tmp_path: Path) -> None:
+    for pod in pods_of(example, tmp_path):
+        gone = {
+            name: value for name, value in pod.environment.items() if value.startswith(("/var/cache", "/etc"))
+        }
+        assert not gone, f"{pod.name}: {gone}"
