@@ -33,8 +33,9 @@ lint: install ## Style, types and the walls between packages
 bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
 	$(BIN)/python bench/layouts.py
 
-crds: install ## Generate the CRD and the reference page from the models
+crds: install ## Generate the CRD, the reference and the metrics page from the code
 	$(BIN)/python -m mmd_api.crd
+	$(BIN)/python -m mmd_workers.observe.catalogue
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

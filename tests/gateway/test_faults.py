@@ -248,12 +248,12 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
 async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))
-    await gateway.until_metric("mmd_gateway_sequences_held", 1)
+    await gateway.until_metric("mmd_gateway_held_sequences", 1)
     begun = time.monotonic()
     await gateway.worker(TEXT)
     assert await asking == TEXT
     assert time.monotonic() - begun < 2
-    assert await gateway.metric("mmd_gateway_sequences_held") == 0
+    assert await gateway.metric("mmd_gateway_held_sequences") == 0
 
 
 async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Launch) -> None:
@@ -293,7 +293,7 @@ async def test_a_client_that_hangs_up_frees_its_request_everywhere(launch: Launc
 async def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))
-    await gateway.until_metric("mmd_gateway_sequences_held", 1)
+    await gateway.until_metric("mmd_gateway_held_sequences", 1)
     asking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asking

@@ -26,7 +26,7 @@ from mmd_workers.wire.messages import EncodeFailed, FeatureRef, GenerateRequest,
 
 Connect = Callable[[str], Awaitable[Bus]]
 BYTES = 4096
-REF = FeatureRef("feature-1", "digest", "image", 10, 4, [[0, 4]], {}, {"num_tokens": 4}, 16)
+REF = FeatureRef("feature-1", "digest", "image", 10, 4, [[0, 4]], {}, {}, 16)
 
 
 def request(deadline_seconds: float = 30.0, gateway: str = "gateway-0") -> GenerateRequest:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import uvloop
@@ -34,6 +34,7 @@ from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.types import EncoderModel, LanguageModel
+from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import HttpServer, Progress, routes
@@ -81,6 +82,7 @@ class Worker:
         self.prefill: PrefillService | None = None
         self.decode: DecodeService | None = None
         self.store: FeatureStore | None = None
+        self.source: FeatureSource | None = None
         self.links: LinkManager | None = None
         self.decoders: DecodePool | None = None
         self.encoder_model: EncoderModel | None = None
@@ -124,7 +126,7 @@ class Worker:
         )
         await status.start()
         self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
-        self.bus.on_reconnect(self._reconnected)
+        self._spawn(bus_watch.watch(self.bus, self.metrics), "watch-bus")
         self.book = SequenceBook(self.bus, self.settings.pod, self.metrics)
         observability = self.spec.observability
         self.directory = PeerDirectory(self.bus, observability.heartbeat_timeout_milliseconds / 1000)
@@ -259,11 +261,10 @@ class Worker:
         spec, prefill = self.spec, self.spec.prefill or PrefillSpec()
         transfer = spec.transfer
         self.store = FeatureStore(prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition)
-        source: FeatureSource
         if self.pipeline is not None:
-            source = LocalSource(self.bus, self.pipeline, self.store)
+            self.source = LocalSource(self.bus, self.pipeline, self.store)
         else:
-            source = QueueSource(
+            self.source = source = QueueSource(
                 self.bus,
                 self.settings.pod,
                 self.settings.incarnation,
@@ -295,12 +296,13 @@ class Worker:
             self._engine,
             model,
             self.store,
-            source,
+            self.source,
             self.book,
             sender,
             max_waiting=prefill.max_waiting_requests,
             max_in_engine=spec.decode.max_sequences,
             overlap_tokens=prefill.chunk_tokens // 4,
+            metrics=self.metrics,
         )
         await self.prefill.start()
 
@@ -346,6 +348,8 @@ class Worker:
             output = await self._outputs.get()
             self._count(output)
             if self.prefill is not None:
+                for sequence, cached_tokens in output.admitted.items():
+                    self.prefill.on_admitted(sequence, cached_tokens)
                 for ready in output.kv_ready:
                     self.prefill.on_kv_ready(ready)
             await self.book.publish(output)
@@ -396,9 +400,6 @@ class Worker:
         if self.runner is not None:
             await self.runner.call(partial(Engine.abort, sequence_id=sequence))
 
-    async def _reconnected(self) -> None:
-        self.metrics.nats_reconnects.inc()
-
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._events.add(task)
@@ -408,6 +409,8 @@ class Worker:
 
     def heartbeat(self) -> Heartbeat:
         """The state of this pod now."""
+        for state in get_args(PodState):
+            self.metrics.pod_state.labels(state).set(state == self.state)
         return Heartbeat(
             pod=self.settings.pod,
             pool=self.pool,
@@ -462,18 +465,30 @@ class Worker:
                 stats, self._prefix_blocks = await self.runner.call(
                     lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
                 )
-                self._stats = stats
-                self._observe_engine(stats)
+                before, self._stats = self._stats, stats
+                self._observe_engine(stats, before)
             if self.store is not None:
                 self.metrics.feature_budget.set(self.store.budget_bytes)
                 for state, num_bytes in self.store.bytes_by_state().items():
                     self.metrics.feature_bytes.labels(state).set(num_bytes)
+            if isinstance(self.source, QueueSource):
+                self.metrics.credit.set(self.source.reserved_bytes)
+            if self.decode is not None:
+                self.metrics.inbound.set(self.decode.inbound)
             if self.pipeline is not None:
-                for modality, work in self.pipeline.queued_work.items():
-                    self.metrics.encode_queued.labels(modality).set(work)
+                self._observe_encoding(self.pipeline)
             await asyncio.sleep(STATS_SECONDS)
 
-    def _observe_engine(self, stats: EngineStats) -> None:
+    def _observe_encoding(self, pipeline: EncodePipeline) -> None:
+        backlog = 0.0
+        for modality, work in pipeline.queued_work.items():
+            self.metrics.encode_queued.labels(modality).set(work)
+            if rate := pipeline.work_per_second.get(modality):
+                self.metrics.encode_rate.labels(modality).set(rate)
+                backlog += work / rate
+        self.metrics.backlog.labels("encode").set(backlog)
+
+    def _observe_engine(self, stats: EngineStats, before: EngineStats | None) -> None:
         used = stats.blocks_total - stats.blocks_free - stats.blocks_reserved
         blocks = {"free": stats.blocks_free, "reserved": stats.blocks_reserved, "used": used}
         for state, count in blocks.items():
@@ -486,7 +501,18 @@ class Worker:
         }
         for state, count in sequences.items():
             self.metrics.sequences.labels(state).set(count)
-        self.metrics.prefill_waiting.set(self._waiting_tokens(stats))
+        self.metrics.max_sequences.set(stats.max_sequences)
+        metrics, waiting = self.metrics, self._waiting_tokens(stats)
+        metrics.prefill_waiting.set(waiting)
+        if "prefill" in self.roles and stats.prefill_tokens_per_second:
+            metrics.prefill_rate.set(stats.prefill_tokens_per_second)
+            metrics.backlog.labels("prefill").set(waiting / stats.prefill_tokens_per_second)
+        for counter, name in (
+            (metrics.preemptions, "preemptions"),
+            (metrics.prefix_tokens.labels("hit"), "prefix_hit_tokens"),
+            (metrics.prefix_tokens.labels("miss"), "prefix_miss_tokens"),
+        ):
+            counter.inc(getattr(stats, name) - (getattr(before, name) if before is not None else 0))
 
     def _waiting_tokens(self, stats: EngineStats) -> int:
         return stats.waiting_tokens + (self.prefill.waiting_tokens() if self.prefill is not None else 0)

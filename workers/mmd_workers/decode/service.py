@@ -108,7 +108,9 @@ class DecodeService:
                 log.warning(
                     "lease of %s ended before its commit; its blocks are free again", lease.request_id
                 )
-                await self._drop(lease.lease_id, LeaseError("the lease has ended: offer the request again"))
+                await self._drop(
+                    lease.lease_id, LeaseError("the lease has ended: offer the request again"), "expired"
+                )
             for pod, pump in list(self._pumps.items()):
                 if reason := pump.dead():
                     self._metrics.transfer_failures.labels("kv", LinkError.code).inc()
@@ -131,13 +133,16 @@ class DecodeService:
         """Free the hand-overs of a request's attempts up to this one."""
         for lease_id, inbound in list(self._inbound.items()):
             if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
-                await self._drop(lease_id, LeaseError("the request was cancelled, or offered anew"))
+                await self._drop(
+                    lease_id, LeaseError("the request was cancelled, or offered anew"), "released"
+                )
 
     async def _released(self, release: KvRelease) -> None:
-        await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"))
+        await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"), "released")
 
     async def _offered(self, offer: KvOffer) -> KvGrant:
         def refuse(reason: str) -> KvGrant:
+            self._metrics.leases.labels("refused").inc()
             return KvGrant(offer.request_id, granted=False, reason=reason)
 
         if self._draining:
@@ -165,6 +170,7 @@ class DecodeService:
         self._leases.grant(
             lease_id, offer.pod, offer.incarnation, sequence, (), time.monotonic(), offer.lease_seconds
         )
+        self._metrics.leases.labels("granted").inc()
         return KvGrant(
             offer.request_id,
             granted=True,
@@ -272,6 +278,7 @@ class DecodeService:
             self._book.forget(inbound.sequence)
             await self._runner.call(lambda engine: engine.abort(inbound.sequence))
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
+        self._metrics.leases.labels("committed").inc()
         return KvCommitted(commit.lease_id, ok=True)
 
     def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
@@ -282,10 +289,11 @@ class DecodeService:
         num_bytes = tokens * self._model.kv_layout.bytes_per_token()
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
 
-    async def _drop(self, lease_id: str, error: MmdError) -> None:
+    async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
         """End a hand-over that is not committed, and free its blocks."""
         self._leases.release(lease_id)
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
+            self._metrics.leases.labels(outcome).inc()
             inbound.error = error
             inbound.progress.set()
             await self._runner.call(lambda engine: engine.abort(inbound.sequence))

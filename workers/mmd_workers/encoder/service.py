@@ -130,6 +130,7 @@ class EncoderService:
                 if feature is None:
                     feature, times = await self._encode(job, times)
                 sent = await self._sender.send(job, buffers_of(feature), timings=times)
+                self._metrics.offers.labels(sent).inc()
                 if sent == "sent":
                     self._metrics.transfer_bytes.labels("embedding", "sent").inc(feature.num_bytes)
                 return

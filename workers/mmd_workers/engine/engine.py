@@ -290,6 +290,7 @@ class Engine:
         )
         if not work:
             return output
+        output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         try:
             sampled = self._run(work)
         except torch.AcceleratorError:
@@ -443,6 +444,8 @@ class Engine:
             max_sequences=self.scheduler.max_sequences,
             waiting_tokens=sum(s.remaining for s in (*waiting, *running) if not s.decoding),
             preemptions=self.scheduler.preemptions,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
+            prefix_miss_tokens=self.scheduler.prefix_miss_tokens,
             prefill_tokens_per_second=self._prefill_tokens_per_second,
             step_seconds=self._step_seconds,
         )

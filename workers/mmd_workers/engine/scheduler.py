@@ -50,6 +50,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.prefix_hit_tokens = 0
+        self.prefix_miss_tokens = 0
+        self.admitted: dict[str, int] = {}  # since the last batch, with their cached tokens
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks yet."""
@@ -74,6 +77,7 @@ class Scheduler:
             self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
+        self.admitted.pop(sequence.sequence_id, None)
 
     def schedule(self, reserved_slots: int = 0) -> Schedule:
         """Choose the next step's work; `reserved_slots` sequences are expected from elsewhere and keep their places free.
@@ -148,6 +152,9 @@ class Scheduler:
         sequence.computed = len(cached) * self.pool.block_tokens
         sequence.registered = len(cached)
         sequence.waited_steps = 0
+        self.prefix_hit_tokens += sequence.computed
+        self.prefix_miss_tokens += sequence.num_tokens - sequence.computed
+        self.admitted[sequence.sequence_id] = sequence.computed
         self.start(sequence)
         return True
 

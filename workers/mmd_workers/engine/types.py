@@ -76,6 +76,7 @@ class StepOutput:
     tokens: list[SampledToken] = field(default_factory=list)
     kv_ready: list[KvReady] = field(default_factory=list)
     failed: list[tuple[str, Exception]] = field(default_factory=list)
+    admitted: dict[str, int] = field(default_factory=dict)  # since the last batch, with their cached tokens
     prefill_tokens: int = 0
     decode_sequences: int = 0
     duration_seconds: float = 0.0
@@ -114,5 +115,7 @@ class EngineStats:
     max_sequences: int
     waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
     preemptions: int
+    prefix_hit_tokens: int  # of all prompts admitted so far: with KV in the prefix cache, and without
+    prefix_miss_tokens: int
     prefill_tokens_per_second: float
     step_seconds: float  # of steps that decode

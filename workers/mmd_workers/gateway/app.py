@@ -8,11 +8,11 @@ import json
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mmd_api.spec import SloSpec
 from mmd_workers.engine.blocks import block_hash
 from mmd_workers.errors import MmdError
 from mmd_workers.gateway import page
@@ -41,14 +42,15 @@ from mmd_workers.gateway.chat import ChoiceStream, usage_of
 from mmd_workers.gateway.hold import MediaHold, Reservation
 from mmd_workers.gateway.intake import MAX_SEED, Intake, Prepared, api_error
 from mmd_workers.gateway.lifecycle import Dispatcher
-from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
-from mmd_workers.gateway.timeline import Timeline, sequence_id
+from mmd_workers.gateway.timeline import Timeline, kept_promises, sequence_id
 from mmd_workers.model.types import Frontend
 from mmd_workers.observe.logs import request_context
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.server import scraped
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages import Heartbeat, PodState
 from mmd_workers.wire.peers import PeerDirectory
 
 Scope = MutableMapping[str, Any]
@@ -80,7 +82,8 @@ class Gateway:
     dispatcher: Dispatcher
     directory: PeerDirectory
     bus: Bus
-    metrics: GatewayMetrics
+    metrics: Metrics
+    slo: SloSpec
     started: float = field(default_factory=time.time)
     draining: bool = False
     running: int = 0
@@ -408,7 +411,7 @@ class ChatCompletions:
             prepared.layout, sum(choice.completion_tokens for choice in choices), timeline.cached_tokens()
         )
         timeline.usage = usage.model_dump()
-        counted = self._gateway.metrics.shared.tokens
+        counted = self._gateway.metrics.tokens
         for modality in ("text", "image", "video", "audio"):
             tokens = timeline.usage["prompt_tokens_details"][f"{modality}_tokens"]
             counted.labels(f"prompt_{modality}").inc(tokens)
@@ -417,13 +420,15 @@ class ChatCompletions:
         return usage
 
     def _count(self, timeline: Timeline) -> None:
-        modality, shared = timeline.modality(), self._gateway.metrics.shared
-        shared.requests.labels(modality, timeline.code).inc()
-        shared.e2e.labels(modality).observe(timeline.finished - timeline.arrived)
+        modality, metrics = timeline.modality(), self._gateway.metrics
+        metrics.requests.labels(modality, timeline.code).inc()
+        metrics.e2e.labels(modality).observe((timeline.last_token or timeline.finished) - timeline.arrived)
         if timeline.first_token:
-            shared.ttft.labels(modality).observe(timeline.first_token - timeline.arrived)
+            metrics.ttft.labels(modality).observe(timeline.first_token - timeline.arrived)
         if timeline.code != "ok":
-            shared.errors.labels(timeline.code).inc()
+            metrics.errors.labels(timeline.code).inc()
+        for signal, kept in kept_promises(timeline, self._gateway.slo).items():
+            metrics.slo.labels(signal, "kept" if kept else "missed").inc()
 
 
 def _wants_timings(exchange: _Exchange, request: ChatRequest) -> bool:
@@ -467,9 +472,9 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
         body = {"ready": is_ready, "reason": reason, "ready_pods": pods}
         return JSONResponse(body, 200 if is_ready else 503)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         _sample(gateway)
-        return Response(gateway.metrics.shared.expose(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return scraped(gateway.metrics, request)
 
     async def requests(request: Request) -> Response:
         count = request.query_params.get("limit", "100")
@@ -541,13 +546,21 @@ def _shown(beat: Heartbeat) -> dict[str, Any]:
 
 
 def _sample(gateway: Gateway) -> None:
-    dispatcher, hold, own = gateway.dispatcher, gateway.hold, gateway.metrics
-    own.shared.requests_running.set(gateway.running)
-    own.shared.held_bytes.set(hold.used_bytes)
+    """Set the gauges that are only looked at when they are scraped."""
+    dispatcher, hold, metrics = gateway.dispatcher, gateway.hold, gateway.metrics
+    metrics.requests_running.set(gateway.running)
+    metrics.held_bytes.set(hold.used_bytes)
     held = dispatcher.held_by_role()
+    pods = Counter((role, beat.state) for beat in gateway.directory.pods(state=None) for role in beat.roles)
+    metrics.gateway_pods.clear()
     for role in ("encode", "prefill", "decode"):
-        own.held.labels(role).set(held.get(role, 0))
-    own.sequences.set(dispatcher.live_sequences)
-    own.media_budget.set(hold.budget_bytes)
-    own.media_items.set(hold.held_media)
-    own.media_waiting.set(hold.waiting)
+        metrics.gateway_held.labels(role).set(held.get(role, 0))
+        metrics.gateway_pods.labels(role, "ready").set(0)
+    for (role, state), count in pods.items():
+        metrics.gateway_pods.labels(role, state).set(count)
+    for state in get_args(PodState):
+        metrics.pod_state.labels(state).set(state == ("draining" if gateway.draining else "ready"))
+    metrics.gateway_sequences.set(dispatcher.live_sequences)
+    metrics.media_budget.set(hold.budget_bytes)
+    metrics.media_items.set(hold.held_media)
+    metrics.media_waiting.set(hold.waiting)

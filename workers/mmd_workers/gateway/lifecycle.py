@@ -25,10 +25,10 @@ from mmd_workers.errors import (
     PeerLostError,
     UnsupportedInputError,
 )
-from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import NothingRoutable, Overloaded, Router, RouteRequest
 from mmd_workers.gateway.timeline import Attempt, Timeline, Timelines, split_sequence_id
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import (
     GenerateRequest,
@@ -134,7 +134,7 @@ class Dispatcher:
         gateway: str,
         max_retries: int,
         encode_seconds: float,
-        metrics: GatewayMetrics,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._directory = directory
@@ -210,11 +210,12 @@ class Dispatcher:
             before = sequence.state.last_token_at
             if taken := sequence.state.accept(item, batch.pod, now):
                 if before is not None:
-                    self._metrics.shared.itl.labels(sequence.timeline.modality()).observe(
+                    self._metrics.itl.labels(sequence.timeline.modality()).observe(
                         (now - before) / len(taken)
                     )
                 if not sequence.timeline.first_token:
                     sequence.timeline.first_token = now
+                sequence.timeline.last_token = now
                 sequence.news.set()
             if sequence.state.finished or sequence.state.failure is not None:
                 sequence.signal.set()
@@ -263,7 +264,9 @@ class Dispatcher:
             if lost is None:
                 return
             failures += 1
-            self._metrics.shared.retries.labels(lost.reason).inc()
+            self._metrics.retries.labels(lost.reason).inc()
+            if sequence.state.tokens:
+                self._metrics.migrations.labels(lost.reason).inc()
             sequence.attempt.lost = lost.message
             name = sequence.state.spec.request_id
             _log.warning("%s attempt %d is lost: %s", name, sequence.state.attempt, lost.message)

@@ -8,22 +8,25 @@ import logging
 import random
 import signal
 import time
+from importlib.metadata import version
 
 import uvloop
 
+from mmd_api.pipeline import PipelineConfig
 from mmd_workers.errors import MmdError
 from mmd_workers.gateway.app import Gateway, build_app
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
-from mmd_workers.gateway.metrics import GatewayMetrics
 from mmd_workers.gateway.router import Router
 from mmd_workers.model.frontend import load_frontend
+from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import HttpServer
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.media import MediaServer
 from mmd_workers.wire.messages import Heartbeat, Load
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory
@@ -32,6 +35,7 @@ from mmd_workers.wire.subjects import Subjects
 HOLD_BODIES = 4  # largest bodies that the media budget has room for
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
+QUEUE_PERIOD_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
     )
     encode_seconds = spec.encoder.job_timeout_seconds if spec.encoder is not None else 120
-    metrics = GatewayMetrics(Metrics())
+    metrics = _metrics(pipeline)
     dispatcher = Dispatcher(
         bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds, metrics
     )
@@ -68,12 +72,13 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         max_concurrent_requests=spec.gateway.max_concurrent_requests,
         request_timeout_seconds=spec.gateway.request_timeout_seconds,
         frontend=frontend,
-        intake=Intake(pipeline, frontend, metrics.shared),
+        intake=Intake(pipeline, frontend, metrics),
         hold=hold,
         dispatcher=dispatcher,
         directory=directory,
         bus=bus,
         metrics=metrics,
+        slo=spec.slo,
     )
 
     def beat() -> Heartbeat:
@@ -94,6 +99,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     server = HttpServer(
         build_app(gateway, beat, spec.gateway.web_page), _listen_address(settings.pod_ip), settings.http_port
     )
+    watching = [asyncio.create_task(bus_watch.watch(bus, metrics), name="watch-bus")]
+    if spec.encoder is not None:
+        watching.append(asyncio.create_task(_watch_queue(EncodeQueue(bus), metrics), name="watch-queue"))
     try:
         await directory.start()
         await dispatcher.start()
@@ -104,6 +112,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         await stop.wait()
         await _drain(gateway, heartbeater, spec.gateway.template.termination_grace_period_seconds)
     finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         await server.stop()
         await heartbeater.close()
         await dispatcher.close()
@@ -120,6 +131,33 @@ def run(settings: WorkerSettings) -> None:
     except MmdError as error:
         _log.critical("cannot serve (%s): %s", error.code, error.message)
         raise SystemExit(1) from error
+
+
+def _metrics(pipeline: PipelineConfig) -> Metrics:
+    metrics, slo = Metrics(), pipeline.spec.slo
+    metrics.build.info(
+        {"version": version("multimodal-operator"), "revision": pipeline.revision, "roles": "gateway"}
+    )
+    for signal_name, milliseconds in (("ttft", slo.ttft_milliseconds), ("itl", slo.itl_milliseconds)):
+        if milliseconds is not None:
+            metrics.slo_target.labels(signal_name).set(milliseconds / 1000)
+            metrics.slo_objective.labels(signal_name).set(slo.percentile / 100)
+    return metrics
+
+
+async def _watch_queue(queue: EncodeQueue, metrics: Metrics) -> None:
+    """What waits for encoders, read off the stream until cancelled. What cannot be read is absent, not zero."""
+    gauges = (metrics.queue_jobs, metrics.queue_work)
+    while True:
+        try:
+            for modality, depth in (await queue.depth()).items():
+                for gauge, value in zip(gauges, (depth.jobs, depth.work), strict=True):
+                    gauge.labels(modality).set(value)
+        except MmdError as error:
+            _log.debug("%s", error.message)
+            for gauge in gauges:
+                gauge.clear()
+        await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 
 async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int) -> None:

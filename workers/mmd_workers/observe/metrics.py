@@ -1,116 +1,301 @@
-"""Every metric of every process, as one table: name (its ending is the unit), help, labels. Knows nothing of what it counts.
+"""Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Knows nothing of what it counts.
 
-Labels take values from small fixed sets only (`LABELS`): never a request, a URL, a digest or a message.
+Labels take values from small fixed sets only: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
+this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
 
 LABELS: dict[str, str] = {
-    "modality": "text, image, video, audio",
+    "modality": "text, image, video, audio: of a request, its heaviest",
     "code": "`MmdError.code`, or ok",
-    "phase": "names of wire.messages.Phase",
+    "phase": "queue, encode, embedding_transfer, prefill, kv_transfer, decode",
     "link": "embedding, kv",
     "direction": "sent, received",
-    "reason": "short fixed words in the code that counts",
-    "state": "states of the thing in the metric's name",
-    "outcome": "hit, miss",
-    "cache": "feature",
-    "kind": "token kinds: prompt_text, prompt_image, prompt_video, prompt_audio, prompt_cached, output",
+    "role": "encode, prefill, decode",
+    "cache": "feature (encoded media, on the pod that encodes), store (embeddings, on the pod that prefills)",
+    "kind": "prompt_text, prompt_image, prompt_video, prompt_audio, prompt_cached, output",
+    "signal": "ttft, itl",
 }
 SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+Moves = Literal["load", "trouble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One metric as people read of it. `moves`: whether served requests are enough to feed it, or something must go wrong."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[tuple[str, str], ...]  # name, values
+    section: str
+    moves: Moves
 
 
 class Metrics:
     """The catalogue; one object per process, on a registry of its own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.catalogue: list[Entry] = []
+        self._section = ""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
-        # What clients see (gateway). `modality` is the heaviest one of the request.
+        self._section = "Requests, as clients see them (gateway)"
         self.requests = counter("mmd_requests_total", "Requests finished, by how", "modality", "code")
         self.requests_running = gauge("mmd_requests_running", "Requests accepted and not finished")
         self.ttft = histogram("mmd_ttft_seconds", "Arrival to first token", LONG_SECONDS, "modality")
-        self.itl = histogram("mmd_itl_seconds", "Between two tokens of a stream", SHORT_SECONDS, "modality")
+        self.itl = histogram(
+            "mmd_itl_seconds",
+            "Between two tokens of a stream, as they reach the gateway",
+            SHORT_SECONDS,
+            "modality",
+        )
         self.e2e = histogram("mmd_e2e_seconds", "Arrival to last token", LONG_SECONDS, "modality")
         self.tokens = counter("mmd_tokens_total", "Tokens in and out of finished requests", "kind")
-        self.retries = counter("mmd_retries_total", "Requests placed again after a worker failed", "reason")
+        self.slo = counter(
+            "mmd_slo_requests_total",
+            "Requests measured against spec.slo; one that fails through no fault of its client has missed it",
+            "signal",
+            "outcome: kept, missed",
+        )
+        self.slo_target = gauge(
+            "mmd_slo_target_seconds", "What spec.slo promises; absent without one", "signal"
+        )
+        self.slo_objective = gauge(
+            "mmd_slo_objective_ratio",
+            "Share of requests that spec.slo promises it to; absent without one",
+            "signal",
+        )
+        self.retries = counter(
+            "mmd_retries_total",
+            "Requests placed again after a placement was lost",
+            "reason: pod_lost, gave_up, gap, silent, forgotten",
+            moves="trouble",
+        )
+        self.migrations = counter(
+            "mmd_migrations_total",
+            "Of those, requests that went on elsewhere with the tokens they already had",
+            "reason: pod_lost, gave_up, gap, silent, forgotten",
+            moves="trouble",
+        )
+        self.gateway_sequences = gauge("mmd_gateway_sequences", "Sequences placed or waiting for a pod")
+        self.gateway_held = gauge(
+            "mmd_gateway_held_sequences", "Sequences that wait for a pod, by the role that is missing", "role",
+            moves="trouble",
+        )  # fmt: skip
+        self.duplicates = counter(
+            "mmd_gateway_duplicate_tokens_total", "Tokens that arrived more than once", moves="trouble"
+        )
+        self.gateway_pods = gauge(
+            "mmd_gateway_pods",
+            "Pods that this gateway hears of, by role; one with two roles counts twice",
+            "role",
+            "state: loading, ready, draining, drained",
+        )
+
+        self._section = "Media (gateway)"
         self.fetch_bytes = counter(
             "mmd_media_fetched_bytes_total", "Media received from clients and URLs", "modality"
         )
         self.held_bytes = gauge("mmd_media_held_bytes", "Media held until their encode jobs are done")
-
-        # Where the time goes (every pod): queue, encode, embedding_transfer, prefill, kv_transfer, decode.
-        self.phase = histogram("mmd_phase_seconds", "Length of a phase", LONG_SECONDS, "phase", "modality")
-
-        # Encode role.
-        self.encode_queued = gauge(
-            "mmd_encode_queued_work", "Work units waiting (patches, frames)", "modality"
+        self.media_budget = gauge("mmd_media_budget_bytes", "Bound of mmd_media_held_bytes")
+        self.media_items = gauge("mmd_gateway_media_items", "Distinct media held")
+        self.media_waiting = gauge(
+            "mmd_media_waiting_requests", "Requests that wait for media memory", moves="trouble"
         )
-        self.encode_work = counter(
-            "mmd_encode_work_total", "Work units encoded (patches, frames)", "modality"
+
+        self._section = (
+            "The queue of encode jobs (gateway, read off the stream; absent while it cannot be read)"
+        )
+        self.queue_jobs = gauge("mmd_encode_queue_jobs", "Encode jobs published and not done", "modality")
+        self.queue_work = gauge(
+            "mmd_encode_queue_work", "Work in them (patches, frames), to two digits", "modality"
+        )
+
+        self._section = "Where the time goes (the pod that ends the phase)"
+        self.phase = histogram("mmd_phase_seconds", "Length of a phase", LONG_SECONDS, "phase", "modality")
+        self.backlog = gauge(
+            "mmd_backlog_seconds",
+            "Work waiting on this pod ÷ its measured throughput",
+            "role: encode, prefill",
+        )
+
+        self._section = "Encode role"
+        self.encode_queued = gauge(
+            "mmd_encode_queued_work", "Work taken by this pod and not encoded (patches, frames)", "modality"
+        )
+        self.encode_work = counter("mmd_encode_work_total", "Work encoded (patches, frames)", "modality")
+        self.encode_rate = gauge(
+            "mmd_encode_work_per_second", "Measured throughput while the tower runs", "modality"
         )
         self.encode_busy = counter("mmd_encode_busy_seconds_total", "Time the towers were running")
         self.encode_jobs = counter(
             "mmd_encode_jobs_total", "Encode jobs finished, by how", "modality", "code"
         )
         self.redeliveries = counter(
-            "mmd_encode_redeliveries_total", "Encode jobs that came again", "modality"
+            "mmd_encode_redeliveries_total", "Encode jobs that came again", "modality", moves="trouble"
         )
         self.decode_failures = counter(
-            "mmd_media_decode_failures_total", "Media that broke decoding", "modality", "reason"
+            "mmd_media_decode_failures_total",
+            "Media that broke decoding",
+            "modality",
+            "reason: `MmdError.code`",
+            moves="trouble",
         )
 
-        # Features and caches.
+        self._section = "Features and caches"
         self.feature_transitions = counter(
-            "mmd_feature_transitions_total", "Features that entered a state", "state"
+            "mmd_feature_transitions_total",
+            "Features that entered a state",
+            "state: registered, encoding, encoded, merged, prefilled, discarded",
         )
-        self.feature_bytes = gauge("mmd_feature_used_bytes", "Features held now", "state")
+        self.feature_bytes = gauge(
+            "mmd_feature_used_bytes", "Features reserved or held now", "state: registered … discarded"
+        )
         self.feature_budget = gauge("mmd_feature_budget_bytes", "Features that may be held")
-        self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome")
-        self.cache_evictions = counter("mmd_cache_evictions_total", "Entries dropped for room", "cache")
-        self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache")
+        self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome: hit, miss")
+        self.cache_evictions = counter(
+            "mmd_cache_evictions_total", "Entries dropped for room", "cache: feature", moves="trouble"
+        )
+        self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache: feature")
+        self.prefix_tokens = counter(
+            "mmd_prefix_cache_tokens_total",
+            "Tokens of admitted prompts, by whether their KV was in the prefix cache",
+            "outcome: hit, miss",
+        )
 
-        # Transfers.
+        self._section = "Transfers between pods"
         self.transfer_bytes = counter(
             "mmd_transfer_bytes_total", "Payload moved between pods", "link", "direction"
         )
         self.transfer = histogram(
-            "mmd_transfer_seconds", "First byte to acknowledgement", SHORT_SECONDS, "link"
+            "mmd_transfer_seconds",
+            "First byte to last, of one feature or one sequence",
+            SHORT_SECONDS,
+            "link",
         )
         self.transfer_failures = counter(
-            "mmd_transfer_failures_total", "Transfers that failed", "link", "reason"
+            "mmd_transfer_failures_total",
+            "Transfers that failed",
+            "link",
+            "reason: `MmdError.code`, lease_expired",
+            moves="trouble",
+        )
+        self.offers = counter(
+            "mmd_embedding_offers_total",
+            "Features offered to a receiver, by its verdict",
+            "outcome: sent, have, refused",
+        )
+        self.credit = gauge(
+            "mmd_embedding_credit_bytes",
+            "Room that this receiver has granted to transfers under way; seen above zero when they are slow",
+            moves="trouble",
+        )
+        self.leases = counter(
+            "mmd_kv_leases_total",
+            "Leases on KV blocks, by what became of them",
+            "outcome: granted, refused, committed, released, expired, lost",
+        )
+        self.inbound = gauge(
+            "mmd_kv_inbound_sequences",
+            "Sequences granted blocks and not yet committed; seen above zero when hand-overs are slow",
+            moves="trouble",
         )
 
-        # Prefill and decode roles.
-        self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state")
+        self._section = "Prefill and decode roles"
+        self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state: free, reserved, used")
         self.prefill_waiting = gauge("mmd_prefill_waiting_tokens", "Prompt tokens not yet prefilled")
         self.prefill_tokens = counter("mmd_prefill_tokens_total", "Prompt tokens computed")
-        self.sequences = gauge("mmd_sequences", "Sequences of the engine", "state")
+        self.prefill_rate = gauge("mmd_prefill_tokens_per_second", "Measured throughput while prompts run")
+        self.sequences = gauge(
+            "mmd_sequences", "Sequences of the engine", "state: waiting, running, held, reserved"
+        )
+        self.max_sequences = gauge("mmd_max_sequences", "Sequences that the engine runs at once")
         self.step = histogram("mmd_step_seconds", "One engine step", SHORT_SECONDS)
         self.step_sequences = histogram("mmd_step_sequences", "Sequences in an engine step", STEP_SEQUENCES)
+        self.preemptions = counter(
+            "mmd_preemptions_total", "Sequences that gave their KV up to others", moves="trouble"
+        )
 
-        # The process.
-        self.nats_reconnects = counter("mmd_nats_reconnects_total", "Times the bus connection was made anew")
+        self._section = "The process (every pod)"
+        self.pod_state = gauge(
+            "mmd_pod_state", "1 for the state that the pod is in", "state: loading, ready, draining, drained"
+        )
+        self.nats_connected = gauge("mmd_nats_connected", "1 while the bus connection stands")
+        self.nats_round_trip = histogram(
+            "mmd_nats_round_trip_seconds", "To the message server and back, once a second", SHORT_SECONDS
+        )
+        self.nats_reconnects = counter(
+            "mmd_nats_reconnects_total", "Times the bus connection was made anew", moves="trouble"
+        )
+        self.nats_lost = counter(
+            "mmd_nats_messages_lost_total",
+            "Messages that did not do their work here",
+            "reason: malformed, dropped (came faster than they were read), handler (the code that took it failed)",
+            moves="trouble",
+        )
         self.loaded_bytes = gauge("mmd_model_loaded_bytes", "Weights loaded by this process")
-        self.errors = counter("mmd_errors_total", "Typed errors raised, by code", "code")
+        self.errors = counter("mmd_errors_total", "Typed errors raised, by code", "code", moves="trouble")
         self.build = Info("mmd_build", "Version, revision and roles of this process", registry=self.registry)
+        labels = (("version", "of this software"), ("revision", "of the pipeline"), ("roles", "joined by +"))
+        self._enter("mmd_build_info", "info", "Version, revision and roles of this process", labels, "load")
+        ProcessCollector(registry=self.registry)
 
-    def expose(self) -> bytes:
-        """The text that a Prometheus server scrapes."""
-        return generate_latest(self.registry)
+    def expose(self, accept: str = "") -> tuple[bytes, str]:
+        """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+    def _enter(
+        self, name: str, kind: str, text: str, labels: tuple[tuple[str, str], ...], moves: Moves
+    ) -> list[str]:
+        self.catalogue.append(Entry(name, kind, text, labels, self._section, moves))
+        return [label for label, _ in labels]
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Counter:
+        return Counter(
+            name, text, self._enter(name, "counter", text, _labels(labels), moves), registry=self.registry
+        )
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Gauge:
+        return Gauge(
+            name, text, self._enter(name, "gauge", text, _labels(labels), moves), registry=self.registry
+        )
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float], *labels: str, moves: Moves = "load"
+    ) -> Histogram:
+        names = self._enter(name, "histogram", text, _labels(labels), moves)
+        return Histogram(name, text, names, buckets=buckets, registry=self.registry)
+
+
+def _labels(labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """`"outcome: hit, miss"` is a label with its values; a bare name takes them from `LABELS`."""
+    parts = [label.partition(": ") for label in labels]
+    return tuple((name, values or LABELS[name]) for name, _, values in parts)
+
+
+def exemplar(trace_id: str) -> dict[str, str] | None:
+    """What ties an observation to a trace, for `Histogram.observe`."""
+    return {"trace_id": trace_id} if trace_id else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -66,14 +65,20 @@ def routes(
         reason = not_ready_because()
         return JSONResponse({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
-    async def exposed(_: Request) -> Response:
-        return Response(metrics.expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def exposed(request: Request) -> Response:
+        return scraped(metrics, request)
 
     async def current(_: Request) -> Response:
         return JSONResponse(dict(state()))
 
     table: dict[str, Handler] = {"/livez": livez, "/readyz": readyz, "/metrics": exposed, "/state": current}
     return [Route(path, handler) for path, handler in table.items()]
+
+
+def scraped(metrics: Metrics, request: Request) -> Response:
+    """The answer to a scrape, in the format that it asks for."""
+    body, content_type = metrics.expose(request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": content_type})
 
 
 class _EmbeddedServer(uvicorn.Server):

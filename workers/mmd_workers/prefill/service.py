@@ -18,6 +18,7 @@ from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
 from mmd_workers.errors import DeadlineError, MmdError
 from mmd_workers.model.types import Feature, LanguageModel
+from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.wire.bus import Bus
@@ -54,6 +55,7 @@ class PrefillService:
         max_waiting: int,
         max_in_engine: int,
         overlap_tokens: int,
+        metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._pod = pod
@@ -65,10 +67,12 @@ class PrefillService:
         self._sender = sender
         self._max_waiting = max_waiting
         self._overlap_tokens = overlap_tokens
+        self._metrics = metrics
         self._engine_slots = asyncio.Semaphore(max_in_engine)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
+        self._cached_tokens: dict[str, int] = {}
         self._draining = False
 
     async def start(self) -> None:
@@ -120,6 +124,11 @@ class PrefillService:
         tracked = self._book.get(name)
         return name in self._tasks and tracked is not None and bool(tracked.request.decode_pods)
 
+    def on_admitted(self, sequence: str, cached_tokens: int) -> None:
+        """The engine runs the prompt now, but for what it found in its prefix cache."""
+        if sequence in self._first_token:
+            self._cached_tokens[sequence] = cached_tokens
+
     def on_kv_ready(self, event: KvReady) -> None:
         """The engine has completed the KV of a range."""
         if (ranges := self._ranges.get(event.sequence_id)) is not None:
@@ -160,6 +169,7 @@ class PrefillService:
             self._store.release(name)
             self._ranges.pop(name, None)
             self._first_token.pop(name, None)
+            self._cached_tokens.pop(name, None)
 
     async def _give_up(self, name: str, error: MmdError) -> None:
         await self._runner.call(lambda engine: engine.abort(name))
@@ -216,7 +226,7 @@ class PrefillService:
                 )
             )
             _, token = await asyncio.gather(filling, first)
-            self._note_phases(tracked, placed, added)
+            self._note_phases(tracked, placed, added, self._cached_tokens.get(name, 0))
             if handing is None:
                 return  # the sequence decodes here; the book closes it at its last token
             if token.finish_reason is None:
@@ -232,13 +242,14 @@ class PrefillService:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    def _note_phases(self, tracked: Tracked, placed: float, added: float) -> None:
+    def _note_phases(self, tracked: Tracked, placed: float, added: float, cached_tokens: int) -> None:
         encoded = self._feature_phases(tracked.request, placed)
         waited = max([placed, *(phase.end for phase in encoded if phase.end < added)])
+        sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": cached_tokens}
         tracked.phases += [
             *encoded,
             Phase("queue", waited, added, {"for": "prefill"}),
-            Phase("prefill", added, time.time(), {"tokens": len(tracked.request.token_ids)}),
+            Phase("prefill", added, time.time(), sizes),
         ]
 
     async def _gather_features(self, name: str, request: GenerateRequest) -> list[asyncio.Future[Feature]]:
@@ -250,6 +261,8 @@ class PrefillService:
             for ref in request.features
         }
         new = set(await self._store.admit(name, needs))
+        self._metrics.cache.labels("store", "miss").inc(len(new))
+        self._metrics.cache.labels("store", "hit").inc(len(needs) - len(new))
         arrivals = [self._store.arrival(ref.feature_id) for ref in request.features]
         for ref in request.features:
             if ref.feature_id in new:

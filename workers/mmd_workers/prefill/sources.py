@@ -156,6 +156,11 @@ class QueueSource:
                 log.warning("encode job of %s is published again: %s", job.request_id, error.message)
                 await asyncio.wait([arrival], timeout=PUBLISH_PAUSE_SECONDS)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Room granted to transfers under way."""
+        return self._receiver.reserved_bytes
+
     def times(self, feature_id: str) -> dict[str, float]:
         """See `FeatureSource.times`."""
         return self._times.take(feature_id)

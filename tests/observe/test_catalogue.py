@@ -1,0 +1,64 @@
+"""The page of metrics is made from the code, and nobody adds a metric without saying what it means."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mmd_workers.observe import catalogue
+from mmd_workers.observe.metrics import LABELS, Metrics
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert catalogue.PAGE.read_text() == catalogue.page(), "run `make crds`"
+
+
+@pytest.mark.parametrize("entry", Metrics().catalogue, ids=lambda entry: entry.name)
+def test_a_metric_says_what_it_means_and_what_its_labels_may_be(entry) -> None:
+    assert len(entry.text.split()) >= 2
+    assert entry.section
+    assert all(values for _, values in entry.labels)
+
+
+def test_everything_on_the_registry_is_in_the_catalogue() -> None:
+    metrics = Metrics()
+    registered = set(metrics.registry._names_to_collectors)
+    for entry in metrics.catalogue:
+        assert entry.name in registered, entry.name
+    named = {entry.name for entry in metrics.catalogue}
+    for family in metrics.registry.collect():
+        full = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        assert full in named or full.startswith("process_"), f"{full} is not in the catalogue"
+
+
+UNITS = (
+    r"_(seconds|bytes|tokens|sequences|work|blocks|running|jobs|items|requests|pods|ratio|per_second)(_total)?$"
+    r"|_total$|_info$|_(state|connected)$"
+)
+
+
+def test_names_end_in_their_unit_and_labels_are_few() -> None:
+    for entry in Metrics().catalogue:
+        assert entry.name.startswith("mmd_")
+        assert re.search(UNITS, entry.name) or entry.name == "mmd_sequences", entry.name
+        assert (entry.kind == "counter") == entry.name.endswith("_total")
+        assert len(entry.labels) <= 3
+
+
+def test_a_bare_label_without_known_values_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Metrics()._counter("mmd_test_total", "for this test", "url")
+    assert "url" not in LABELS
+
+
+def test_a_scraper_that_asks_for_openmetrics_gets_exemplars() -> None:
+    metrics = Metrics()
+    metrics.ttft.labels("text").observe(0.3, {"trace_id": "ab" * 16})
+    plain, plain_type = metrics.expose("text/plain")
+    modern, modern_type = metrics.expose("application/openmetrics-text;version=1.0.0")
+    assert b"trace_id" not in plain
+    assert plain_type.startswith("text/plain")
+    assert f'# {{trace_id="{"ab" * 16}"}} 0.3'.encode() in modern
+    assert modern_type.startswith("application/openmetrics-text")
+    assert b"_created" not in modern

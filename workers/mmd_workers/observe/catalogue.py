@@ -1,0 +1,73 @@
+"""The page `docs/metrics.md`, made from the metrics themselves. `python -m mmd_workers.observe.catalogue` writes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from mmd_workers.observe.metrics import LONG_SECONDS, SHORT_SECONDS, Entry, Metrics
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+_HEAD = """# Metrics
+
+<!-- Generated from workers/mmd_workers/observe/metrics.py by `make crds`. Do not edit. -->
+
+Every pod serves `/metrics`: workers on port 8080, the gateway on its own port. The ending of a name is its unit. Labels take
+values from small fixed sets; nothing that a client sends ever becomes one. Where to scrape them, and what to look at:
+[observe.md](observe.md).
+
+"Moves with" says what it takes for a metric to leave zero: **load**, any served request; **trouble**, something that went
+wrong or became scarce. The tests hold each metric to it against a running deployment.
+
+Scraped as OpenMetrics, `mmd_ttft_seconds` and `mmd_e2e_seconds` carry the trace id of a recent request in each bucket as an
+exemplar. Every process also exposes the usual `process_*` metrics (CPU time, memory, file descriptors).
+
+A process belongs to one pipeline revision for its whole life, so revision is no label of each series: join it in where it
+matters.
+
+```promql
+histogram_quantile(0.95, sum by (le, revision) (
+  rate(mmd_step_seconds_bucket[5m]) * on (instance) group_left (revision) mmd_build_info))
+```
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for section, entries in groupby(Metrics().catalogue, key=lambda entry: entry.section):
+        parts.append(
+            f"\n## {section}\n\n| metric | kind | what it tells | labels | moves with |\n|---|---|---|---|---|\n"
+        )
+        parts += [_row(entry) for entry in entries]
+    parts.append(
+        f"\nBuckets of durations, in seconds: {_numbers(LONG_SECONDS)}; of transfers, engine steps, round trips and `mmd_itl_seconds`: "
+        f"{_numbers(SHORT_SECONDS)}.\n"
+    )
+    return "".join(parts)
+
+
+def _row(entry: Entry) -> str:
+    labels = "<br>".join(f"`{name}`: {values}" for name, values in entry.labels)
+    return f"| `{entry.name}` | {entry.kind} | {entry.text} | {labels} | {entry.moves} |\n"
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def main() -> None:
+    """Write the page, or with `--check` exit 1 when it is not what the code says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    if not parser.parse_args().check:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        sys.exit(f"{PAGE.name} is not what the code says: run make crds")
+
+
+if __name__ == "__main__":
+    main()
