@@ -8,7 +8,7 @@ import pytest
 
 from mmd_operator.plan import plan_objects
 from mmd_workers.local import up
-from mmd_workers.local.pods import LocalPod, local_pods
+from mmd_workers.local.pods import LocalPod, RenderError, local_pods
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,9 +39,22 @@ def test_config_maps_are_files_that_the_environment_points_to(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(example: str, tmp_path: Path) -> None:
+def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_own")
     for pod in pods_of(example, tmp_path):
         gone = {
             name: value for name, value in pod.environment.items() if value.startswith(("/var/cache", "/etc"))
         }
         assert not gone, f"{pod.name}: {gone}"
+
+
+def test_a_secret_is_what_our_own_environment_has_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_own")
+    assert {pod.environment["HF_TOKEN"] for pod in pods_of("gpu.yaml", tmp_path)} == {"hf_own"}
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(RenderError, match="set HF_TOKEN in the environment"):
+        pods_of("gpu.yaml", tmp_path)

@@ -5,6 +5,7 @@ Reads the very objects that the operator would apply; knows nothing of how they 
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def local_pods(
     ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
 
     Raises:
-        RenderError: an object refers to what does not exist here (a Secret, say).
+        RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
     """
     maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
     pods = []
@@ -126,7 +127,15 @@ def _write_mounts(
 def _value(variable: dict[str, Any], pod: str, workload: dict[str, Any]) -> str:
     if "value" in variable:
         return str(variable["value"])
-    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+    source = variable.get("valueFrom", {})
+    if secret := source.get("secretKeyRef"):
+        if (own := os.environ.get(variable["name"])) is None and not secret.get("optional"):
+            raise RenderError(
+                f"environment variable {variable['name']} of {pod} comes from the Secret {secret['name']}, which a laptop has "
+                f"not: set {variable['name']} in the environment of `mmd up`"
+            )
+        return own or ""
+    path = source.get("fieldRef", {}).get("fieldPath")
     facts: dict[str | None, str] = {
         "metadata.name": pod,
         "metadata.namespace": workload["metadata"].get("namespace", "default"),
@@ -135,7 +144,7 @@ def _value(variable: dict[str, Any], pod: str, workload: dict[str, Any]) -> str:
     }
     if path not in facts:
         raise RenderError(
-            f"environment variable {variable['name']} of {pod} comes from {variable.get('valueFrom')}, which does not exist "
+            f"environment variable {variable['name']} of {pod} comes from {source}, which does not exist "
             "on a laptop; use a cluster, or a resource without it"
         )
     return facts[path]
