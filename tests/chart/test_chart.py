@@ -1,0 +1,176 @@
+"""The Helm chart and `kubectl apply -k`: what they render, and what they refuse.
+
+A reviewer sees every change of a manifest in the golden files. To accept one, run this file as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+CHART = REPOSITORY / "charts" / "multimodal-operator"
+CRD = REPOSITORY / "crds" / "multimodaldeployments.yaml"
+RULES = REPOSITORY / "operator" / "mmd_operator" / "rules.yaml"
+CONFIG = REPOSITORY / "config"
+GOLDEN: dict[Path, tuple[str, ...]] = {
+    CONFIG / "operator.yaml": ("--set=crds.install=false",),
+    Path(__file__).parent / "golden" / "everything.yaml": (
+        f"--values={Path(__file__).parent / 'values-everything.yaml'}",
+    ),
+}
+sys.path.append(str(REPOSITORY / "tests" / "apiserver"))
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """A folder with helm and kubectl."""
+    from control_plane import binaries
+
+    folder = binaries()
+    if not (folder / "helm").exists() and (on_path := shutil.which("helm")):
+        folder = Path(on_path).parent
+    if not (folder / "helm").exists():
+        missing = f"no helm in {folder}: install it, or leave KUBEBUILDER_ASSETS unset so that it is built"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return folder
+
+
+def helm(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [folder / "helm", command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "HOME": "/nonexistent", "KUBECONFIG": "/nonexistent"},
+        check=False,
+    )
+
+
+def render(folder: Path, *arguments: str) -> str:
+    result = helm(
+        folder,
+        "template",
+        "multimodal-operator",
+        str(CHART),
+        "--namespace=multimodal-system",
+        *arguments,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def objects(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """The rendered objects by `Kind/name`, or `Kind/namespace/name` outside the release's namespace."""
+    found = {}
+    for item in filter(None, yaml.safe_load_all(render(folder, *arguments))):
+        metadata = item["metadata"]
+        other = metadata.get("namespace", "multimodal-system")
+        place = "" if other == "multimodal-system" else f"{other}/"
+        found[f"{item['kind']}/{place}{metadata['name']}"] = item
+    return found
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
+def test_the_chart_renders_exactly_these_objects(tools: Path, golden: Path):
+    assert render(tools, *GOLDEN[golden]) == golden.read_text()
+
+
+def test_the_chart_passes_lint(tools: Path):
+    result = helm(tools, "lint", str(CHART), "--strict")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_crd_is_the_generated_one_and_outlives_the_release(tools: Path):
+    rendered = objects(tools)["CustomResourceDefinition/multimodaldeployments.serving.multimodal.dev"]
+    assert rendered["metadata"].pop("annotations")["helm.sh/resource-policy"] == "keep"
+    generated = yaml.safe_load(CRD.read_text())
+    generated["metadata"].pop("annotations", None)
+    assert rendered == generated
+
+
+def test_a_crd_that_need_not_be_kept_goes_with_the_release(tools: Path):
+    rendered = objects(tools, "--set=crds.keep=false")
+    metadata = rendered["CustomResourceDefinition/multimodaldeployments.serving.multimodal.dev"]["metadata"]
+    assert "helm.sh/resource-policy" not in metadata.get("annotations", {})
+
+
+def test_the_operator_gets_the_rights_it_asks_for_and_no_others(tools: Path):
+    asked = yaml.safe_load(RULES.read_text())
+    rendered = objects(tools, "--set=crds.install=false")
+    assert rendered["ClusterRole/multimodal-operator"]["rules"] == asked["rules"]
+    assert rendered["Role/multimodal-operator-lease"]["rules"] == asked["leaseRules"]
+    assert {k for k in rendered if "Role/" in k} == {
+        "ClusterRole/multimodal-operator",
+        "Role/multimodal-operator-lease",
+    }
+
+
+def test_an_install_for_some_namespaces_has_no_right_elsewhere(tools: Path):
+    rendered = objects(tools, "--set=crds.install=false", "--set=namespaces={a,b}")
+    assert not [key for key in rendered if key.startswith("Cluster")]
+    roles = {k: r["rules"] for k, r in rendered.items() if k.startswith("Role/")}
+    rules = yaml.safe_load(RULES.read_text())
+    assert roles == {
+        "Role/multimodal-operator-lease": rules["leaseRules"],
+        "Role/a/multimodal-operator": rules["rules"],
+        "Role/b/multimodal-operator": rules["rules"],
+    }
+    container = rendered["Deployment/multimodal-operator"]["spec"]["template"]["spec"]["containers"][0]
+    assert [a for a in container["args"] if "namespace" in a] == ["--namespace=a", "--namespace=b"]
+
+
+BAD_VALUES = {
+    "--set=replica=3": "replica",
+    "--set=replicas=0": "replicas",
+    "--set=replicas=two": "replicas",
+    "--set=image.name=x": "image",
+    "--set=image.repository=": "repository",
+    "--set=image.pullPolicy=Sometimes": "pullPolicy",
+    "--set=namespaces={Team_A}": "namespaces",
+    "--set=namespaces={a,a}": "namespaces",
+    "--set=crds.install=perhaps": "install",
+    "--set=logLevel=Loud": "logLevel",
+    "--set=resources.claims=1": "resources",
+    "--set=nodeSelector.gpu=1": "nodeSelector",
+}
+
+
+@pytest.mark.parametrize("value", BAD_VALUES)
+def test_a_value_that_means_nothing_is_refused_by_name(tools: Path, value: str):
+    result = helm(tools, "template", "multimodal-operator", str(CHART), value)
+    assert result.returncode != 0
+    assert BAD_VALUES[value] in result.stderr
+
+
+def test_kustomize_makes_the_namespace_the_crd_and_the_operator(tools: Path):
+    result = subprocess.run(
+        [tools / "kubectl", "kustomize", CONFIG], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    made = [(item["kind"], item["metadata"].get("namespace")) for item in yaml.safe_load_all(result.stdout)]
+    assert ("CustomResourceDefinition", None) in made
+    assert ("Namespace", None) in made
+    assert {place for _, place in made} == {None, "multimodal-system"}
+    assert ("Deployment", "multimodal-system") in made
+
+
+def accept() -> None:
+    """Write the golden files anew."""
+    from control_plane import binaries
+
+    for path, arguments in GOLDEN.items():
+        path.write_text(render(binaries(), *arguments))
+
+
+if __name__ == "__main__":
+    accept()
