@@ -302,6 +302,7 @@ function setRunning(now) {
 async function follow(request) {
   let rest = 8; // looks after the end: a pod's report may come a little later than the last token
   while (rest > 0) {
+    await pause(POLL_REQUEST_MS); // first of all: the gateway must have heard of it
     const timeline = await getJson(`debug/requests/${request.id}`).catch(() => null);
     if (running && request.over) return; // the next question has begun
     if (timeline) showJourney(timeline, request);
@@ -309,7 +310,6 @@ async function follow(request) {
       rest -= 1;
       if (!timeline || timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode")) return;
     }
-    await pause(POLL_REQUEST_MS);
   }
 }
 
