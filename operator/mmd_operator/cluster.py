@@ -21,6 +21,7 @@ from mmd_operator.resources.naming import Manifest
 REQUEST_SECONDS = 30.0
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,18 @@ class Resource:
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
         """URL path of a collection, an object or a subresource."""
-        prefix = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        return "/".join(p for p in (prefix, "namespaces", namespace, self.plural, name, subresource) if p)
+        return "/".join(
+            p for p in (self._prefix, "namespaces", namespace, self.plural, name, subresource) if p
+        )
+
+    @property
+    def everywhere(self) -> str:
+        """URL path of the collection over all namespaces."""
+        return f"{self._prefix}/{self.plural}"
+
+    @property
+    def _prefix(self) -> str:
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
 CHILD_KINDS: dict[str, Resource] = {
@@ -141,6 +152,13 @@ class Cluster:
         found = await self._request("get", EVENTS.path(namespace), field_selector=selector, limit=20)
         items: list[Manifest] = (found or {}).get("items", [])
         return sorted(items, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
+
+    async def uids(self, resource: Resource, namespace: str | None, selector: str | None) -> set[str]:
+        """UIDs of all objects of a kind, in one namespace or (None) all, from a consistent list of metadata alone."""
+        path = resource.path(namespace) if namespace else resource.everywhere
+        options: dict[str, Any] = {"label_selector": selector, "header_params": {"Accept": METADATA_LIST}}
+        found = await self._request("get", path, **options)
+        return {item["metadata"]["uid"] for item in (found or {}).get("items", ())}
 
     async def report(
         self, about: Mapping[str, Any], reason: str, message: str, *, warning: bool = False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import kopf
@@ -13,6 +14,7 @@ from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, Cluster, Resour
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
+from mmd_operator.sweep import Sweep, Uids
 
 SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
 STOP_SECONDS = 10.0
@@ -23,13 +25,46 @@ Index = kopf.Index[Key, Any]
 class Loops:
     """The loops of all deployments: begun when one is seen, ended when it is gone."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, namespaces: tuple[str, ...]) -> None:
         self._cluster = cluster
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
+        self._children: Mapping[Key, Iterable[Any]] = {}
+        self._pods: Mapping[Key, Iterable[Any]] = {}
+        kinds: dict[Resource, tuple[str | None, Uids]] = {
+            resource: (SELECTOR, partial(self._indexed, kind)) for kind, resource in CHILD_KINDS.items()
+        }
+        kinds[PODS] = (SELECTOR, lambda: (pod.uid for pods in self._pods.values() for pod in pods))
+        kinds[DEPLOYMENTS] = (
+            None,
+            lambda: (r.body["metadata"]["uid"] for r, _ in self._running.values() if r.body),
+        )
+        self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found)
+        self._sweeping: asyncio.Task[None] | None = None
         self.started = False
+
+    def start(self) -> None:
+        """The operator leads from now on."""
+        self.started = True
+        self._sweeping = asyncio.create_task(self._sweep.run(), name="sweep")
+
+    def _indexed(self, kind: str) -> Iterable[str]:
+        return (c.uid for children in self._children.values() for c in children if c.kind == kind)
+
+    def _ghosts_found(self, uids: set[str]) -> None:
+        for key, (reconciler, _) in list(self._running.items()):
+            if reconciler.body is not None and reconciler.body["metadata"]["uid"] in uids:
+                reconciler.show(None)
+                del self._running[key]
+            else:
+                reconciler.wake.set()
+
+    def relisted(self) -> None:
+        """A watch began anew: something may have been deleted while it was away."""
+        self._sweep.soon()
 
     def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
         """A deployment was seen, changed or is gone."""
+        self._children, self._pods = children, pods
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         running = self._running.get(key)
         if gone:
@@ -42,8 +77,9 @@ class Loops:
             return
 
         def observe() -> Observed:
-            found = cast("Iterable[Child]", children.get(key, ()))
-            return Observed({c.key: c for c in found}, tuple(cast("Iterable[PodView]", pods.get(key, ()))))
+            found = [c for c in cast("Iterable[Child]", children.get(key, ())) if c.uid not in self._sweep]
+            seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
+            return Observed({c.key: c for c in found}, tuple(seen))
 
         reconciler = Reconciler(self._cluster, *key, observe, body)
         self._running[key] = (reconciler, asyncio.create_task(reconciler.run(), name=f"deployment {key}"))
@@ -61,6 +97,9 @@ class Loops:
 
     async def stop(self) -> None:
         """End all loops; those in the middle of a pass get a little time to finish it."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
         tasks = [task for _, task in self._running.values()]
         for reconciler, _ in self._running.values():
             reconciler.show(None)
@@ -84,11 +123,13 @@ def registry_for(loops: Loops) -> kopf.OperatorRegistry:
     @kopf.on.event(DEPLOYMENTS.group, DEPLOYMENTS.version, DEPLOYMENTS.plural, registry=registry)
     async def deployment_changed(event: kopf.RawEvent, **indices: Any) -> None:
         children, pods = indices["children"], indices["pods"]
+        if event["type"] is None:
+            loops.relisted()
         loops.show(dict(event["object"]), event["type"] == "DELETED", children, pods)
 
     @kopf.on.startup(registry=registry)
     async def began(**_: Any) -> None:
-        loops.started = True
+        loops.start()
 
     @kopf.on.cleanup(registry=registry)
     async def ends(**_: Any) -> None:
@@ -128,5 +169,7 @@ def _index_pods(registry: kopf.OperatorRegistry) -> None:
 
 def _wake_on(registry: kopf.OperatorRegistry, resource: Resource, loops: Loops) -> None:
     @kopf.on.event(resource.group, resource.version, resource.plural, registry=registry, id="wake")
-    async def wake(body: kopf.Body, **_: Any) -> None:
+    async def wake(event: kopf.RawEvent, body: kopf.Body, **_: Any) -> None:
         loops.wake(deployment_key(body))
+        if event["type"] is None:
+            loops.relisted()

@@ -68,6 +68,7 @@ class PodView:
     """One pod: whether it takes work, and what it says when it does not."""
 
     name: str
+    uid: str
     component: str
     revision: str | None
     ready: bool
@@ -159,6 +160,7 @@ def pod_of(body: Body) -> PodView:
     ended: Body = next((t for s in states if (t := _last_end(s))), {})
     return PodView(
         name=metadata["name"],
+        uid=metadata["uid"],
         component=labels.get(COMPONENT_LABEL, ""),
         revision=labels.get(REVISION_LABEL),
         ready=conditions.get("Ready", {}).get("status") == "True",

@@ -45,7 +45,7 @@ async def api_client() -> AsyncIterator[client.ApiClient]:
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(client_configuration=configuration)
     else:
-        await config.load_kube_config(client_configuration=configuration)
+        await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
     async with client.ApiClient(configuration) as api:
         yield api
 
@@ -63,7 +63,7 @@ async def serve(options: Options) -> None:
         loop.add_signal_handler(name, stop.set)
     async with api_client() as api:
         leadership = Leadership(api, options.lease_namespace)
-        loops = Loops(Cluster(api, leadership.fence))
+        loops = Loops(Cluster(api, leadership.fence), options.namespaces)
 
         def trouble() -> str | None:
             if leadership.quiet_seconds > STANDBY_STALE_SECONDS:

@@ -69,7 +69,7 @@ def operator(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path) 
         process.start()
         yield process
     finally:
-        process.stop()
+        process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -150,8 +150,10 @@ class ControlPlane:
         path.write_text(yaml.safe_dump(body))
         return path
 
-    def stop_api_server(self) -> None:
-        self._end("kube-apiserver")
+    def kill_api_server(self) -> None:
+        process = self.processes.pop("kube-apiserver")
+        process.kill()
+        process.wait(timeout=10)
 
     def stop(self) -> None:
         for name in ("kube-apiserver", "etcd"):

@@ -1,12 +1,34 @@
-"""The operator as a process of its own: started, stopped, killed, frozen."""
+"""The operator as a process of its own: started, stopped, killed, frozen.
+
+Processes are forked from one that has already imported everything, so that a test may start dozens of them.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["mmd_operator.serve", "mmd_operator.operator_command", "mmd_workers.local.commands"]
+)
+
+
+def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """What the `mmd` program does with a command line, in this process."""
+    from mmd_api.cli import main
+
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.update(environment)
+    sys.argv = ["mmd", *arguments]
+    main()
 
 
 class OperatorProcess:
@@ -14,51 +36,60 @@ class OperatorProcess:
 
     def __init__(self, kubeconfig: Path, namespace: str, folder: Path, health_port: int = 0) -> None:
         self.log = folder / f"operator-{namespace}-{id(self)}.log"
-        self._command = [
-            sys.executable,
-            "-m",
-            "mmd_api",
-            "operator",
-            f"--namespace={namespace}",
-            f"--health-port={health_port}",
-        ]
-        self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments = ["operator", f"--namespace={namespace}", f"--health-port={health_port}"]
+        self._environment = {"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"}
+        self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        self.log.touch()
+        self._process = _CONTEXT.Process(
+            target=_run, args=(self._arguments, self._environment, str(self.log)), daemon=True
+        )
+        self._process.start()
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> multiprocessing.process.BaseProcess:
         assert self._process is not None
         return self._process
 
     def kill(self) -> None:
         """SIGKILL: no goodbye."""
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.join(10)
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, or None while it still runs after this time."""
+        self.process.join(seconds)
+        return self.process.exitcode
 
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""
-        if self._process is None or self._process.poll() is not None:
-            return -1 if self._process is None else int(self._process.returncode)
+        if self._process is None or self._process.exitcode is not None:
+            return -1 if self._process is None or self._process.exitcode is None else self._process.exitcode
         self.thaw()
         self._process.terminate()
-        try:
-            return self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=5)
-            raise
+        code = self.wait(20)
+        if code is None:
+            self.kill()
+            raise TimeoutError("the operator did not end within 20 s of SIGTERM")
+        return code
 
     def said(self) -> str:
         return self.log.read_text()
+
+    def stacks(self) -> str:
+        """What it does now, for the report of a test that waits in vain."""
+        if self.process.exitcode is None:
+            self._signal(signal.SIGUSR1)
+            self.process.join(1)
+        return f"exit code {self.process.exitcode}\n{self.said()[-4000:]}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)

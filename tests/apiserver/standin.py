@@ -29,6 +29,11 @@ def eventually(check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
         raise error.last_attempt.exception() from None  # type: ignore[misc]
 
 
+def _without_addresses(item: dict[str, Any]) -> dict[str, Any]:
+    spec = item.get("spec", {})
+    return {**item, "spec": {k: v for k, v in spec.items() if k not in ("clusterIP", "clusterIPs")}}
+
+
 class Namespace:
     """One namespace and what a test does in it."""
 
@@ -117,8 +122,8 @@ class Namespace:
                 "labels": item.metadata.labels,
                 "body": {
                     k: v
-                    for k, v in api.sanitize_for_serialization(item).items()
-                    if k in ("spec", "data") and item.kind != "Service"
+                    for k, v in _without_addresses(api.sanitize_for_serialization(item)).items()
+                    if k in ("spec", "data")
                 },
             }
             for key, item in self.objects().items()

@@ -66,7 +66,7 @@ def is_progressing(namespace: Namespace, reason: str) -> None:
 def test_a_bad_revision_never_serves_says_why_and_can_be_taken_back(serving: Namespace):
     serving.broken.add(NEW)
     serving.change(ANOTHER_MODEL)
-    serving.settled(lambda: both_stand(serving))
+    serving.settled(lambda: serving.stateful_set("decode", NEW))
     crash(serving)
     serving.settled(lambda: is_progressing(serving, "RolloutStuck"))
     message = serving.condition("Progressing")[2]

@@ -35,7 +35,12 @@ def pod(
         conditions.append(
             {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": scheduling}
         )
-    metadata = {"name": name, "namespace": "default", "labels": labels(component, revision)}
+    metadata = {
+        "name": name,
+        "uid": f"uid-of-{name}",
+        "namespace": "default",
+        "labels": labels(component, revision),
+    }
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     status = {"conditions": conditions, "containerStatuses": [container] if container else []}

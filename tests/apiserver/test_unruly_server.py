@@ -1,0 +1,132 @@
+"""An API server that restarts, ends watches, loses history and refuses: nothing of it is seen in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from control_plane import TOKEN, ControlPlane, answers
+from deployments import ANOTHER_MODEL, SPEC
+from operator_process import OperatorProcess
+from standin import Namespace, eventually
+from unruly_server import UnrulyServer
+
+
+@pytest.fixture
+def unruly(control_plane: ControlPlane, tmp_path: Path) -> Iterator[UnrulyServer]:
+    server = UnrulyServer(control_plane.url, TOKEN, tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def operator(unruly: UnrulyServer, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+    process = OperatorProcess(unruly.kubeconfig, namespace.name, tmp_path)
+    process.start()
+    yield process
+    process.kill()
+
+
+def test_calls_that_are_refused_for_now_are_made_again_later_and_not_at_once(
+    unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
+):
+    patience = {"Retry-After": "2"}
+    faults = [
+        unruly.refuse("PATCH", r"/multimodaldeployments/demo$", 409),
+        unruly.refuse("PATCH", r"/statefulsets/demo-decode", 429, **patience),
+        unruly.refuse("PATCH", r"/services/", 500, times=2),
+        unruly.refuse("PATCH", r"/multimodaldeployments/demo/status$", 503),
+        unruly.refuse("POST", r"/events$", 429, **patience),
+    ]
+    begun = time.monotonic()
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    assert [fault.met for fault in faults] == [fault.times for fault in faults]
+    assert time.monotonic() - begun >= 2, "Retry-After was not kept"
+    finalizer = namespace.get()["metadata"]["finalizers"]
+    assert finalizer == ["serving.multimodal.dev/drain"]
+
+
+def test_refusals_that_last_cost_few_calls(
+    unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
+):
+    fault = unruly.refuse("PATCH", r"/configmaps/", 503, times=10_000)
+    namespace.apply(SPEC)
+    eventually(lambda: met(fault.met, 4))
+    seen, begun = fault.met, time.monotonic()
+    eventually(lambda: met(fault.met, seen + 2))
+    assert time.monotonic() - begun > 1, "it should ask ever more rarely"
+    fault.times = 0
+    namespace.settled(namespace.is_ready)
+
+
+def met(count: int, wanted: int) -> None:
+    assert count >= wanted
+
+
+@pytest.mark.parametrize("expired", [False, True], ids=["ended", "ended-and-too-old-to-resume"])
+def test_what_happens_while_watches_are_away_is_seen_afterwards(
+    unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess, expired: bool
+):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    unruly.refuse("GET", r"/(services|statefulsets|configmaps)$", 503, times=3)
+    unruly.cut_watches(expired=expired)
+    namespace.core.delete_namespaced_service("demo-gateway", namespace.name)
+    namespace.change({"decode": {"replicas": 3}})
+
+    def mended() -> None:
+        names = [s.metadata.name for s in namespace.core.list_namespaced_service(namespace.name).items]
+        assert "demo-gateway" in names
+        assert namespace.stateful_set("decode").spec.replicas == 3
+
+    eventually(mended)
+    namespace.settled(namespace.is_ready)
+
+
+def test_a_conflict_while_it_lets_go_of_a_deployment_does_not_keep_it(
+    unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
+):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    conflicts = unruly.refuse("PATCH", r"/multimodaldeployments/demo$", 409, times=2)
+    refused = unruly.refuse("DELETE", r"/statefulsets/", 429, times=2)
+    namespace.delete()
+    namespace.settled(lambda: gone(namespace))
+    assert (conflicts.met, refused.met) == (2, 2)
+    assert not namespace.objects()
+
+
+def gone(namespace: Namespace) -> None:
+    assert not namespace.exists()
+
+
+def test_an_api_server_that_restarts_in_the_middle_of_a_rollout_is_waited_for(
+    control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
+):
+    """Longer than its lease lasts, so that the operator may end; then its kubelet starts it again."""
+    process = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path)
+    process.start()
+
+    def ready() -> None:
+        if process.wait(0) is not None:
+            assert "lease multimodal-operator was lost" in process.said()
+            process.start()
+        namespace.is_ready()
+
+    try:
+        namespace.apply(SPEC)
+        namespace.settled(namespace.is_ready)
+        old = namespace.gateway_revision()
+        namespace.change(ANOTHER_MODEL)
+        control_plane.kill_api_server()
+        assert not answers(f"{control_plane.url}/readyz")
+        control_plane.start_api_server()
+        namespace.settled(ready)
+        assert namespace.gateway_revision() != old
+        assert namespace.revisions() == {namespace.gateway_revision()}
+    finally:
+        process.kill()
