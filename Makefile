@@ -37,5 +37,8 @@ crds: install ## Generate the CRD, the reference and the metrics page from the c
 	$(BIN)/python -m mmd_api.crd
 	$(BIN)/python -m mmd_workers.observe.catalogue
 
+e2e: install ## Make a cluster and images, install the chart, ask a deployment questions, remove it all (E2E=--help: options)
+	$(BIN)/python e2e/run.py $(E2E)
+
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
