@@ -44,8 +44,7 @@ POSITIONS = {
     "top left": (0.26, 0.26),
     "top right": (0.74, 0.26),
     "center": (0.5, 0.5),
-    "bottom left": (0.26, 0.74),
-    "bottom right": (0.74, 0.74),
+    "bottom center": (0.5, 0.74),
 }
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 PITCHES_HZ = {"low": (150, 320), "medium": (600, 1100), "high": (2200, 4200)}
@@ -140,7 +139,7 @@ def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
 
 
 def draw_image(rng: np.random.Generator) -> tuple[Facts, Frame]:
-    """One shape on a dark ground, uint8 [height, width, 3], at one of five places."""
+    """One shape on a dark ground, uint8 [height, width, 3], at one of four places."""
     facts = {
         "shape": pick(rng, SHAPES),
         "color": pick(rng, tuple(COLORS)),

@@ -118,7 +118,7 @@ function drawCircle() {
   pen.fillStyle = ground;
   pen.fillRect(0, 0, size, size);
   const [color, paint] = anyOf([["red", "#e02828"], ["yellow", "#ebd92f"], ["green", "#2abd3e"], ["blue", "#3453eb"], ["purple", "#9b39cc"]]);
-  const [across, down] = anyOf([[0.26, 0.26], [0.74, 0.26], [0.5, 0.5], [0.26, 0.74], [0.74, 0.74]]);
+  const [across, down] = anyOf([[0.26, 0.26], [0.74, 0.26], [0.5, 0.5], [0.5, 0.74]]);
   pen.fillStyle = paint;
   pen.beginPath();
   pen.arc(across * size, down * size, 0.155 * size, 0, 2 * Math.PI);
