@@ -33,9 +33,10 @@ lint: install ## Style, types and the walls between packages
 bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
 	$(BIN)/python bench/layouts.py
 
-crds: install ## Generate the CRD, the reference and the metrics page from the code
+crds: install ## Generate the CRD, the reference, the metrics page and the dashboards from the code
 	$(BIN)/python -m mmd_api.crd
 	$(BIN)/python -m mmd_workers.observe.catalogue
+	$(BIN)/python -m mmd_workers.observe.dashboards
 
 e2e: install ## Make a cluster and images, install the chart, ask a deployment questions, remove it all (E2E=--help: options)
 	$(BIN)/python e2e/run.py $(E2E)

@@ -62,3 +62,13 @@ def test_a_scraper_that_asks_for_openmetrics_gets_exemplars() -> None:
     assert f'# {{trace_id="{"ab" * 16}"}} 0.3'.encode() in modern
     assert modern_type.startswith("application/openmetrics-text")
     assert b"_created" not in modern
+
+
+def test_a_pod_exposes_what_belongs_to_its_roles_and_can_be_fed_the_rest() -> None:
+    encoder = Metrics(("encode",))
+    encoder.ttft.labels("text").observe(1)
+    exposed = encoder.expose()[0].decode()
+    assert "mmd_encode_busy_seconds_total" in exposed
+    assert "mmd_nats_connected" in exposed
+    for foreign in ("mmd_ttft_seconds", "mmd_prefill_waiting_tokens", "mmd_media_held_bytes"):
+        assert foreign not in exposed

@@ -88,7 +88,7 @@ class Worker:
         self.encoder_model: EncoderModel | None = None
         self.language_model: LanguageModel | None = None
         self.failure: BaseException | None = None
-        self.metrics = Metrics()
+        self.metrics = Metrics(roles)
         self.stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: set[asyncio.Task[None]] = set()

@@ -506,6 +506,20 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
             }
         )
 
+    async def targets(_request: Request) -> Response:
+        """Who may be scraped, in the words of Prometheus's HTTP service discovery."""
+        common = {"namespace": gateway.bus.subjects.namespace, "deployment": gateway.bus.subjects.name}
+        beats = [*gateway.directory.pods(state=None), heartbeat()]
+        return JSONResponse(
+            [
+                {
+                    "targets": [beat.http_endpoint],
+                    "labels": {**common, "pod": beat.pod, "component": beat.pool},
+                }
+                for beat in {beat.pod: beat for beat in beats}.values()
+            ]
+        )
+
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         known = "POST /v1/chat/completions, GET /v1/models, /health, /ready, /metrics, /debug/requests"
@@ -522,6 +536,7 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
             Route("/metrics", metrics),
             Route("/debug/state", state),
             Route("/debug/requests", requests),
+            Route("/debug/targets", targets),
             Route("/debug/requests/{request_id}", one_request),
             *(page.routes() if web_page else ()),
         ],

@@ -134,7 +134,7 @@ def run(settings: WorkerSettings) -> None:
 
 
 def _metrics(pipeline: PipelineConfig) -> Metrics:
-    metrics, slo = Metrics(), pipeline.spec.slo
+    metrics, slo = Metrics(("gateway",)), pipeline.spec.slo
     metrics.build.info(
         {"version": version("multimodal-operator"), "revision": pipeline.revision, "roles": "gateway"}
     )

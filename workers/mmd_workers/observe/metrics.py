@@ -6,8 +6,9 @@ this table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from prometheus_client import (
@@ -52,16 +53,21 @@ class Entry:
 
 
 class Metrics:
-    """The catalogue; one object per process, on a registry of its own."""
+    """The catalogue; one object per process, on a registry of its own.
 
-    def __init__(self) -> None:
+    `roles`: of gateway, encode, prefill, decode; what belongs to others can be fed and is not exposed. Empty: everything is.
+    """
+
+    def __init__(self, roles: Collection[str] = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.catalogue: list[Entry] = []
+        self._roles = set(roles)
         self._section = ""
+        self._exposed = True
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
-        self._section = "Requests, as clients see them (gateway)"
+        self._begin("Requests, as clients see them (gateway)", "gateway")
         self.requests = counter("mmd_requests_total", "Requests finished, by how", "modality", "code")
         self.requests_running = gauge("mmd_requests_running", "Requests accepted and not finished")
         self.ttft = histogram("mmd_ttft_seconds", "Arrival to first token", LONG_SECONDS, "modality")
@@ -114,7 +120,7 @@ class Metrics:
             "state: loading, ready, draining, drained",
         )
 
-        self._section = "Media (gateway)"
+        self._begin("Media (gateway)", "gateway")
         self.fetch_bytes = counter(
             "mmd_media_fetched_bytes_total", "Media received from clients and URLs", "modality"
         )
@@ -125,15 +131,16 @@ class Metrics:
             "mmd_media_waiting_requests", "Requests that wait for media memory", moves="trouble"
         )
 
-        self._section = (
-            "The queue of encode jobs (gateway, read off the stream; absent while it cannot be read)"
+        self._begin(
+            "The queue of encode jobs (gateway, read off the stream; absent while it cannot be read)",
+            "gateway",
         )
         self.queue_jobs = gauge("mmd_encode_queue_jobs", "Encode jobs published and not done", "modality")
         self.queue_work = gauge(
             "mmd_encode_queue_work", "Work in them (patches, frames), to two digits", "modality"
         )
 
-        self._section = "Where the time goes (the pod that ends the phase)"
+        self._begin("Where the time goes (the pod that ends the phase)", "encode", "prefill", "decode")
         self.phase = histogram("mmd_phase_seconds", "Length of a phase", LONG_SECONDS, "phase", "modality")
         self.backlog = gauge(
             "mmd_backlog_seconds",
@@ -141,7 +148,7 @@ class Metrics:
             "role: encode, prefill",
         )
 
-        self._section = "Encode role"
+        self._begin("Encode role", "encode")
         self.encode_queued = gauge(
             "mmd_encode_queued_work", "Work taken by this pod and not encoded (patches, frames)", "modality"
         )
@@ -164,7 +171,7 @@ class Metrics:
             moves="trouble",
         )
 
-        self._section = "Features and caches"
+        self._begin("Features and caches", "encode", "prefill")
         self.feature_transitions = counter(
             "mmd_feature_transitions_total",
             "Features that entered a state",
@@ -185,7 +192,7 @@ class Metrics:
             "outcome: hit, miss",
         )
 
-        self._section = "Transfers between pods"
+        self._begin("Transfers between pods", "encode", "prefill", "decode")
         self.transfer_bytes = counter(
             "mmd_transfer_bytes_total", "Payload moved between pods", "link", "direction"
         )
@@ -223,7 +230,7 @@ class Metrics:
             moves="trouble",
         )
 
-        self._section = "Prefill and decode roles"
+        self._begin("Prefill and decode roles", "prefill", "decode")
         self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state: free, reserved, used")
         self.prefill_waiting = gauge("mmd_prefill_waiting_tokens", "Prompt tokens not yet prefilled")
         self.prefill_tokens = counter("mmd_prefill_tokens_total", "Prompt tokens computed")
@@ -238,7 +245,7 @@ class Metrics:
             "mmd_preemptions_total", "Sequences that gave their KV up to others", moves="trouble"
         )
 
-        self._section = "The process (every pod)"
+        self._begin("The process (every pod)")
         self.pod_state = gauge(
             "mmd_pod_state", "1 for the state that the pod is in", "state: loading, ready, draining, drained"
         )
@@ -252,7 +259,7 @@ class Metrics:
         self.nats_lost = counter(
             "mmd_nats_messages_lost_total",
             "Messages that did not do their work here",
-            "reason: malformed, dropped (came faster than they were read), handler (the code that took it failed)",
+            "reason: malformed, dropped, handler: came faster than they were read, or the code that took them failed",
             moves="trouble",
         )
         self.loaded_bytes = gauge("mmd_model_loaded_bytes", "Weights loaded by this process")
@@ -267,6 +274,15 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
+    def _begin(self, section: str, *roles: str) -> None:
+        """What follows belongs to `section`, and to pods with one of `roles` (none: to all)."""
+        self._section = section
+        self._exposed = not (roles and self._roles) or not self._roles.isdisjoint(roles)
+
+    @property
+    def _here(self) -> CollectorRegistry | None:
+        return self.registry if self._exposed else None
+
     def _enter(
         self, name: str, kind: str, text: str, labels: tuple[tuple[str, str], ...], moves: Moves
     ) -> list[str]:
@@ -274,26 +290,37 @@ class Metrics:
         return [label for label, _ in labels]
 
     def _counter(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Counter:
-        return Counter(
-            name, text, self._enter(name, "counter", text, _labels(labels), moves), registry=self.registry
-        )
+        known = _labels(labels)
+        made = Counter(name, text, self._enter(name, "counter", text, known, moves), registry=self._here)
+        closed = [_closed(values) for _, values in known]
+        if known and all(closed):
+            # A series that begins at 1 has no rate: what is rare must be there, at 0, before it happens.
+            for values in product(*closed):
+                made.labels(*values)
+        return made
 
     def _gauge(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Gauge:
         return Gauge(
-            name, text, self._enter(name, "gauge", text, _labels(labels), moves), registry=self.registry
+            name, text, self._enter(name, "gauge", text, _labels(labels), moves), registry=self._here
         )
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float], *labels: str, moves: Moves = "load"
     ) -> Histogram:
         names = self._enter(name, "histogram", text, _labels(labels), moves)
-        return Histogram(name, text, names, buckets=buckets, registry=self.registry)
+        return Histogram(name, text, names, buckets=buckets, registry=self._here)
 
 
 def _labels(labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """`"outcome: hit, miss"` is a label with its values; a bare name takes them from `LABELS`."""
     parts = [label.partition(": ") for label in labels]
     return tuple((name, values or LABELS[name]) for name, _, values in parts)
+
+
+def _closed(values: str) -> list[str]:
+    """The values one by one, if that is all they can be."""
+    listed = values.partition(": ")[0]
+    return [] if set(listed) & set("`(…") else listed.split(", ")
 
 
 def exemplar(trace_id: str) -> dict[str, str] | None:

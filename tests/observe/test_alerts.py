@@ -1,0 +1,61 @@
+"""Alerts fire on what they are for, are quiet otherwise, and lead to words on what to do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_server import RULES, program
+
+from mmd_workers.observe.metrics import Metrics
+
+CASES = Path(__file__).with_name("alerts_test.yaml")
+RUNBOOKS = Path(__file__).resolve().parents[2] / "docs" / "runbooks.md"
+GROUPS = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule]
+
+
+def test_promtool_sees_every_alert_fire_and_stay_quiet_as_the_cases_say(tmp_path: Path) -> None:
+    for file in (RULES, CASES):
+        shutil.copy(file, tmp_path)
+    ran = subprocess.run(
+        [program("promtool"), "test", "rules", CASES.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_every_alert_is_seen_to_fire_in_some_case() -> None:
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    fired = {
+        check["alertname"]
+        for case in cases
+        for check in case.get("alert_rule_test", ())
+        if check["exp_alerts"]
+    }
+    assert fired == {alert["alert"] for alert in ALERTS}
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_leads_to_its_runbook(alert: dict) -> None:
+    page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+    assert page == "docs/runbooks.md"
+    headings = [line[3:].strip() for line in RUNBOOKS.read_text().splitlines() if line.startswith("## ")]
+    assert alert["alert"] in headings
+    assert anchor == alert["alert"].lower()
+    assert alert["labels"]["severity"] in ("critical", "warning")
+
+
+def test_rules_ask_for_metrics_that_exist() -> None:
+    known = {entry.name for entry in Metrics().catalogue}
+    for group in GROUPS:
+        for rule in group["rules"]:
+            for name in re.findall(r"\bmmd_\w+", rule["expr"]):
+                assert name in known or re.sub("_(bucket|count|sum)$", "", name) in known, name
