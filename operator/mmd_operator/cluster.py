@@ -14,7 +14,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from mmd_api.resource import API_VERSION, DRAIN_ANNOTATION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER
 from mmd_operator.resources.naming import Manifest
 
@@ -117,6 +117,20 @@ class Cluster:
             content_type=MERGE_PATCH,
             field_manager=SCALER_FIELD_MANAGER,
         )
+
+    async def ask_to_drain(self, namespace: str, pod: str, uid: str, now: datetime) -> None:
+        """Tell a worker's pod to finish what it holds, if it is still this very pod."""
+        body = {
+            "metadata": {"uid": uid, "annotations": {DRAIN_ANNOTATION: now.isoformat(timespec="seconds")}}
+        }
+        await self._request(
+            "patch", PODS.path(namespace, pod), body=body, content_type=MERGE_PATCH, absent_is_none=True
+        )
+
+    async def delete_pod(self, namespace: str, pod: str, uid: str) -> None:
+        """Delete this very pod; its StatefulSet makes another."""
+        body = {"preconditions": {"uid": uid}}
+        await self._request("delete", PODS.path(namespace, pod), body=body, absent_is_none=True)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Delete this very object; one that is gone, or another of its name, is left alone."""

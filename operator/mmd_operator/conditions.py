@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
 from mmd_api.pools import POOL_NAMES, PoolName
-from mmd_api.status import Condition, ConditionType, MultimodalDeploymentStatus, PoolsStatus, PoolStatus
+from mmd_api.status import (
+    Condition,
+    ConditionType,
+    MultimodalDeploymentStatus,
+    PoolsStatus,
+    PoolStatus,
+    ScalingDecision,
+)
 from mmd_operator.observed import Observed, Workload
 from mmd_operator.problems import Problem, told
 from mmd_operator.resources.naming import GATEWAY_PORT
@@ -33,6 +40,19 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the status says of it. `missing`: whose numbers are missing, so that nothing is lowered; `limited`: decisions cut hard."""
+
+    decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    pools: tuple[PoolName, ...] = ()
+    shadow: tuple[PoolName, ...] = ()
+    missing: tuple[str, ...] = ()
+    limited: tuple[str, ...] = ()
+    limit: str | None = None
+    bottleneck: PoolName | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What a pass found out. `problems` are gathered, the worst first; `step` is None where no plan could be made."""
 
@@ -45,6 +65,7 @@ class Facts:
     step: Step | None
     paused: bool = False
     unknown_fields: tuple[str, ...] = ()
+    scaling: Scaling = field(default_factory=Scaling)
 
 
 def verdicts(facts: Facts) -> tuple[Verdict, ...]:
@@ -54,6 +75,7 @@ def verdicts(facts: Facts) -> tuple[Verdict, ...]:
         _progressing(facts),
         _degraded(facts),
         *(_pool_ready(facts, pool) for pool in facts.pools),
+        *(_scaling(facts) if facts.scaling.pools else ()),
     )
 
 
@@ -97,8 +119,20 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
         conditions=conditions,
         pools=pools,
         pools_summary=pools.summary,
+        bottleneck=_bottleneck(facts),
         endpoint=f"http://{facts.name}-gateway.{facts.namespace}.svc:{GATEWAY_PORT}",
     )
+
+
+def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"] | None:
+    if not facts.scaling.pools:
+        return None
+    names: dict[PoolName, Literal["Encoder", "Prefill", "Decode"]] = {
+        "encoder": "Encoder",
+        "prefill": "Prefill",
+        "decode": "Decode",
+    }
+    return names[facts.scaling.bottleneck] if facts.scaling.bottleneck else "None"
 
 
 def _serving(facts: Facts) -> str | None:
@@ -125,8 +159,11 @@ def _pool_status(facts: Facts, pool: PoolName, serving: str | None) -> PoolStatu
     return PoolStatus(
         desired=sum(w.replicas for w in sets.values()),
         ready=sum(w.ready for w in sets.values()),
-        draining=sum(1 for pod in facts.observed.pods_of(pool) if pod.deleting),
+        draining=sum(
+            1 for pod in facts.observed.pods_of(pool) if pod.deleting or pod.drain_asked is not None
+        ),
         revision=serving if serving in sets else None,
+        last_decision=facts.scaling.decisions.get(pool),
     )
 
 
@@ -198,6 +235,46 @@ def _degraded(facts: Facts) -> Verdict:
         message = f"this operator is older than its CRD and leaves out {fields}; upgrade the operator"
         return Verdict("Degraded", "True", "UnknownFields", message)
     return Verdict("Degraded", "False", "NoProblem", "nothing is known to be wrong")
+
+
+def _scaling(facts: Facts) -> tuple[Verdict, ...]:
+    """Whether the autoscaler acts, is held back by something that waiting does not lift, and has its numbers."""
+    scaling = facts.scaling
+    shadow = ", ".join(scaling.shadow)
+    if facts.paused:
+        active = Verdict("ScalingActive", "False", "Paused", "spec.paused is true; set it to false to go on")
+    elif len(scaling.shadow) == len(scaling.pools):
+        active = Verdict(
+            "ScalingActive", "False", "Shadow", f"{shadow}: decides and reports, and acts on nothing"
+        )
+    else:
+        acting = ", ".join(p for p in scaling.pools if p not in scaling.shadow)
+        active = Verdict(
+            "ScalingActive",
+            "True",
+            "Active",
+            f"sizes {acting}" + (f"; only reports {shadow}" if shadow else ""),
+        )
+    limited = Verdict("ScalingLimited", "False", "NotLimited", "no pool needs more than it may have")
+    if scaling.limit is not None:
+        message = f"{', '.join(scaling.limited)} needs more; {_REMEDIES[scaling.limit]}"
+        limited = Verdict("ScalingLimited", "True", scaling.limit, message)
+    fresh = Verdict("MetricsFresh", "True", "AllHeard", "every pod says how it is")
+    if scaling.missing:
+        shown = "; ".join(scaling.missing[:3])
+        more = f" and {len(scaling.missing) - 3} more" if len(scaling.missing) > 3 else ""
+        message = f"no pool is made smaller without {shown}{more}; see these pods' logs, and whether the operator may reach them"
+        fresh = Verdict("MetricsFresh", "False", "MetricsMissing", message)
+    return active, limited, fresh
+
+
+_REMEDIES = {
+    "MaxReplicas": "raise autoscaling.maxReplicas of the pool",
+    "GpuBudget": "raise gpuBudget, or lower what other pools hold",
+    "Unschedulable": "a pod of the pool fits on no node: add nodes, or lower what it asks for",
+    "PodsNotStarting": "its pods do not become ready: see the pool's condition",
+    "DownstreamSaturated": "the pool after it is used up entirely: give that one more first",
+}
 
 
 def _pool_ready(facts: Facts, pool: PoolName) -> Verdict:

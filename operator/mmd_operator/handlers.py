@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import kopf
 
+from mmd_operator.ask import Asker
 from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, Cluster, Resource
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
 from mmd_operator.reconcile import Reconciler
@@ -27,6 +28,7 @@ class Loops:
 
     def __init__(self, cluster: Cluster, namespaces: tuple[str, ...]) -> None:
         self._cluster = cluster
+        self._asker = Asker()
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
         self._children: Mapping[Key, Iterable[Any]] = {}
         self._pods: Mapping[Key, Iterable[Any]] = {}
@@ -81,7 +83,7 @@ class Loops:
             seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
             return Observed({c.key: c for c in found}, tuple(seen))
 
-        reconciler = Reconciler(self._cluster, *key, observe, body)
+        reconciler = Reconciler(self._cluster, self._asker, *key, observe, body)
         self._running[key] = (reconciler, asyncio.create_task(reconciler.run(), name=f"deployment {key}"))
 
     def wake(self, key: Key) -> None:
@@ -109,6 +111,7 @@ class Loops:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._running.clear()
+        await self._asker.close()
 
 
 def registry_for(loops: Loops) -> kopf.OperatorRegistry:

@@ -9,8 +9,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
+from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
 
 FIELD_MANAGER = "multimodal-operator"
@@ -69,6 +71,9 @@ class PodView:
 
     name: str
     uid: str
+    created_at: float  # Unix seconds
+    address: str | None
+    drain_asked: float | None  # Unix seconds at which it was asked to drain
     component: str
     revision: str | None
     ready: bool
@@ -161,6 +166,9 @@ def pod_of(body: Body) -> PodView:
     return PodView(
         name=metadata["name"],
         uid=metadata["uid"],
+        created_at=_unix(metadata.get("creationTimestamp")) or 0.0,
+        address=status.get("podIP"),
+        drain_asked=_unix(metadata.get("annotations", {}).get(DRAIN_ANNOTATION)),
         component=labels.get(COMPONENT_LABEL, ""),
         revision=labels.get(REVISION_LABEL),
         ready=conditions.get("Ready", {}).get("status") == "True",
@@ -174,6 +182,16 @@ def pod_of(body: Body) -> PodView:
         exit_reason=ended.get("reason"),
         last_words=_last_words(ended.get("message")),
     )
+
+
+def _unix(time: str | None) -> float | None:
+    """Seconds of a time as Kubernetes writes it; of one that is no time, 0."""
+    if time is None:
+        return None
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def _last_end(container: Body) -> Body:

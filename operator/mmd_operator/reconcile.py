@@ -15,6 +15,7 @@ from typing import Any
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import GROUP, MultimodalDeployment
 from mmd_operator.apply import Applier
+from mmd_operator.ask import Asker
 from mmd_operator.cluster import BusyError, Cluster, RefusedError
 from mmd_operator.conditions import Facts, Verdict, dated, removing, status_of, verdicts
 from mmd_operator.observed import Child, Observed
@@ -23,6 +24,7 @@ from mmd_operator.problems import Problem, gathered, pod_problem, refusal
 from mmd_operator.reading import Reading, read
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step, next_step, pools_in
+from mmd_operator.scaling import TICK_SECONDS, PoolScaling
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,15 @@ class Reconciler:
     """One deployment, from the first time it is seen until it is gone."""
 
     def __init__(
-        self, cluster: Cluster, namespace: str, name: str, observe: Callable[[], Observed], body: Body
+        self,
+        cluster: Cluster,
+        asker: Asker,
+        namespace: str,
+        name: str,
+        observe: Callable[[], Observed],
+        body: Body,
     ) -> None:
+        self._asker = asker
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self.wake = asyncio.Event()
         self.body: Body | None = body
@@ -61,6 +70,7 @@ class Reconciler:
         self._short_since: dict[str, float] = {}
         self._warned: dict[str, tuple[float, Problem | None]] = {}
         self._drain_overdue = False
+        self._scaling = PoolScaling(self.cluster, self._asker, self.namespace)
 
     def show(self, body: Body | None) -> None:
         """The deployment as it stands now, or None: it is gone."""
@@ -69,6 +79,44 @@ class Reconciler:
 
     async def run(self) -> None:
         """Until the deployment is gone. Errors are logged, and tried again ever more slowly."""
+        scaling = asyncio.create_task(self._keep_scaling(), name=f"scale {self.namespace}/{self.name}")
+        try:
+            await self._keep_reconciling()
+        finally:
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    async def _keep_scaling(self) -> None:
+        """Ticks of the autoscaler. They end with the deployment; what fails is tried again at the next tick."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            try:
+                await self._scale()
+            except (BusyError, RefusedError) as error:
+                logger.warning("%s/%s: not scaled: %s", self.namespace, self.name, error)
+            except Exception:  # as for passes
+                logger.exception("%s/%s: a tick of the autoscaler failed", self.namespace, self.name)
+
+    async def _scale(self) -> None:
+        body, planned = self.body, self._planned
+        if body is None or planned is None or body["metadata"]["uid"] != self._uid:
+            return
+        deployment = planned[1].deployment
+        if deployment is None or deployment.spec.paused or "deletionTimestamp" in body["metadata"]:
+            return
+        observed = self._observe()
+        gateway = observed.children.get(("Deployment", f"{self.name}-gateway"))
+        serving = gateway.workload.template_revision if gateway and gateway.workload else None
+        if serving is None or not self._scaling.needed(deployment.spec, observed, serving):
+            return
+        events, changed = await self._scaling.tick(time.time(), deployment.spec, observed, serving)
+        if changed:
+            self.wake.set()
+        for reason, message in events:
+            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded")
+            await self.cluster.report(body, reason, message, warning=warning)
+
+    async def _keep_reconciling(self) -> None:
         while (body := self.body) is not None:
             self.wake.clear()
             try:
@@ -101,6 +149,7 @@ class Reconciler:
         if metadata["uid"] != self._uid:
             self._forget_everything()
             self._uid = metadata["uid"]
+            self._scaling.remember(body.get("status", {}))
             self._applier = Applier(self.cluster, self.namespace, self.name, metadata["uid"])
         finalizers = list(metadata.get("finalizers", ()))
         if "deletionTimestamp" in metadata:
@@ -173,6 +222,7 @@ class Reconciler:
             step=step,
             paused=bool(body.get("spec", {}).get("paused")),
             unknown_fields=reading.unknown,
+            scaling=self._scaling.report,
         )
 
     async def _carry_out(
@@ -196,6 +246,8 @@ class Reconciler:
             for name, replicas in step.sizes.items():
                 present = observed.stateful_set(name)
                 before = present.workload.replicas if present and present.workload else 0
+                if replicas < before:
+                    continue  # its pods drain first: see `scaling`
                 await self.cluster.scale(self.namespace, name, replicas)
                 events.append(("Scaled", f"StatefulSet {name} from {before} to {replicas} pods"))
             for child in step.remove if settled else ():

@@ -11,11 +11,13 @@ import pytest
 import yaml
 from control_plane import ControlPlane
 from deployments import ANOTHER_MODEL, SPEC
+from fleet import Fleet
 from kubernetes import client
 from operator_process import OperatorProcess
 from standin import Namespace, eventually
 from test_lifecycle import is_gone
 from test_ownership import counted
+from test_scaling import afresh, asked
 
 RULES = yaml.safe_load(files("mmd_operator").joinpath("rules.yaml").read_text())
 ACCOUNT = "multimodal-operator"
@@ -81,13 +83,14 @@ def test_the_rights_it_asks_for_are_those_it_uses(
 
 
 def exercise(namespace: Namespace) -> None:
-    """Everything that makes an operator call: made, scaled, changed, rolled, short of pods, deleted."""
+    """Everything that makes an operator call: made, scaled, changed, rolled, drained, short of pods, deleted."""
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     namespace.change({"decode": {"replicas": 3}})
     namespace.settled(namespace.is_ready)
     namespace.change(ANOTHER_MODEL)
     namespace.settled(namespace.is_ready)
+    drain_and_need_again(namespace)
     namespace.core.create_namespaced_resource_quota(
         namespace.name, {"metadata": {"name": "small"}, "spec": {"hard": {"count/services": "1"}}}
     )
@@ -97,6 +100,20 @@ def exercise(namespace: Namespace) -> None:
     namespace.settled(namespace.is_ready)
     namespace.delete()
     namespace.settled(lambda: is_gone(namespace))
+
+
+def drain_and_need_again(namespace: Namespace) -> None:
+    fleet = Fleet(namespace)
+    try:
+        fleet.until(lambda: fleet.sized("decode", 3))
+        second, last = fleet.of("decode")[1:]
+        last.held = True
+        namespace.change({"decode": {"replicas": 1}})
+        fleet.until(lambda: asked(second, last))
+        namespace.change({"decode": {"replicas": 3}})
+        fleet.until(lambda: afresh(fleet, second))
+    finally:
+        fleet.stop()
 
 
 def short_of_pods(namespace: Namespace) -> None:

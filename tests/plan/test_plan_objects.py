@@ -1,8 +1,8 @@
 import json
 
 import pytest
-from deployments import deployment, valid_deployments
 from hypothesis import HealthCheck, given, settings
+from planned import deployment, valid_deployments
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision

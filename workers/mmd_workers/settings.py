@@ -13,7 +13,10 @@ CONFIG_ENV = "MMD_PIPELINE_CONFIG"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Identity and addresses of this process. `incarnation` is new at every start."""
+    """Identity and addresses of this process. `incarnation` is new at every start.
+
+    `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it.
+    """
 
     pipeline: PipelineConfig
     pod: str
@@ -21,11 +24,12 @@ class WorkerSettings:
     http_port: int
     nats_url: str
     threads: int
+    annotations: str = ""
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS.
+        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS.
 
         Raises:
             RuntimeError: a variable is missing; the message names it.
@@ -46,4 +50,5 @@ class WorkerSettings:
             http_port=int(need("MMD_HTTP_PORT")),
             nats_url=need("MMD_NATS_URL"),
             threads=int(os.environ.get("MMD_THREADS", "0")),
+            annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
         )

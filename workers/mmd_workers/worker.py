@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import uvloop
 
 from mmd_api.pipeline import PoolName, Role
+from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec import EncoderSpec, PrefillSpec
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.decode.tokens import SequenceBook
@@ -59,6 +61,7 @@ LIVENESS_SECONDS = 60.0
 ADVERTISED_DIGESTS = 64
 STATS_SECONDS = 0.25
 DRAIN_CHECK_SECONDS = 0.05
+ANNOTATIONS_SECONDS = 1.0
 DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
 BLOCKING_THREADS = (
     64  # KV links wait in threads: one that waits for a lost peer must not keep others from theirs
@@ -141,11 +144,16 @@ class Worker:
                 self.state = "ready"
                 await heartbeats.beat()
                 log.info("ready as %s after %.1f s", "+".join(self.roles), time.monotonic() - self._begun)
-            await self.stopping.wait()
+            asked = asyncio.create_task(self._asked_to_drain(), name="asked-to-drain")
+            stopped = asyncio.create_task(self.stopping.wait(), name="stopping")
+            await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
             if self.failure is None:
                 self.state = "draining"
                 await heartbeats.beat()
                 await self._drain()
+                await heartbeats.beat()
+            await stopped
         finally:
             await self._close(heartbeats)
             await status.stop()
@@ -535,6 +543,12 @@ class Worker:
 
     # --- end ------------------------------------------------------------------------------------------------------
 
+    async def _asked_to_drain(self) -> None:
+        """Return once whoever scales this pool asks for a drain: with an annotation, which Kubernetes shows in a file."""
+        file = Path(self.settings.annotations)
+        while not self.settings.annotations or not await asyncio.to_thread(_has_drain_annotation, file):
+            await asyncio.sleep(ANNOTATIONS_SECONDS)
+
     async def _drain(self) -> None:
         """Take no more work, finish what is held, give back what cannot be finished in the grace period."""
         for service in (self.encoder, self.prefill, self.decode):
@@ -576,6 +590,13 @@ class Worker:
             await self.decoders.close()
         await self.directory.close()
         await self.bus.close()
+
+
+def _has_drain_annotation(file: Path) -> bool:
+    try:
+        return any(line.startswith(f"{DRAIN_ANNOTATION}=") for line in file.read_text().splitlines())
+    except OSError:
+        return False  # being replaced, or not there yet
 
 
 class DrainedError(MmdError):

@@ -16,7 +16,7 @@ from mmd_operator.resources.naming import (
     Manifest,
     Scope,
 )
-from mmd_operator.resources.pods import CONTAINER_SECURITY, pod_basics, probe, resources
+from mmd_operator.resources.pods import CONTAINER_SECURITY, LAST_WORDS, pod_basics, probe, resources
 
 CONFIG_FOLDER = "/etc/nats"
 STORE_FOLDER = "/data"
@@ -57,6 +57,7 @@ def nats_objects(scope: Scope) -> list[Manifest]:
         "livenessProbe": probe("/healthz?js-server-only=true", period=10, failures=3, port="monitor"),
         "readinessProbe": probe("/healthz", period=2, failures=2, port="monitor"),
         "securityContext": CONTAINER_SECURITY,
+        "terminationMessagePolicy": LAST_WORDS,
         "volumeMounts": [
             {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
             {"name": "store", "mountPath": STORE_FOLDER},

@@ -20,6 +20,9 @@ from mmd_operator.resources.naming import (
 USER_ID = 65532
 SHARED_MEMORY_LIMIT = "1Gi"
 HUB_CACHE = "/var/cache/huggingface"
+POD_FACTS = "/etc/pod"
+LAST_WORDS = "FallbackToLogsOnError"
+"""The end of the log of a container that failed goes into the pod's status, and from there into a condition."""
 
 POD_SECURITY: Manifest = {
     "runAsNonRoot": True,
@@ -58,6 +61,7 @@ def worker_pod(
         "livenessProbe": probe("/livez", period=10, failures=3),
         "readinessProbe": probe("/readyz", period=2, failures=2),
         "securityContext": CONTAINER_SECURITY,
+        "terminationMessagePolicy": LAST_WORDS,
         "volumeMounts": [
             {"name": "config", "mountPath": CONFIG_PATH.rpartition("/")[0], "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
@@ -73,6 +77,8 @@ def worker_pod(
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY_LIMIT}},
         ],
     }
+    if isinstance(part, Pool):
+        _show_annotations(pod, container)
     _add_model_storage(scope.spec, pod, container)
     _add_placement(part, pod)
     return {
@@ -171,6 +177,14 @@ def _hub_environment(spec: MultimodalDeploymentSpec) -> list[Manifest]:
         source = {"secretKeyRef": {"name": storage.token_secret, "key": "token"}}
         environment.append({"name": "HF_TOKEN", "valueFrom": source})
     return environment
+
+
+def _show_annotations(pod: Manifest, container: Manifest) -> None:
+    """The pod's annotations as a file that follows them: how a worker is asked to drain, without a port for it."""
+    annotations = {"path": "annotations", "fieldRef": {"fieldPath": "metadata.annotations"}}
+    pod["volumes"].append({"name": "pod", "downwardAPI": {"items": [annotations]}})
+    container["volumeMounts"].append({"name": "pod", "mountPath": POD_FACTS, "readOnly": True})
+    container["env"].append({"name": "MMD_POD_ANNOTATIONS", "value": f"{POD_FACTS}/annotations"})
 
 
 def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container: Manifest) -> None:

@@ -39,6 +39,7 @@ from mmd_workers.gateway.api import (
 )
 from mmd_workers.gateway.body import ClientGoneError, read_json
 from mmd_workers.gateway.chat import ChoiceStream, usage_of
+from mmd_workers.gateway.demand import Demand
 from mmd_workers.gateway.hold import MediaHold, Reservation
 from mmd_workers.gateway.intake import MAX_SEED, Intake, Prepared, api_error
 from mmd_workers.gateway.lifecycle import Dispatcher
@@ -84,6 +85,7 @@ class Gateway:
     bus: Bus
     metrics: Metrics
     slo: SloSpec
+    demand: Demand
     started: float = field(default_factory=time.time)
     draining: bool = False
     running: int = 0
@@ -506,6 +508,11 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
             }
         )
 
+    async def demand(_request: Request) -> Response:
+        beat = heartbeat()
+        held = gateway.dispatcher.held_by_role()
+        return JSONResponse(gateway.demand.report(beat.pod, beat.revision, held))
+
     async def targets(_request: Request) -> Response:
         """Who may be scraped, in the words of Prometheus's HTTP service discovery."""
         common = {"namespace": gateway.bus.subjects.namespace, "deployment": gateway.bus.subjects.name}
@@ -534,6 +541,7 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),
+            Route("/demand", demand),
             Route("/debug/state", state),
             Route("/debug/requests", requests),
             Route("/debug/targets", targets),

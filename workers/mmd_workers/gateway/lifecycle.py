@@ -10,6 +10,7 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -147,6 +148,7 @@ class Dispatcher:
         self._subscriptions: list[Subscription] = []
         self._pods_changed = asyncio.Event()
         self.timelines = Timelines()
+        self.on_first_token: Callable[[float], None] = lambda _seconds: None
 
     @property
     def live_sequences(self) -> int:
@@ -215,6 +217,7 @@ class Dispatcher:
                     )
                 if not sequence.timeline.first_token:
                     sequence.timeline.first_token = now
+                    self.on_first_token(now - sequence.timeline.arrived)
                 sequence.timeline.last_token = now
                 sequence.news.set()
             if sequence.state.finished or sequence.state.failure is not None:

@@ -15,6 +15,7 @@ import uvloop
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.errors import MmdError
 from mmd_workers.gateway.app import Gateway, build_app
+from mmd_workers.gateway.demand import Demand
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
@@ -66,6 +67,8 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     )
     max_body_bytes = spec.gateway.max_body_mebibytes << 20
     hold = MediaHold(HOLD_BODIES * max_body_bytes)
+    demand = Demand(spec.slo.percentile)
+    dispatcher.on_first_token = demand.first_token
     gateway = Gateway(
         model=spec.model.id,
         max_body_bytes=max_body_bytes,
@@ -79,6 +82,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         bus=bus,
         metrics=metrics,
         slo=spec.slo,
+        demand=demand,
     )
 
     def beat() -> Heartbeat:
@@ -101,7 +105,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     )
     watching = [asyncio.create_task(bus_watch.watch(bus, metrics), name="watch-bus")]
     if spec.encoder is not None:
-        watching.append(asyncio.create_task(_watch_queue(EncodeQueue(bus), metrics), name="watch-queue"))
+        watching.append(
+            asyncio.create_task(_watch_queue(EncodeQueue(bus), metrics, demand), name="watch-queue")
+        )
     try:
         await directory.start()
         await dispatcher.start()
@@ -145,16 +151,19 @@ def _metrics(pipeline: PipelineConfig) -> Metrics:
     return metrics
 
 
-async def _watch_queue(queue: EncodeQueue, metrics: Metrics) -> None:
+async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: Demand) -> None:
     """What waits for encoders, read off the stream until cancelled. What cannot be read is absent, not zero."""
     gauges = (metrics.queue_jobs, metrics.queue_work)
     while True:
         try:
-            for modality, depth in (await queue.depth()).items():
+            depths = await queue.depth()
+            demand.queue_read(depths)
+            for modality, depth in depths.items():
                 for gauge, value in zip(gauges, (depth.jobs, depth.work), strict=True):
                     gauge.labels(modality).set(value)
         except MmdError as error:
             _log.debug("%s", error.message)
+            demand.queue_unreadable()
             for gauge in gauges:
                 gauge.clear()
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)

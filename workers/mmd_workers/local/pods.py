@@ -95,6 +95,7 @@ def _local_pod(
         "MMD_HTTP_PORT": str(port),
         "MMD_NATS_URL": nats_url,
         "MMD_THREADS": str(threads),
+        "MMD_POD_ANNOTATIONS": "",
     }
     return LocalPod(
         name=name,

@@ -1,0 +1,53 @@
+"""Asks pods over HTTP how they are. Every question has a deadline and a size; knows nothing of what the answers mean."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import aiohttp
+
+TIMEOUT_SECONDS = 2.0
+MAX_CONNECTIONS = 128
+
+
+class NoAnswerError(Exception):
+    """The pod did not answer in time, or not with success."""
+
+
+class Asker:
+    """Connections to pods, shared by all deployments."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, address: str, port: int, path: str, max_bytes: int) -> bytes:
+        """The body of an answer; at most one byte more than `max_bytes` of it.
+
+        Raises:
+            NoAnswerError: see there.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
+            )
+        host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+        try:
+            async with self._session.get(f"http://{host}:{port}{path}", allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise NoAnswerError(f"answers {answer.status}")
+                return await _at_most(answer.content, max_bytes + 1)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswerError(type(error).__name__) from error
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _at_most(content: aiohttp.StreamReader, size: int) -> bytes:
+    body = b""
+    while len(body) < size and (piece := await content.read(size - len(body))):
+        body += piece
+    return body

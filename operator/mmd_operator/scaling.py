@@ -1,0 +1,281 @@
+"""One deployment's autoscaler on a cluster: asks its pods, decides, drains, resizes, and keeps what there is to say about it.
+
+The decisions are those of `autoscaling`; this file only brings facts to them and carries out their moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from mmd_api.pools import POOL_NAMES, PoolName
+from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_api.status import ScalingDecision
+from mmd_operator.ask import Asker, NoAnswerError
+from mmd_operator.autoscaling import (
+    GATEWAY_PATH,
+    HARD_LIMITS,
+    MAX_REPORT_BYTES,
+    WORKER_PATH,
+    Bottleneck,
+    Decision,
+    DeploymentPolicy,
+    Moves,
+    PodFacts,
+    PoolFacts,
+    ReportError,
+    Scaler,
+    Verdict,
+    gateway_report,
+    worker_report,
+)
+from mmd_operator.cluster import Cluster
+from mmd_operator.conditions import Scaling
+from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.resources.naming import GATEWAY_PORT, WORKER_PORT
+
+TICK_SECONDS = 2.0
+STEADY_TICKS = 3
+"""What is said of metrics and of the bottleneck changes when it has been so for this many ticks."""
+Body = Mapping[str, Any]
+Events = list[tuple[str, str]]
+
+
+class PoolScaling:
+    """Ticks of one deployment."""
+
+    def __init__(self, cluster: Cluster, asker: Asker, namespace: str) -> None:
+        self._cluster, self._asker, self._namespace = cluster, asker, namespace
+        self._scaler: Scaler | None = None
+        self._spec: MultimodalDeploymentSpec | None = None
+        self._said: dict[PoolName, tuple[int, int, str | None]] = {}
+        self._steady: dict[str, tuple[object, int]] = {}
+        self._overdue: set[str] = set()
+        self._why: dict[PoolName, Decision] = {}
+        self.report = Scaling()
+
+    def needed(self, spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> bool:
+        """Whether there is anything to decide or to drain."""
+        for name in POOL_NAMES:
+            pool: Pool | None = getattr(spec, name)
+            child = _stateful_set(observed, name, revision)
+            if pool is None or child is None or child.workload is None:
+                continue
+            if pool.autoscaling is not None:
+                return True
+            size = 1 if pool.replicas is None else pool.replicas
+            if child.workload.replicas > size or any(p.drain_asked for p in observed.pods_of(name)):
+                return True
+        return False
+
+    async def tick(
+        self, now: float, spec: MultimodalDeploymentSpec, observed: Observed, revision: str
+    ) -> tuple[Events, bool]:
+        """Ask, decide, act. Returns what to report as Events, and whether `report` changed.
+
+        Raises:
+            BusyError, RefusedError: a move could not be made; the next tick makes it again.
+        """
+        scaler = self._scaler_for(spec)
+        sets = {
+            name: child
+            for name in scaler.policy.pools
+            if (child := _stateful_set(observed, name, revision)) and child.workload
+        }
+        if sets.keys() != scaler.policy.pools.keys():
+            return [], False  # a pool is not made yet
+        faults = await self._ask(scaler, observed, revision, now)
+        pods = {
+            name: [
+                p
+                for p in observed.pods_of(name)
+                if p.revision == revision and p.name.startswith(f"{child.name}-")
+            ]
+            for name, child in sets.items()
+        }
+        facts = {
+            name: PoolFacts(
+                replicas=child.workload.replicas if child.workload else 0,
+                pods=tuple(_facts(pod) for pod in pods[name]),
+                drain_seconds=float(getattr(spec, name).template.termination_grace_period_seconds),
+            )
+            for name, child in sets.items()
+        }
+        verdict = scaler.tick(now, facts, frozenset(p.name for p in _gateways(observed, revision)))
+        before = self.report
+        events: Events = []
+        self._note(verdict, faults, spec, events)
+        for name, decision in verdict.decisions.items():
+            moves = scaler.moves(now, decision, facts[name])
+            await self._make(moves, sets[name], facts[name], pods[name], decision, events)
+        return events, self.report != before
+
+    def remember(self, status: Body) -> None:
+        """After a start: the last decisions stand in the status."""
+        found: dict[PoolName, ScalingDecision] = {}
+        for name in POOL_NAMES:
+            last = status.get("pools", {}).get(name, {}).get("lastDecision")
+            if last is not None:
+                found[name] = ScalingDecision.model_validate(last)
+        self.report = replace(self.report, decisions=found)
+
+    def _scaler_for(self, spec: MultimodalDeploymentSpec) -> Scaler:
+        if self._scaler is None or self._spec is not spec:
+            policy = DeploymentPolicy.of(spec)
+            if self._scaler is None:
+                self._scaler = Scaler(policy)
+            self._scaler.policy, self._spec = policy, spec
+        return self._scaler
+
+    async def _ask(self, scaler: Scaler, observed: Observed, revision: str, now: float) -> dict[str, str]:
+        """Ask every pod that can answer. Returns what was wrong with the answers, by pod."""
+        faults: dict[str, str] = {}
+
+        async def worker(pod: PodView) -> None:
+            body = await self._asker.get(pod.address or "", WORKER_PORT, WORKER_PATH, MAX_REPORT_BYTES)
+            scaler.heard(pod.name, now, worker_report(body, pod.name, revision))
+
+        async def gateway(pod: PodView) -> None:
+            body = await self._asker.get(pod.address or "", GATEWAY_PORT, GATEWAY_PATH, MAX_REPORT_BYTES)
+            scaler.gateway_heard(pod.name, now, gateway_report(body, pod.name, revision))
+
+        async def heard(pod: PodView) -> None:
+            try:
+                await (gateway(pod) if pod.component == "gateway" else worker(pod))
+            except NoAnswerError as error:
+                if pod.ready:
+                    faults[pod.name] = f"pod {pod.name} {error}"
+            except ReportError as error:
+                faults[pod.name] = str(error)
+
+        asked = [p for name in scaler.policy.pools for p in observed.pods_of(name) if p.revision == revision]
+        asked += _gateways(observed, revision)
+        await asyncio.gather(*(heard(pod) for pod in asked if pod.address))
+        return faults
+
+    async def _make(
+        self,
+        moves: Moves,
+        child: Child,
+        facts: PoolFacts,
+        pods: list[PodView],
+        decision: Decision,
+        events: Events,
+    ) -> None:
+        uids = {pod.name: pod.uid for pod in pods}
+        if decision.replicas != decision.current:
+            self._why[decision.pool] = decision
+        begun = self._why.get(decision.pool, decision)
+        why = begun if begun.replicas == decision.replicas else decision
+        if moves.replicas is not None:
+            await self._cluster.scale(self._namespace, child.name, moves.replicas)
+            events.append(
+                (
+                    "Scaled",
+                    f"StatefulSet {child.name} from {facts.replicas} to {moves.replicas} pods; {why}",
+                )
+            )
+        for name in moves.drain:
+            await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            events.append(("Draining", f"pod {name} finishes what it holds and takes nothing more; {why}"))
+        for name in moves.renew:
+            await self._cluster.delete_pod(self._namespace, name, uids[name])
+            events.append(("Renewed", f"pod {name} had drained and is needed again: it starts afresh"))
+        for name in moves.overdue:
+            if name not in self._overdue:
+                self._overdue.add(name)
+                seconds = f"{facts.drain_seconds:.0f} s"
+                events.append(
+                    (
+                        "DrainDeadlineExceeded",
+                        f"pod {name} did not become empty within {seconds}; it is removed",
+                    )
+                )
+        self._overdue &= {pod.name for pod in pods} | set(moves.overdue)
+
+    def _note(
+        self, verdict: Verdict, faults: Mapping[str, str], spec: MultimodalDeploymentSpec, events: Events
+    ) -> None:
+        """Bring `report` up to date; what changed for good becomes an Event."""
+        decisions = dict(self.report.decisions)
+        scaled = tuple(n for n in verdict.decisions if getattr(spec, n).autoscaling is not None)
+        for name in scaled:
+            decision = verdict.decisions[name]
+            changes = decision.replicas != decision.current
+            now_said = (decision.current, decision.replicas, _hard(decision))
+            if (changes or _hard(decision)) and self._said.get(name) != now_said:
+                decisions[name] = decision.status()
+                if not decision.act or not changes:
+                    events.append(("WouldScale" if not decision.act else "ScalingLimited", str(decision)))
+            if changes or _hard(decision) or not decision.missing:
+                self._said[name] = now_said
+        hard = [verdict.decisions[n] for n in scaled if _hard(verdict.decisions[n])]
+        missing = sorted({m.split(" since ")[0] for n in scaled for m in verdict.decisions[n].missing})
+        missing = [_explained(words, faults) for words in missing]
+        bottleneck: Bottleneck | None = verdict.bottleneck
+        settled = self._settled("missing", tuple(missing))
+        pool = self._settled("bottleneck", bottleneck.pool if bottleneck else None)
+        self.report = Scaling(
+            decisions=decisions,
+            pools=scaled,
+            shadow=tuple(n for n in scaled if not verdict.decisions[n].act),
+            missing=cast("tuple[str, ...]", settled if settled is not ... else self.report.missing),
+            limited=tuple(f"{d.pool} at {d.current}" for d in hard),
+            limit=_hard(hard[0]) if hard else None,
+            bottleneck=cast("PoolName | None", pool if pool is not ... else self.report.bottleneck),
+        )
+
+    def _settled(self, what: str, value: object) -> object:
+        """The value, once it has been the same for some ticks; `...` until then."""
+        last, count = self._steady.get(what, (value, 0))
+        count = count + 1 if last == value else 1
+        self._steady[what] = (value, count)
+        return value if count >= STEADY_TICKS else ...
+
+
+def _hard(decision: Decision) -> str | None:
+    return (
+        decision.limited_by
+        if decision.limited_by in HARD_LIMITS and decision.wanted > decision.current
+        else None
+    )
+
+
+def _explained(words: str, faults: Mapping[str, str]) -> str:
+    """What is missing, with what its pod answered instead where it did."""
+    return next((f"{words} ({fault})" for pod, fault in faults.items() if words.endswith(pod)), words)
+
+
+def _stateful_set(observed: Observed, pool: PoolName, revision: str) -> Child | None:
+    return next(
+        (
+            child
+            for child in observed.children.values()
+            if child.kind == "StatefulSet"
+            and child.component == pool
+            and child.revision == revision
+            and not child.deleting
+        ),
+        None,
+    )
+
+
+def _gateways(observed: Observed, revision: str) -> list[PodView]:
+    return [p for p in observed.pods_of("gateway") if p.revision == revision and p.ready and not p.deleting]
+
+
+def _facts(pod: PodView) -> PodFacts:
+    ordinal = pod.name.rpartition("-")[2]
+    return PodFacts(
+        name=pod.name,
+        ordinal=int(ordinal) if ordinal.isdigit() else -1,
+        created_at=pod.created_at,
+        ready=pod.ready,
+        unschedulable=pod.unschedulable is not None,
+        deleting=pod.deleting,
+        asked=pod.drain_asked is not None,
+        asked_at=pod.drain_asked,
+    )

@@ -1,0 +1,169 @@
+"""Pods of a deployment that answer over HTTP like real ones: each listens on a loopback address of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kubernetes import client
+from standin import Namespace, eventually
+
+from mmd_api.resource import DRAIN_ANNOTATION
+from mmd_operator.resources.naming import GATEWAY_PORT, REVISION_LABEL, WORKER_PORT
+
+_ADDRESSES = itertools.count(random.randrange(1 << 20))
+
+
+def next_address() -> str:
+    number = next(_ADDRESSES)
+    return f"127.{100 + number // 62500 % 100}.{number // 250 % 250}.{1 + number % 250}"
+
+
+@dataclass
+class FakePod:
+    """One pod: what it answers, and the server that answers. `held`: a drain does not end while it holds work."""
+
+    name: str
+    revision: str
+    port: int
+    address: str = field(default_factory=next_address)
+    load: dict[str, Any] = field(default_factory=dict)
+    demand: dict[str, Any] = field(default_factory=dict)
+    held: bool = False
+    asked: bool = False
+    answer: bytes | None = None
+    """Instead of a true answer."""
+
+    def __post_init__(self) -> None:
+        pod = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = pod.body() if pod.answer is None else pod.answer
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer((self.address, self.port), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def state(self) -> str:
+        if not self.asked:
+            return "ready"
+        return "draining" if self.held else "drained"
+
+    def body(self) -> bytes:
+        said: dict[str, Any] = {"pod": self.name, "revision": self.revision}
+        if self.port == GATEWAY_PORT:
+            queue = {"age_seconds": 0.1, "waiting_work": {}}
+            ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
+            said |= {"held": {}, "queue": queue, "ttft": ttft, **self.demand}
+        else:
+            said |= {"state": self.state, "load": self.load}
+        return json.dumps(said).encode()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Fleet:
+    """Plays StatefulSet controller, kubelet and workers. `refused`: pods that no node has room for."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.pods: dict[str, FakePod] = {}
+        self.unschedulable: set[str] = set()
+        self.most: dict[str, int] = {}
+        """Largest size that each pool was ever given."""
+
+    def step(self) -> None:
+        """Once: what controllers and kubelets would do now."""
+        self.namespace.settle()
+        core, name = self.namespace.core, self.namespace.name
+        present = {p.metadata.name: p for p in core.list_namespaced_pod(name).items}
+        wanted: dict[str, dict[str, str]] = {}
+        for item in self.namespace.apps.list_namespaced_stateful_set(
+            name, label_selector=REVISION_LABEL
+        ).items:
+            pool = item.metadata.labels["app.kubernetes.io/component"]
+            self.most[pool] = max(self.most.get(pool, 0), item.spec.replicas)
+            for ordinal in range(item.spec.replicas):
+                wanted[f"{item.metadata.name}-{ordinal}"] = item.spec.template.metadata.labels
+        for pod in [p for p in present if p not in wanted and "gateway" not in p]:
+            self.namespace._end_pod(pod)
+        for pod, labels in wanted.items():
+            if pod not in present:
+                self.namespace.pod(pod, labels)
+                self.gone(pod)
+        for pod, found in present.items():
+            if pod in wanted or "gateway" in pod:
+                self._live(found)
+        for pod in [p for p in self.pods if p not in present]:
+            self.gone(pod)
+
+    def _live(self, found: Any) -> None:
+        name = found.metadata.name
+        asked = DRAIN_ANNOTATION in (found.metadata.annotations or {})
+        if name in self.pods:
+            self.pods[name].asked = asked
+            return
+        if name in self.unschedulable:
+            reason = {
+                "reason": "Unschedulable",
+                "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+            }
+            self._say(name, {"conditions": [{"type": "PodScheduled", "status": "False", **reason}]})
+            return
+        port = GATEWAY_PORT if "gateway" in name else WORKER_PORT
+        pod = FakePod(name, found.metadata.labels[REVISION_LABEL], port)
+        self.pods[name] = pod
+        ready = [{"type": t, "status": "True"} for t in ("PodScheduled", "Ready")]
+        self._say(name, {"podIP": pod.address, "podIPs": [{"ip": pod.address}], "conditions": ready})
+
+    def _say(self, pod: str, status: dict[str, Any]) -> None:
+        try:
+            self.namespace.core.patch_namespaced_pod_status(pod, self.namespace.name, {"status": status})
+        except client.ApiException as error:
+            if error.status != 404:
+                raise
+
+    def gone(self, pod: str) -> None:
+        if pod in self.pods:
+            self.pods.pop(pod).stop()
+
+    def stop(self) -> None:
+        for pod in list(self.pods):
+            self.gone(pod)
+
+    def until(self, check: Any, seconds: float = 40) -> None:
+        """Go on until a check holds."""
+
+        def step() -> None:
+            self.step()
+            check()
+
+        eventually(step, seconds)
+
+    def of(self, pool: str) -> list[FakePod]:
+        """Pods of a pool by ordinal."""
+        return [self.pods[name] for name in sorted(self.pods) if f"-{pool}-" in name]
+
+    @property
+    def gateway(self) -> FakePod:
+        return next(pod for name, pod in self.pods.items() if "gateway" in name)
+
+    def sized(self, pool: str, replicas: int) -> None:
+        found = self.namespace.stateful_set(pool).spec.replicas
+        assert found == replicas, self.namespace.get()["status"]["pools"].get(pool)
+        assert len(self.of(pool)) == replicas

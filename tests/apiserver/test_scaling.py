@@ -1,0 +1,213 @@
+"""Pools that follow the load, against a real API server: grown, drained before they shrink, sent to zero and woken, never on a guess."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deployments import SPEC
+from fleet import Fleet
+from operator_process import OperatorProcess
+from standin import Namespace
+from test_killed import forget_the_dead
+
+QUICK = {
+    "minReplicas": 1,
+    "maxReplicas": 3,
+    "maxScaleUpPercent": 1000,
+    "maxScaleDownPercent": 100,
+    "scaleDownStabilizationSeconds": 0,
+    "scaleDownCooldownSeconds": 0,
+    "panicWindowSeconds": 0,
+    "scaleToZeroAfterSeconds": 1,
+}
+RATE = {"video": 100.0}
+BUSY = {"encode_queued_work": {"video": 700}, "encode_work_per_second": RATE, "encode_busy_fraction": 1.0}
+IDLE = {"encode_work_per_second": RATE}
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    return {**SPEC, "decode": {"gpus": 0}, "encoder": {"gpus": 0, "autoscaling": {**QUICK, **changes}}}
+
+
+@pytest.fixture
+def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
+    made = Fleet(namespace)
+    yield made
+    made.stop()
+
+
+def up(fleet: Fleet, **changes: Any) -> None:
+    fleet.namespace.apply(scaled(**changes))
+    fleet.until(fleet.namespace.is_ready)
+    fleet.until(lambda: fleet.gateway)
+
+
+def event(fleet: Fleet, reason: str, words: str) -> None:
+    assert any(words in e for e in fleet.namespace.events(reason)), fleet.namespace.events(reason)
+
+
+def says(fleet: Fleet, condition: str, status: str, reason: str, words: str = "") -> None:
+    found = fleet.namespace.condition(condition)
+    assert found[:2] == (status, reason), found
+    assert words in found[2]
+
+
+def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_empty(fleet: Fleet):
+    up(fleet)
+    fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllHeard"))
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: fleet.sized("encoder", 3))
+    event(
+        fleet, "Scaled", "from 1 to 3 pods; encoder goes from 1 to 3 replicas (LoadRose); backlog is 7.00 s"
+    )
+    decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]
+    assert (decision["fromReplicas"], decision["toReplicas"], decision["metric"]) == (1, 3, "BacklogSeconds")
+    assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
+    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "raise autoscaling.maxReplicas"))
+    fleet.until(lambda: bounded_by(fleet, "Encoder"))
+
+    first, second, third = fleet.of("encoder")
+    second.held = third.held = True
+    for pod in (first, second, third):
+        pod.load = IDLE
+    fleet.until(lambda: asked(second, third))
+    assert not first.asked
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        fleet.step()
+        fleet.sized("encoder", 3)
+    third.held = False
+    fleet.until(lambda: fleet.sized("encoder", 2))
+    assert fleet.of("encoder") == [first, second]
+    second.held = False
+    fleet.until(lambda: fleet.sized("encoder", 1))
+    event(fleet, "Draining", second.name)
+    event(fleet, "Scaled", "LoadFell")
+
+
+def bounded_by(fleet: Fleet, pool: str) -> None:
+    assert fleet.namespace.get()["status"]["bottleneck"] == pool
+
+
+def asked(*pods: Any) -> None:
+    assert all(pod.asked for pod in pods)
+
+
+def test_a_pool_goes_to_zero_and_wakes_for_work_that_only_the_queue_knows(fleet: Fleet):
+    up(fleet, minReplicas=0)
+    fleet.of("encoder")[0].load = IDLE
+    fleet.until(lambda: fleet.sized("encoder", 0))
+    event(fleet, "Scaled", "(Idle)")
+    fleet.until(fleet.namespace.is_ready)
+    says(fleet, "EncoderReady", "True", "ScaledToZero")
+    fleet.gateway.demand = {"queue": {"age_seconds": 0.2, "waiting_work": {"video": 40.0}}}
+    fleet.until(lambda: fleet.sized("encoder", 1))
+    event(fleet, "Scaled", "(Woken)")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            b'{"pod": "demo-encoder-9", "revision": "0", "state": "ready", "load": {}}',
+            "answers as pod demo-encoder-9",
+        ),
+        (b"<html>not found</html>", "answers garbage"),
+        (None, "encoder"),
+    ],
+    ids=["anothers", "garbage", "silence"],
+)
+def test_without_a_pods_own_word_nothing_is_lowered_and_its_name_is_told(
+    fleet: Fleet, answer: bytes | None, words: str
+):
+    up(fleet)
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: fleet.sized("encoder", 3))
+    quiet = fleet.of("encoder")[0]
+    if answer is None:
+        quiet.stop()
+    else:
+        quiet.answer = answer
+    for pod in fleet.of("encoder"):
+        pod.load = IDLE
+    fleet.until(lambda: says(fleet, "MetricsFresh", "False", "MetricsMissing", words))
+    fleet.sized("encoder", 3)
+    assert not any(pod.asked for pod in fleet.of("encoder"))
+
+
+def test_shadow_says_what_it_would_do_and_does_nothing(fleet: Fleet):
+    up(fleet, mode="Shadow")
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: event(fleet, "WouldScale", "encoder would go from 1 to 3 replicas"))
+    fleet.until(lambda: says(fleet, "ScalingActive", "False", "Shadow"))
+    fleet.sized("encoder", 1)
+    assert fleet.most["encoder"] == 1
+
+
+def test_a_pod_that_fits_nowhere_stops_growth_and_is_told(fleet: Fleet):
+    up(fleet, maxReplicas=8)
+    name = fleet.of("encoder")[0].name.rpartition("-")[0]
+    fleet.unschedulable = {f"{name}-{n}" for n in range(1, 8)}
+    fleet.of("encoder")[0].load = {**BUSY, "encode_queued_work": {"video": 200}}
+    fleet.until(lambda: says(fleet, "Degraded", "True", "NoGpu"))
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "Unschedulable", "add nodes"))
+    assert fleet.namespace.stateful_set("encoder").spec.replicas == 2
+
+
+def test_an_operator_that_is_killed_while_pods_drain_goes_on_where_it_was(
+    fleet: Fleet, operator: OperatorProcess, namespace: Namespace
+):
+    up(fleet)
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: fleet.sized("encoder", 3))
+    for pod in fleet.of("encoder")[1:]:
+        pod.held = True
+    for pod in fleet.of("encoder"):
+        pod.load = IDLE
+    leaving = fleet.of("encoder")[1:]
+    fleet.until(lambda: asked(*leaving))
+    operator.kill()
+    forget_the_dead(namespace)
+    operator.start()
+    for pod in leaving:
+        pod.held = False
+    fleet.until(lambda: fleet.sized("encoder", 1))
+
+
+def test_a_pod_that_has_drained_and_is_needed_again_starts_afresh(fleet: Fleet):
+    up(fleet)
+    fleet.of("encoder")[0].load = BUSY
+    fleet.until(lambda: fleet.sized("encoder", 3))
+    first, second, third = fleet.of("encoder")
+    third.held = True
+    for pod in (first, second, third):
+        pod.load = IDLE
+    fleet.until(lambda: asked(second, third))
+    first.load = BUSY
+    fleet.until(lambda: afresh(fleet, second))
+    event(fleet, "Renewed", second.name)
+    fleet.sized("encoder", 3)
+
+
+def afresh(fleet: Fleet, old: Any) -> None:
+    now = fleet.pods.get(old.name)
+    assert now is not None
+    assert now is not old
+    assert not now.asked
+
+
+def test_a_fixed_pool_that_is_made_smaller_drains_too(fleet: Fleet):
+    fleet.namespace.apply({**SPEC, "decode": {"gpus": 0, "replicas": 2}})
+    fleet.until(fleet.namespace.is_ready)
+    fleet.until(lambda: fleet.sized("decode", 2))
+    last = fleet.of("decode")[1]
+    last.held = True
+    fleet.namespace.change({"decode": {"replicas": 1}})
+    fleet.until(lambda: asked(last))
+    fleet.sized("decode", 2)
+    last.held = False
+    fleet.until(lambda: fleet.sized("decode", 1))
