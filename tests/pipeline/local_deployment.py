@@ -19,7 +19,7 @@ import yaml
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod
 
-READY_SECONDS = 300.0
+READY_SECONDS = 480.0
 
 
 class Deployment:

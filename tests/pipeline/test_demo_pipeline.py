@@ -16,7 +16,7 @@ from local_deployment import Deployment, until
 
 from mmd_workers.local.samples import Sample, draw
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 KINDS = ("image", "video", "audio")

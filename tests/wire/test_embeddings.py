@@ -275,7 +275,7 @@ async def test_a_transfer_that_fails_every_time_is_a_link_error(pod, sender):
             await publish(subject, message, reply)
 
     bus.publish = deaf
-    with pytest.raises(LinkError, match="3 attempts"):
+    with pytest.raises(LinkError, match="4 attempts"):
         await sender.send(job(), [tensor(MIB)])
     await pod.room_is_free()
 

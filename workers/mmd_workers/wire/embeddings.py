@@ -22,7 +22,14 @@ from typing import Literal
 import numpy as np
 from nats.aio.msg import Msg
 
-from mmd_workers.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_workers.errors import (
+    CapacityError,
+    DeadlineError,
+    LinkError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+)
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.codec import Frame, WireError, unpack
@@ -44,7 +51,7 @@ MAX_CHUNK_BYTES = 960 << 10
 _DIGEST_BYTES = 16
 _MAX_TRANSFERS = 4
 _MAX_TENSORS = 1024
-_ATTEMPTS = 3
+_ATTEMPTS = 4
 _RETRY_SECONDS = 0.05
 _OFFER_SECONDS = 5.0  # a receiver that is gone is known at once; one that is busy may take its time
 _ITEM_BYTES = {
@@ -130,14 +137,16 @@ class EmbeddingSender:
                     await _Outgoing(bus, grant, views, offer.total_bytes, self._timeout, abandoned).run()
                     return "sent"
                 pause = max(_RETRY_SECONDS, min(grant.retry_seconds, 5.0))
-            except (LinkError, DeadlineError, OverloadedError) as error:
+            except (LinkError, DeadlineError, OverloadedError, PeerLostError) as error:
+                if isinstance(error, PeerLostError) and not failures:
+                    raise  # later it proves nothing: after the server's restart we may be back before the receiver is
                 failures += 1
                 if failures == _ATTEMPTS:
                     raise LinkError(
                         f"feature {offer.feature_id[:16]} did not reach {receiver} in {failures} attempts: {error.message}"
                     ) from error
                 _log.warning("transfer to %s failed, offering again: %s", receiver, error.message)
-                pause = _RETRY_SECONDS * failures
+                pause = _RETRY_SECONDS * 5 ** (failures - 1)
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
         raise asyncio.CancelledError
 
