@@ -46,10 +46,10 @@ PROGRAMS = {
 }
 """What must be on the PATH, and the Debian package that it comes from."""
 SERVERS = (
-    *("kubelet", "kube-proxy", "coredns", "kube-scheduler", "kube-controller-manager", "kube-apiserver"),
+    *("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "coredns", "kube-apiserver"),
     *("etcd", "containerd"),
 )
-"""In the order in which they stop."""
+"""In the order in which they stop. Pods are deleted when nobody makes new ones and while kubelet still runs."""
 SYSCTLS = (
     *("net/ipv4/ip_forward", "net/ipv4/conf/all/route_localnet", "net/bridge/bridge-nf-call-iptables"),
     *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
@@ -103,9 +103,9 @@ class OwnCluster:
             stamp.write_text(identity)
 
     def stop(self) -> None:
-        if (RUN / "kube-apiserver.pid").exists():
-            self._delete_pods()
         for name in SERVERS:
+            if name == "kubelet" and (RUN / "kubelet.pid").exists():
+                self._delete_pods()
             if name == "containerd":
                 self._end_containers()
             self._processes.stop(name, mark=RUN.name)
@@ -377,19 +377,17 @@ state = "{RUN / "containerd"}"
             return  # of a cluster that is half dead; its containers are ended below
 
     def _end_containers(self) -> None:
-        if not self._containerd_answers():
-            if not (RUN / "containerd.toml").exists():
-                return
-            for pid in self._own_processes():
-                if "containerd-shim" in command_line(pid):
-                    os.kill(pid, signal.SIGKILL)
-            return
-        for container in self._list("tasks"):
-            subprocess.run(
-                self._ctr("tasks", "rm", "--force", container), check=False, timeout=60, capture_output=True
-            )
-        for container in self._list("containers"):
-            run(*self._ctr("containers", "rm", container))
+        """What kubelet did not end."""
+        if self._containerd_answers():
+            for task in self._list("tasks"):
+                remove = self._ctr("tasks", "rm", "--force", task)
+                subprocess.run(remove, check=False, timeout=60, capture_output=True)  # or it ended by itself
+            for container in self._list("containers"):
+                run(*self._ctr("containers", "rm", container))
+        shims = [pid for pid, words in self._own_processes().items() if "containerd-shim" in words]
+        for pid in shims:
+            os.kill(pid, signal.SIGKILL)
+        until("containers have ended", 10, lambda: not any(command_line(pid) for pid in shims))
 
     def _list(self, what: str) -> list[str]:
         return run(*self._ctr(what, "ls", "--quiet")).split()

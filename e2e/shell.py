@@ -23,24 +23,38 @@ def run(
         FailedError: it failed or took longer; the message ends with its last words.
     """
     try:
-        done = subprocess.run(
+        child = subprocess.Popen(
             command,
-            input=stdin,
-            capture_output=True,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=seconds,
             env=None if env is None else {**os.environ, **env},
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired as error:
-        raise FailedError(f"{shown(command)} was not done after {seconds:.0f} s") from error
     except FileNotFoundError as error:
         raise FailedError(f"{command[0]} is not installed") from error
-    if done.returncode != 0:
-        raise FailedError(
-            f"{shown(command)} ended with {done.returncode}:\n{tail(done.stderr + done.stdout)}"
-        )
-    return done.stdout
+    try:
+        output, errors = child.communicate(stdin, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"{shown(command)} was not done after {seconds:.0f} s") from error
+    finally:
+        if child.poll() is None:  # also when this program is told to end
+            _end_session(child)
+    if child.returncode != 0:
+        raise FailedError(f"{shown(command)} ended with {child.returncode}:\n{tail(errors + output)}")
+    return output
+
+
+def _end_session(child: subprocess.Popen[str]) -> None:
+    """End a command and what it started; it gets some seconds to clear up."""
+    for sign, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        os.killpg(child.pid, sign)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+        return
 
 
 def pipe(

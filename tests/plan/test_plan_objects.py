@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -210,6 +213,16 @@ def test_a_worker_setting_rolls_the_pods_of_the_same_revision():
         before["spec"]["template"]["metadata"]["annotations"]
         != after["spec"]["template"]["metadata"]["annotations"]
     )
+
+
+def test_the_nats_server_accepts_its_configuration(tmp_path):
+    objects = plan_objects(deployment({"decode": {}}))
+    (config,) = (o["data"]["nats.conf"] for o in of_kind(objects, "ConfigMap") if "nats.conf" in o["data"])
+    file = tmp_path / "nats.conf"
+    file.write_text(config)
+    server = Path(sys.executable).with_name("nats-server")
+    result = subprocess.run([server, "-t", "--config", file], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_managed_nats_where_another_is_named():

@@ -98,14 +98,12 @@ def _store_mebibytes(scope: Scope) -> int:
 
 
 def _configuration(scope: Scope) -> str:
-    """Configuration of nats-server. Lame duck mode hands clients over before the pod stops."""
+    """Configuration of nats-server."""
     return f"""\
 server_name: {scope.nats}
 port: {NATS_PORT}
 http_port: {NATS_MONITOR_PORT}
 max_payload: {MAX_PAYLOAD_BYTES}
-lame_duck_grace_period: 2s
-lame_duck_duration: 20s
 jetstream {{
   store_dir: {STORE_FOLDER}
   max_memory_store: 64MB
