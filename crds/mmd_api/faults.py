@@ -145,6 +145,8 @@ def _mend(data: Any, location: Location, *, missing: bool) -> None:
     for step in location[:-1]:
         if isinstance(parent, list) and isinstance(step, int) and step >= len(parent):
             return  # the entry went with an earlier fault of its own
+        if isinstance(parent, dict) and step not in parent:
+            return
         parent = parent[step]
     last: Any = location[-1]
     if not missing:

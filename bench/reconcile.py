@@ -1,0 +1,182 @@
+"""What reconciling costs: API calls, seconds and memory of one operator with 1, 50 and 300 deployments, against a real API server.
+
+    python bench/reconcile.py [--sizes 1 50 300] [--quiet-seconds 60]
+
+Creates the deployments, waits until each has all its objects and a status, then changes one, then leaves all alone. Calls are counted
+at a proxy before the API server, watches apart. No controllers run: pods are nobody's business here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import report
+import urllib3
+from kubernetes import client
+from rich.console import Console
+from rich.table import Table
+
+ROOM = Path(__file__).parents[1] / "tests" / "apiserver"
+sys.path.append(str(ROOM))
+
+from control_plane import TOKEN, ControlPlane  # noqa: E402
+from deployments import SPEC  # noqa: E402
+from operator_process import OperatorProcess  # noqa: E402
+from standin import Namespace, eventually  # noqa: E402
+from unruly_server import UnrulyServer  # noqa: E402
+
+from mmd_api.crd import custom_resource_definition  # noqa: E402
+from mmd_api.resource import GROUP, PLURAL, VERSION  # noqa: E402
+
+DEADLINE_SECONDS = 600.0
+
+
+def administrator(plane: ControlPlane) -> client.ApiClient:
+    urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    configuration = client.Configuration(host=plane.url)
+    configuration.verify_ssl = False
+    configuration.api_key = {"authorization": f"Bearer {TOKEN}"}
+    api = client.ApiClient(configuration)
+    definition = custom_resource_definition()
+    extensions = client.ApiextensionsV1Api(api)
+    extensions.create_custom_resource_definition(definition)
+
+    def established() -> None:
+        found = extensions.read_custom_resource_definition(definition["metadata"]["name"])
+        conditions = found.status.conditions or []
+        assert any(c.type == "Established" and c.status == "True" for c in conditions)
+
+    eventually(established)
+    return api
+
+
+def statuses(namespace: Namespace) -> list[dict[str, Any]]:
+    listed = namespace.custom.list_namespaced_custom_object(GROUP, VERSION, namespace.name, PLURAL)
+    return [item.get("status", {}) for item in listed["items"]]
+
+
+def reconciled(namespace: Namespace, count: int, generation: int = 1) -> None:
+    done = [s for s in statuses(namespace) if s.get("observedGeneration", 0) >= 1 and s.get("conditions")]
+    assert len(done) == count
+    sets = namespace.apps.list_namespaced_stateful_set(namespace.name).items
+    assert len(sets) == 4 * count  # three pools and the message bus
+
+
+def calls(server: UnrulyServer) -> Counter[str]:
+    """By what they do; the Lease's renewals apart."""
+    counted: Counter[str] = Counter()
+    for (method, path), number in server.calls.items():
+        kind = "lease" if "/leases" in path else "read" if method == "GET" else "write"
+        counted[kind] += number
+    return counted
+
+
+def measure(
+    plane: ControlPlane, api: client.ApiClient, count: int, quiet_seconds: float, folder: Path
+) -> dict[str, Any]:
+    namespace = Namespace.create(api, f"bench-{count}")
+    door = UnrulyServer(plane.url, TOKEN, folder)
+    door.start()
+    operator = OperatorProcess(door.kubeconfig, namespace.name, folder)
+    operator.start()
+    try:
+        eventually(lambda: leads(operator))
+        process = psutil.Process(operator.process.pid)
+        before, begun = calls(door), time.perf_counter()
+        for number in range(count):
+            namespace.apply(SPEC, name=f"d{number}")
+        eventually(lambda: reconciled(namespace, count), DEADLINE_SECONDS)
+        created_seconds, created = time.perf_counter() - begun, calls(door) - before
+
+        before, begun = calls(door), time.perf_counter()
+        namespace.change({"decode": {"replicas": 3}}, name="d0")
+        eventually(lambda: sized(namespace, 3), 60)
+        changed_seconds, changed = time.perf_counter() - begun, calls(door) - before
+
+        before, cpu = calls(door), sum(process.cpu_times()[:2])
+        time.sleep(quiet_seconds)  # what is measured is that nothing happens
+        quiet = calls(door) - before
+        return {
+            "deployments": count,
+            "objects": len(namespace.objects()),
+            "create_seconds": created_seconds,
+            "create_calls": dict(created),
+            "create_calls_each": (created["read"] + created["write"]) / count,
+            "change_seconds": changed_seconds,
+            "change_calls": dict(changed),
+            "quiet_seconds": quiet_seconds,
+            "quiet_calls": dict(quiet),
+            "quiet_cpu_fraction": (sum(process.cpu_times()[:2]) - cpu) / quiet_seconds,
+            "memory_mebibytes": process.memory_info().rss / 2**20,
+        }
+    finally:
+        operator.kill()
+        door.stop()
+
+
+def leads(operator: OperatorProcess) -> None:
+    assert " leads" in operator.said()
+
+
+def sized(namespace: Namespace, replicas: int) -> None:
+    sets = namespace.apps.list_namespaced_stateful_set(
+        namespace.name,
+        label_selector="serving.multimodal.dev/deployment=d0,app.kubernetes.io/component=decode",
+    ).items
+    assert [s.spec.replicas for s in sets] == [replicas]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 50, 300])
+    parser.add_argument("--quiet-seconds", type=float, default=60.0)
+    options = parser.parse_args()
+    rows = []
+    for count in options.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            plane = ControlPlane(Path(folder))
+            try:
+                plane.start()
+                rows.append(measure(plane, administrator(plane), count, options.quiet_seconds, Path(folder)))
+            finally:
+                plane.stop()
+        print(rows[-1])
+    table = Table(title="Cost of reconciling", title_justify="left")
+    for column in (
+        "deployments",
+        "all created",
+        "calls each",
+        "one changed",
+        "its calls",
+        "calls a minute at rest",
+        "CPU at rest",
+        "memory",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        at_rest = sum(n for kind, n in row["quiet_calls"].items() if kind != "lease")
+        table.add_row(
+            str(row["deployments"]),
+            f"{row['create_seconds']:.1f} s",
+            f"{row['create_calls_each']:.1f}",
+            f"{row['change_seconds']:.2f} s",
+            str(sum(n for kind, n in row["change_calls"].items() if kind != "lease")),
+            f"{at_rest * 60 / row['quiet_seconds']:.0f}",
+            f"{row['quiet_cpu_fraction']:.1%}",
+            f"{row['memory_mebibytes']:.0f} MiB",
+        )
+    Console(width=140).print(table)
+    print(report.keep("reconcile", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The model of the pipeline against what is known without it: queueing theory, conservation, bounds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
+from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_operator.simulate.calibration import Calibration
+from mmd_operator.simulate.model import Outcome, Pipeline
+from mmd_operator.simulate.policies import Static
+from mmd_operator.simulate.runs import Planner
+from mmd_operator.simulate.traces import GENERATORS, Trace
+
+GPU = {"gpus": 1}
+SIZED = {"autoscaling": {"minReplicas": 1, "maxReplicas": 6, "scaleDownStabilizationSeconds": 60}, **GPU}
+
+
+def spec(**parts: Any) -> MultimodalDeploymentSpec:
+    body = {"model": {"id": "builtin/demo"}, "decode": GPU, **parts}
+    return MultimodalDeployment.parse(
+        {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "m"}, "spec": body}
+    ).spec
+
+
+def numbers(**changes: Any) -> Calibration:
+    """Media and decoding cost next to nothing unless a test says otherwise."""
+    return Calibration.load(None).model_copy(update=changes)
+
+
+def one_video_each(arrivals: np.ndarray) -> Trace:
+    count = len(arrivals)
+    none, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
+    return Trace("videos", arrivals, {"image": none, "video": ones, "audio": none}, ones * 16, ones)
+
+
+def static(
+    deployment: MultimodalDeploymentSpec, trace: Trace, calibration: Calibration, **sizes: int
+) -> Outcome:
+    return Pipeline(deployment, trace, calibration, Static(), 2.0, sizes).run()  # type: ignore[arg-type]
+
+
+def test_waiting_before_one_encoder_is_that_of_an_md1_queue():
+    """Poisson arrivals, a fixed service time: the mean wait is rho * s / (2 * (1 - rho)) (Pollaczek and Khinchine)."""
+    rng = np.random.default_rng(1)
+    service, load, count = 0.1, 0.7, 40_000
+    arrivals = np.cumsum(rng.exponential(service / load, count))
+    arrivals -= arrivals[0]
+    calibration = Calibration.load(None)
+    encoder = calibration.encoder.model_copy(
+        update={"overhead_seconds": 0.0, "work_per_second": {"image": 1.0, "video": 10.0, "audio": 1.0}}
+    )
+    calibration = numbers(encoder=encoder, media={"image": 1.0, "video": 1.0, "audio": 1.0})
+    outcome = static(
+        spec(encoder=GPU, prefill=GPU), one_video_each(arrivals), calibration, encoder=1, prefill=8, decode=8
+    )
+    waited = outcome.waited_seconds["encoder"] / count
+    assert waited == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
+
+
+def test_a_request_alone_takes_the_sum_of_its_phases():
+    calibration = Calibration.load(None)
+    outcome = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.array([0.0])), calibration)
+    encode = (
+        calibration.encoder.overhead_seconds
+        + calibration.media["video"] / calibration.encoder.work_per_second["video"]
+    )
+    prefill = calibration.prefill.overhead_seconds + 16 / calibration.prefill.tokens_per_second
+    least = encode + prefill
+    assert least <= outcome.ttft_seconds[0] <= least + 0.1
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_request_is_answered_or_lost_and_bounds_and_budget_hold(name: str):
+    deployment = spec(encoder=SIZED, prefill=SIZED, decode=SIZED, gpuBudget=9, slo={"ttftMilliseconds": 2000})
+    trace = GENERATORS[name](2.0, 900.0, 3)
+    outcome = Planner(deployment, trace, Calibration.load(None)).autoscaler().outcome
+    answered = int((~np.isnan(outcome.ttft_seconds)).sum())
+    assert answered + sum(outcome.lost.values()) == len(trace)
+    assert not outcome.lost
+    assert (outcome.ttft_seconds[~np.isnan(outcome.ttft_seconds)] > 0).all()
+    for sizes in outcome.replicas.values():
+        assert sizes.min() >= 1
+        assert sizes.max() <= 6
+    assert sum(outcome.replicas.values()).max() <= 9
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    deployment = spec(encoder=SIZED, prefill=SIZED)
+
+    def run(seed: int) -> np.ndarray:
+        trace = GENERATORS["bursty"](2.0, 300.0, seed)
+        return Planner(deployment, trace, Calibration.load(None)).autoscaler().outcome.ttft_seconds
+
+    assert np.array_equal(run(1), run(1), equal_nan=True)
+    assert not np.array_equal(run(1)[:50], run(2)[:50], equal_nan=True)
+
+
+def test_encoders_follow_a_video_storm_and_go_back_and_the_decisions_say_why():
+    deployment = spec(encoder=SIZED, prefill=SIZED, decode=GPU, slo={"ttftMilliseconds": 2000})
+    run = Planner(deployment, GENERATORS["video-storm"](2.0, 1800.0, 5), Calibration.load(None)).autoscaler()
+    ticks, sizes = run.outcome.ticks, run.outcome.replicas["encoder"]
+    storm = (ticks > 600) & (ticks < 1200)
+    assert sizes[storm].max() >= 2
+    assert sizes[storm].mean() > sizes[ticks < 600].mean()
+    assert sizes[-1] == 1
+    assert any("encoder goes from" in change and "backlog is" in change for change in run.changes)
+
+
+def test_more_replicas_never_make_the_waiting_longer():
+    deployment, trace = spec(encoder=GPU, prefill=GPU), GENERATORS["bursty"](1.0, 600.0, 2)
+    waits = [
+        static(deployment, trace, Calibration.load(None), encoder=n, prefill=4, decode=4).waited_seconds[
+            "encoder"
+        ]
+        for n in (1, 2, 4)
+    ]
+    assert waits[0] > waits[1] >= waits[2]
+
+
+def test_a_split_that_is_recommended_keeps_the_slo_and_one_replica_less_does_not_save_it():
+    deployment = spec(encoder=GPU, prefill=GPU, decode=GPU, slo={"ttftMilliseconds": 1500})
+    trace = GENERATORS["diurnal"](1.5, 900.0, 4)
+    planner = Planner(deployment, trace, Calibration.load(None))
+    best = planner.static_split(0.95)
+    assert best.attainment >= 0.95
+    assert best.sizes is not None
+    for pool, size in best.sizes.items():
+        if size > 1:
+            assert planner.static({**best.sizes, pool: size - 1}).attainment < 0.95
+
+
+def test_requests_wait_for_an_encoder_that_starts_from_zero_and_are_all_answered():
+    zero = {"gpus": 1, "autoscaling": {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfterSeconds": 30}}
+    calibration = Calibration.load(None)
+    trace = one_video_each(np.array([0.0, 400.0]))
+    outcome = Planner(spec(encoder=zero, prefill=GPU), trace, calibration).autoscaler().outcome
+    assert not outcome.lost
+    assert outcome.replicas["encoder"].min() == 0
+    wake = calibration.encoder.start_seconds
+    assert wake < outcome.ttft_seconds[1] < wake + 10
+    assert math.isfinite(outcome.ttft_seconds[0])
+
+
+def test_a_calibration_file_with_faults_names_each(tmp_path: Path):
+    from mmd_api.faults import InvalidDeploymentError
+
+    file = tmp_path / "bad.yaml"
+    file.write_text("encoder: {startSeconds: -1}\n")
+    with pytest.raises(InvalidDeploymentError) as refused:
+        Calibration.load(file)
+    assert {"encoder.startSeconds", "prefill"} <= {fault.field for fault in refused.value.faults}
