@@ -16,8 +16,10 @@ import httpx
 import pytest
 import yaml
 from local_deployment import Deployment
+from otlp_collector import Collector
 from prometheus_client.parser import text_string_to_metric_families
 
+from mmd_workers.local.pods import LocalPod
 from mmd_workers.local.samples import Sample, draw
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,11 +37,18 @@ def observed_deployment(path: Path, **spec: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("observed")
     before = os.environ.get("MMD_STATE_DIR")
     os.environ["MMD_STATE_DIR"] = str(folder)
-    with Deployment(observed_deployment(folder / "observed.yaml")) as deployment:
+    traced = {"otlpEndpoint": collector.url}
+    with Deployment(observed_deployment(folder / "observed.yaml", observability=traced)) as deployment:
         yield deployment
     if before is not None:
         os.environ["MMD_STATE_DIR"] = before
@@ -73,10 +82,10 @@ def load(deployment: Deployment, count: int, first_seed: int, at_once: int = 8) 
         return list(threads.map(one, range(count)))
 
 
-def scrape(deployment: Deployment) -> dict[Series, float]:
-    """The sum over all pods of every series (the build's facts aside)."""
+def scrape(pods: list[LocalPod]) -> dict[Series, float]:
+    """The sum over pods of every series."""
     found: dict[Series, float] = {}
-    for pod in deployment.local.pods:
+    for pod in pods:
         text = httpx.get(f"{pod.http_url}/metrics", timeout=10).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -197,10 +197,6 @@ def _heartbeat_timeout(o: ObservabilitySpec) -> bool:
     return o.heartbeat_timeout_milliseconds >= 2 * o.heartbeat_milliseconds
 
 
-def _traces_served(o: ObservabilitySpec) -> bool:
-    return o.otlp_endpoint is None
-
-
 def _minimum(p: Pool) -> int:
     if p.autoscaling is not None:
         return p.autoscaling.min_replicas
@@ -530,14 +526,6 @@ RULES: tuple[Rule, ...] = (
         _heartbeat_timeout,
         "one late heartbeat would count a pod as lost",
         "set heartbeatTimeoutMilliseconds to at least twice heartbeatMilliseconds",
-    ),
-    Rule(
-        "ObservabilitySpec",
-        "otlpEndpoint",
-        "!has(self.otlpEndpoint)",
-        _traces_served,
-        "otlpEndpoint is not served yet: timelines of requests are in the gateway's answers",
-        "remove it",
     ),
     Rule(
         "MultimodalDeploymentSpec",

@@ -401,7 +401,7 @@ class ObservabilitySpec(ApiModel):
     metrics: bool = True
     """Whether /metrics is served."""
     otlp_endpoint: Annotated[str, Field(max_length=512, pattern=r"^https?://\S+$")] | None = None
-    """Where traces go."""
+    """Collector of traces, OTLP over HTTP (`http://collector:4318`); without it none leave the pods."""
     heartbeat_milliseconds: Annotated[int, Field(ge=100, le=10_000)] = 500
     """How often a pod says how it is."""
     heartbeat_timeout_milliseconds: Annotated[int, Field(ge=300, le=60_000)] = 2500

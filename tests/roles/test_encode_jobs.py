@@ -18,11 +18,14 @@ from mmd_workers.encoder.service import EncoderService
 from mmd_workers.errors import BadMediaError
 from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.sources import EncodeError, QueueSource
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.messages import EncodeFailed, FeatureRef, GenerateRequest, Sampling
+
+NO_TRACING = Tracing("test", "test", "test", None)
 
 Connect = Callable[[str], Awaitable[Bus]]
 BYTES = 4096
@@ -58,7 +61,7 @@ def encoder(
     unused: Any = None
     pipeline = EncodePipeline(unused, unused, MediaPolicy(), EncoderBatching(), cache, metrics)
     queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
-    return EncoderService(bus, queue, pipeline, ["image"], 4, alive.get, metrics), queue, metrics
+    return EncoderService(bus, queue, pipeline, ["image"], 4, alive.get, metrics, NO_TRACING), queue, metrics
 
 
 def with_feature() -> FeatureCache:

@@ -12,8 +12,11 @@ from mmd_workers.decode.tokens import MAX_CANCELLED, SequenceBook, sequence_id
 from mmd_workers.engine.types import SampledToken, StepOutput
 from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, RequestFailed, Sampling, TokenBatch
+
+NO_TRACING = Tracing("test", "test", "test", None)
 
 Connect = Callable[[str], Awaitable[Bus]]
 
@@ -38,7 +41,7 @@ async def test_a_deadline_that_is_not_the_requests_own_lets_it_be_placed_again(
     bus = await connect("decode-0")
     heard: asyncio.Queue[RequestFailed] = asyncio.Queue()
     await bus.subscribe(bus.subjects.failures("gateway-0"), RequestFailed, heard.put)
-    book = SequenceBook(bus, "decode-0", Metrics())
+    book = SequenceBook(bus, "decode-0", Metrics(), NO_TRACING)
     book.open(request(deadline_seconds))
     await book.fail(sequence_id("r", 0), error)
     failure = await asyncio.wait_for(heard.get(), 5)
@@ -47,7 +50,7 @@ async def test_a_deadline_that_is_not_the_requests_own_lets_it_be_placed_again(
 
 
 async def test_a_cancellation_is_remembered_for_placements_that_it_overtook(connect: Connect) -> None:
-    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics())
+    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics(), NO_TRACING)
     assert book.cancel("r", 1) == []
     assert book.was_cancelled("r", 1)
     assert not book.was_cancelled("r", 2)
@@ -72,7 +75,7 @@ async def test_tokens_wait_while_the_send_buffer_is_full_and_are_not_dropped(
         await publish(subject, message, reply)
 
     monkeypatch.setattr(bus, "publish", full_twice)
-    book = SequenceBook(bus, "decode-0", Metrics())
+    book = SequenceBook(bus, "decode-0", Metrics(), NO_TRACING)
     book.open(request(60))
     await book.publish(StepOutput(tokens=[SampledToken(sequence_id("r", 0), 0, 5)]))
     batch = await asyncio.wait_for(heard.get(), 5)
@@ -80,7 +83,7 @@ async def test_tokens_wait_while_the_send_buffer_is_full_and_are_not_dropped(
 
 
 async def test_sequences_are_found_by_the_gateway_that_asked(connect: Connect) -> None:
-    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics())
+    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics(), NO_TRACING)
     book.open(request(60, "a", "gateway-0"))
     book.open(request(60, "b", "gateway-1"))
     assert book.of_gateway("gateway-1") == [sequence_id("b", 0)]

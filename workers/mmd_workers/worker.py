@@ -40,6 +40,7 @@ from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import HttpServer, Progress, routes
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.features import FeatureState, FeatureStore
 from mmd_workers.prefill.handoff import KvSender
 from mmd_workers.prefill.service import FeatureSource, PrefillService
@@ -92,6 +93,10 @@ class Worker:
         self.language_model: LanguageModel | None = None
         self.failure: BaseException | None = None
         self.metrics = Metrics(roles)
+        pipeline = settings.pipeline
+        self.tracing = Tracing(
+            settings.pod, pipeline.name, pipeline.namespace, self.spec.observability.otlp_endpoint
+        )
         self.stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: set[asyncio.Task[None]] = set()
@@ -130,7 +135,7 @@ class Worker:
         await status.start()
         self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
         self._spawn(bus_watch.watch(self.bus, self.metrics), "watch-bus")
-        self.book = SequenceBook(self.bus, self.settings.pod, self.metrics)
+        self.book = SequenceBook(self.bus, self.settings.pod, self.metrics, self.tracing)
         observability = self.spec.observability
         self.directory = PeerDirectory(self.bus, observability.heartbeat_timeout_milliseconds / 1000)
         self.directory.on_event(self._peer_event)
@@ -207,6 +212,7 @@ class Worker:
                 max_jobs=2 * batching.max_items,
                 incarnation_of=self._incarnation_of,
                 metrics=self.metrics,
+                tracing=self.tracing,
             )
             self._spawn(self.encoder.run(), "encoder")
         await self.bus.subscribe(self.bus.subjects.cancel, Cancel, self._cancelled)
@@ -590,6 +596,7 @@ class Worker:
             await self.decoders.close()
         await self.directory.close()
         await self.bus.close()
+        await asyncio.to_thread(self.tracing.close)
 
 
 def _has_drain_annotation(file: Path) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mmd_workers.engine.types import SampledToken, StepOutput
 from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import (
     GenerateRequest,
@@ -44,10 +45,11 @@ class Tracked:
 class SequenceBook:
     """Which sequences this pod works on, and for whom; the only writer of tokens, failures and phases to gateways."""
 
-    def __init__(self, bus: Bus, pod: str, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, pod: str, metrics: Metrics, tracing: Tracing) -> None:
         self._bus = bus
         self._pod = pod
         self._metrics = metrics
+        self._tracing = tracing
         self._sequences: dict[str, Tracked] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()
         self._steps = 0
@@ -113,6 +115,7 @@ class SequenceBook:
         """The sequence has left this pod in peace: report its phases and forget it."""
         if (tracked := self._sequences.pop(sequence, None)) is not None and tracked.phases:
             request = tracked.request
+            self._tracing.record(request.trace, tracked.phases)
             heaviest = _heaviest(request)
             for phase in tracked.phases:
                 modality = phase.detail.get("modality", heaviest)
@@ -129,6 +132,7 @@ class SequenceBook:
         request = tracked.request
         log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, error.message)
         self._metrics.errors.labels(error.code).inc()
+        self._tracing.record(request.trace, tracked.phases, error.code)
         # A deadline that is not the request's own (a transfer's, a reply's) says nothing against another attempt.
         internal = isinstance(error, DeadlineError) and time.time() < request.deadline
         await self._send(

@@ -35,6 +35,18 @@ class _Waiting:
     done: asyncio.Future[tuple[Feature, float, float]]  # feature, tower start, tower end (Unix seconds)
 
 
+def steps_of(times: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of the steps of an encode: read, decode, process, wait (for its batch), tower; none for what was cached."""
+    marks = ("start", "read", "decoded", "processed", "tower_start", "tower_end")
+    names = ("read_ms", "decode_ms", "process_ms", "wait_ms", "tower_ms")
+    if not all(mark in times for mark in marks):
+        return {}
+    return {
+        name: round(1000 * max(0.0, times[end] - times[begin]), 3)
+        for name, begin, end in zip(names, marks, marks[1:], strict=False)
+    }
+
+
 class EncodePipeline:
     """Turns media into features; equal features asked for at the same time are encoded once."""
 

@@ -7,16 +7,17 @@ import logging
 import time
 from collections.abc import Callable
 
-from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.encoder.pipeline import EncodePipeline, steps_of
 from mmd_workers.encoder.tensors import buffers_of
 from mmd_workers.errors import DeadlineError, MmdError, PeerLostError
 from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingSender
 from mmd_workers.wire.jobs import Delivery, EncodeQueue
 from mmd_workers.wire.media import MediaGoneError, read_medium
-from mmd_workers.wire.messages import EncodeFailed, EncodeJob, Modality
+from mmd_workers.wire.messages import EncodeFailed, EncodeJob, Modality, Phase, PhaseReport
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class EncoderService:
         max_jobs: int,
         incarnation_of: Callable[[str], str | None],
         metrics: Metrics,
+        tracing: Tracing,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -54,6 +56,7 @@ class EncoderService:
         self._sender = EmbeddingSender(bus)
         self._incarnation_of = incarnation_of
         self._metrics = metrics
+        self._tracing = tracing
         self._slots = asyncio.Semaphore(max_jobs)
         self._max_jobs = max_jobs
         self._jobs: set[asyncio.Task[None]] = set()
@@ -129,6 +132,7 @@ class EncoderService:
             try:
                 if feature is None:
                     feature, times = await self._encode(job, times)
+                    await self._report(job, times)
                 sent = await self._sender.send(job, buffers_of(feature), timings=times)
                 self._metrics.offers.labels(sent).inc()
                 if sent == "sent":
@@ -157,6 +161,23 @@ class EncoderService:
                 ),
             )
         return feature, times | {"encoded": time.time()}
+
+    async def _report(self, job: EncodeJob, times: dict[str, float]) -> None:
+        """Tell the gateway and the collector how long it took, and on which pod."""
+        feature = job.feature
+        facts = {
+            "modality": feature.modality,
+            "tokens": feature.num_tokens,
+            "feature": feature.feature_id[:12],
+        }
+        phase = Phase("encode", times["start"], times["encoded"], facts | steps_of(times))
+        self._metrics.phase.labels(phase.name, feature.modality).observe(max(0.0, phase.end - phase.start))
+        self._tracing.record(job.trace, [phase])
+        report = PhaseReport(job.request_id, job.attempt, self._bus.client_name, [phase])
+        try:
+            await self._bus.publish(self._bus.subjects.phases(job.gateway), report)
+        except MmdError as error:
+            log.debug("the times of %s were not reported: %s", job.job_id, error.message)
 
     def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
         """Somebody did not answer: a pod that has not been heard of either is gone, any other will come back."""

@@ -48,8 +48,9 @@ from mmd_workers.gateway.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.timeline import Timeline, kept_promises, sequence_id
 from mmd_workers.model.types import Frontend
 from mmd_workers.observe.logs import request_context
-from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.metrics import Metrics, exemplar
 from mmd_workers.observe.server import scraped
+from mmd_workers.observe.tracing import Root, Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import Heartbeat, PodState
 from mmd_workers.wire.peers import PeerDirectory
@@ -84,6 +85,7 @@ class Gateway:
     directory: PeerDirectory
     bus: Bus
     metrics: Metrics
+    tracing: Tracing
     slo: SloSpec
     demand: Demand
     started: float = field(default_factory=time.time)
@@ -138,6 +140,7 @@ class _Exchange:
     send: SendChannel
     headers: Headers
     timeline: Timeline
+    trace: dict[str, str]
     streaming: bool = False
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -195,11 +198,13 @@ class ChatCompletions:
         headers = Headers(scope=scope)
         own_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
         timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
-        exchange = _Exchange(request_id, receive, send, headers, timeline)
+        root = gateway.tracing.begin(headers, timeline.arrived, request_id)
+        timeline.trace_id = root.trace_id
+        exchange = _Exchange(request_id, receive, send, headers, timeline, root.carrier)
         reservation = gateway.hold.reservation()
         gateway.dispatcher.timelines.open(timeline)
         try:
-            with request_context(request_id), gateway.admit():
+            with request_context(request_id, root.trace_id), gateway.admit():
                 try:
                     body = await read_json(exchange.headers, receive, gateway.max_body_bytes, reservation)
                     request = parse_chat_request(body)
@@ -220,6 +225,7 @@ class ChatCompletions:
         finally:
             timeline.finished = time.time()
             self._count(timeline)
+            self._trace(timeline, root)
 
     async def _until_gone(self, exchange: _Exchange, answer: Any) -> None:
         """Run `answer`, and cancel it when the client hangs up."""
@@ -271,6 +277,7 @@ class ChatCompletions:
             sampling=sampling,
             arrived=timeline.arrived,
             deadline=timeline.arrived + gateway.request_timeout_seconds,
+            trace=exchange.trace,
         )
         route = RouteRequest(
             request_id=spec.request_id,
@@ -424,13 +431,28 @@ class ChatCompletions:
     def _count(self, timeline: Timeline) -> None:
         modality, metrics = timeline.modality(), self._gateway.metrics
         metrics.requests.labels(modality, timeline.code).inc()
-        metrics.e2e.labels(modality).observe((timeline.last_token or timeline.finished) - timeline.arrived)
+        trace = exemplar(timeline.trace_id)
+        whole = (timeline.last_token or timeline.finished) - timeline.arrived
+        metrics.e2e.labels(modality).observe(whole, trace)
         if timeline.first_token:
-            metrics.ttft.labels(modality).observe(timeline.first_token - timeline.arrived)
+            metrics.ttft.labels(modality).observe(timeline.first_token - timeline.arrived, trace)
         if timeline.code != "ok":
             metrics.errors.labels(timeline.code).inc()
         for signal, kept in kept_promises(timeline, self._gateway.slo).items():
             metrics.slo.labels(signal, "kept" if kept else "missed").inc()
+
+    def _trace(self, timeline: Timeline, root: Root) -> None:
+        """Close the request's span; those of the workers are their own."""
+        own = [phase for pod, _, _, phase in timeline.phases if pod == "gateway"]
+        self._gateway.tracing.record(root.carrier, own)
+        for attempt in timeline.attempts:
+            root.event("placed", attempt.placed, pod=attempt.prefill_pod, attempt=attempt.number)
+        if timeline.first_token:
+            root.event("first token", timeline.first_token)
+        facts: dict[str, str | float] = {"modality": timeline.modality(), "status": timeline.status}
+        if timeline.usage:
+            facts |= {name: timeline.usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        root.end(timeline.finished, "" if timeline.code == "ok" else timeline.code, **facts)
 
 
 def _wants_timings(exchange: _Exchange, request: ChatRequest) -> bool:

@@ -25,6 +25,7 @@ from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import HttpServer
+from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue
@@ -36,7 +37,7 @@ from mmd_workers.wire.subjects import Subjects
 HOLD_BODIES = 4  # largest bodies that the media budget has room for
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
-QUEUE_PERIOD_SECONDS = 1.0
+QUEUE_PERIOD_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     )
     encode_seconds = spec.encoder.job_timeout_seconds if spec.encoder is not None else 120
     metrics = _metrics(pipeline)
+    tracing = Tracing(settings.pod, pipeline.name, pipeline.namespace, spec.observability.otlp_endpoint)
     dispatcher = Dispatcher(
         bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds, metrics
     )
@@ -81,6 +83,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         directory=directory,
         bus=bus,
         metrics=metrics,
+        tracing=tracing,
         slo=spec.slo,
         demand=demand,
     )
@@ -127,6 +130,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         await media_server.close()
         await directory.close()
         await bus.close()
+        await asyncio.to_thread(tracing.close)
 
 
 def run(settings: WorkerSettings) -> None:

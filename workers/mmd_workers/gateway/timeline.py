@@ -38,6 +38,7 @@ class Timeline:
     request_id: str
     arrived: float
     model: str = ""
+    trace_id: str = ""
     client_request_id: str = ""  # the client's own name for it, known before our answer begins
     finished: float = 0.0
     first_token: float = 0.0
@@ -94,6 +95,7 @@ class Timeline:
         """Everything, with the phases in the order they began."""
         return {
             "request_id": self.request_id,
+            "trace_id": self.trace_id,
             "client_request_id": self.client_request_id,
             "model": self.model,
             "arrived": self.arrived,

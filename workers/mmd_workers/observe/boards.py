@@ -242,7 +242,7 @@ ENCODER = Board(
                 ),
                 Panel(
                     "Media that broke decoding",
-                    "By reason. A client's fault unless it is decode_crashed or a time-out: those are worth a look.",
+                    "By reason, on pods that encode. Usually a client's fault; many at once deserve a look at who sends them.",
                     "ops",
                     (_trouble("mmd_media_decode_failures_total", "reason"),),
                 ),

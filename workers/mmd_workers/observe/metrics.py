@@ -167,7 +167,7 @@ class Metrics:
             "mmd_media_decode_failures_total",
             "Media that broke decoding",
             "modality",
-            "reason: `MmdError.code`",
+            "reason: bad_media, unsupported_input, count_mismatch, overloaded, internal",
             moves="trouble",
         )
 
@@ -206,7 +206,7 @@ class Metrics:
             "mmd_transfer_failures_total",
             "Transfers that failed",
             "link",
-            "reason: `MmdError.code`, lease_expired",
+            "reason: link_failed, peer_lost, overloaded, too_large, lease_expired, lease_ended, deadline_exceeded",
             moves="trouble",
         )
         self.offers = counter(

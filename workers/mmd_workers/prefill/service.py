@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mmd_workers.decode.params import media_spans_of, sampling_of
 from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
+from mmd_workers.encoder.pipeline import steps_of
 from mmd_workers.encoder.refs import layout_of
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 class FeatureSource(Protocol):
     """Where features come from: the queue and an encoder pod, or the tower of this process."""
+
+    encodes_here: bool  # else whoever encodes reports that phase
 
     def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """Have the feature made; it arrives in the store, or its failure does."""
@@ -284,7 +287,8 @@ class PrefillService:
             detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
             if "start" in times and "encoded" in times:
                 phases.append(Phase("queue", placed, max(placed, times["start"]), {"for": "encode"} | detail))
-                phases.append(Phase("encode", times["start"], times["encoded"], detail))
+                if self._source.encodes_here:
+                    phases.append(Phase("encode", times["start"], times["encoded"], detail | steps_of(times)))
             if "encoded" in times and "arrived" in times:
                 phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail))
         return phases

@@ -66,6 +66,8 @@ class FeatureTimes:
 class QueueSource:
     """Publishes an encode job for every feature that is wanted, and takes what encoders offer."""
 
+    encodes_here = False
+
     def __init__(
         self,
         bus: Bus,
@@ -120,6 +122,7 @@ class QueueSource:
             published=now,
             request_id=request.request_id,
             trace=request.trace,
+            attempt=request.attempt,
         )
         arrival = self._store.arrival(ref.feature_id)
         self._wanted[ref.feature_id] = job
@@ -190,6 +193,8 @@ class QueueSource:
 
 class LocalSource:
     """Encodes on this pod: the bytes come from the gateway, the feature never leaves the process."""
+
+    encodes_here = True
 
     def __init__(self, bus: Bus, pipeline: EncodePipeline, store: FeatureStore) -> None:
         self._bus = bus

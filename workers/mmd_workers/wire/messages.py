@@ -84,6 +84,7 @@ class EncodeJob:
     published: float
     request_id: str
     trace: dict[str, str] = field(default_factory=dict)
+    attempt: int = 0  # of the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,114 @@
+"""One trace a request, over every pod that worked on it; and no request that suffers from its own trace."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+from local_deployment import Deployment, until
+from observed_fixture import ask, content, load
+from otlp_collector import Collector, Span
+
+from mmd_workers.local.samples import draw
+from mmd_workers.observe.tracing import Tracing
+from mmd_workers.wire.messages import Phase
+
+served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"}
+
+
+def spans_of(collector: Collector, trace_id: str, names: set[str]) -> dict[str, Span]:
+    until(lambda: names <= {span.name for span in collector.of(trace_id)}, 15, f"spans {names} were exported")
+    return {span.name: span for span in collector.of(trace_id)}
+
+
+def trace_of(observed: Deployment, request_id: str) -> str:
+    return str(httpx.get(f"{observed.local.gateway_url}/debug/requests/{request_id}").json()["trace_id"])
+
+
+@pytest.mark.usefixtures("observed")
+class TestServed:
+    pytestmark = served
+
+    def test_one_request_is_one_trace_over_all_its_pods(
+        self, observed: Deployment, collector: Collector
+    ) -> None:
+        mine, parent = "1234567890abcdef" * 2, "fedcba0987654321"
+        answer = ask(
+            observed, content(draw("video", 90_001)), extra_headers={"traceparent": f"00-{mine}-{parent}-01"}
+        )
+        assert trace_of(observed, answer.id) == mine
+        spans = spans_of(collector, mine, WORK | {"chat.completions"})
+        root = spans.pop("chat.completions")
+        assert root.parent_id == parent
+        assert root.attributes["mmd.request_id"] == answer.id
+        assert root.attributes["mmd.completion_tokens"] == answer.usage.completion_tokens
+        for span in spans.values():
+            assert span.parent_id == root.span_id
+            assert root.start - 0.05 <= span.start <= span.end <= root.end + 0.5
+        pods = {name: span.pod.rpartition("-")[0] for name, span in spans.items()}
+        for name, pool in {
+            "encode": "encoder",
+            "prefill": "prefill",
+            "decode": "decode",
+            "fetch": "gateway",
+        }.items():
+            assert f"-{pool}" in pods[name]
+        assert spans["encode"].attributes["mmd.modality"] == "video"
+        assert spans["encode"].attributes["mmd.tower_ms"] > 0
+        assert spans["kv_transfer"].attributes["mmd.bytes"] > 0
+
+    def test_without_a_trace_of_the_clients_own_one_is_begun_and_stands_in_logs_and_timeline(
+        self, observed: Deployment, collector: Collector
+    ) -> None:
+        answer = ask(observed, "What is 5?")
+        trace_id = trace_of(observed, answer.id)
+        root = spans_of(collector, trace_id, {"chat.completions", "decode"})["chat.completions"]
+        assert root.parent_id == ""
+
+    @pytest.mark.parametrize("header", ["", "nonsense", f"00-{'0' * 32}-{'0' * 16}-01", "ff-" + "a" * 5000])
+    def test_a_context_that_makes_no_sense_is_ignored(self, observed: Deployment, header: str) -> None:
+        answer = ask(observed, "What is 6?", extra_headers={"traceparent": header})
+        assert len(trace_of(observed, answer.id)) == 32
+
+    def test_a_collector_that_breaks_changes_nothing_for_requests(
+        self, observed: Deployment, collector: Collector
+    ) -> None:
+        collector.broken = True
+        try:
+            begun = time.monotonic()
+            load(observed, 8, 91_000)
+            until(lambda: collector.refused > 0, 20, "exports were refused")
+            load(observed, 8, 92_000)
+            assert time.monotonic() - begun < 30
+        finally:
+            collector.broken = False
+        answer = ask(observed, "What is 7?")
+        spans_of(collector, trace_of(observed, answer.id), {"chat.completions", "decode"})
+
+
+def test_a_dead_collector_does_not_keep_a_process_from_ending() -> None:
+    tracing = Tracing("pod", "name", "namespace", "http://127.0.0.1:9")
+    root = tracing.begin({}, time.time(), "r")
+    tracing.record(root.carrier, [Phase("encode", time.time() - 1, time.time())] * 5000)
+    root.end(time.time())
+    begun = time.monotonic()
+    tracing.close()
+    assert time.monotonic() - begun < 3
+
+
+def test_without_a_collector_there_are_ids_and_nothing_is_kept() -> None:
+    tracing = Tracing("pod", "name", "namespace", None)
+    root = tracing.begin({}, 1.0, "r")
+    assert len(root.trace_id) == 32
+    tracing.record(root.carrier, [Phase("encode", 1.0, 2.0)])
+    assert not tracing.exports
+    tracing.close()
+
+
+def test_a_worker_that_hears_of_no_trace_makes_no_span() -> None:
+    tracing = Tracing("pod", "name", "namespace", "http://127.0.0.1:9")
+    tracing.record({}, [Phase("encode", 1.0, 2.0)])
+    tracing.record({"traceparent": "broken"}, [Phase("encode", 1.0, 2.0)])
+    tracing.close()
