@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from images import PAUSE, TAG, Buildah, Builder, Image
+from images import PAUSE, Buildah, Builder, Image
 from keys import Authority
 from shell import FailedError, Processes, command_line, pipe, run, until
 
@@ -269,7 +269,7 @@ state = "{RUN / "containerd"}"
 [plugins."io.containerd.internal.v1.opt"]
   path = "{STATE / "opt"}"
 [plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "docker.io/library/{PAUSE.name}:{TAG}"
+  sandbox_image = "{PAUSE.tagged}"
   restrict_oom_score_adj = true
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "{PLUGINS}"

@@ -57,7 +57,8 @@ async def until_ready(client: httpx.AsyncClient, ready: bool) -> None:
     async with asyncio.timeout(60):
         while True:
             try:
-                if ((await client.get("/ready")).status_code == 200) == ready:
+                if ((await client.get("/readyz")).status_code == 200) == ready:
+                    assert (await client.get("/livez")).status_code == 200
                     return
             except httpx.HTTPError:
                 pass

@@ -216,7 +216,7 @@ def test_a_worker_setting_rolls_the_pods_of_the_same_revision():
 
 
 def test_the_nats_server_accepts_its_configuration(tmp_path):
-    objects = plan_objects(deployment({"decode": {}}))
+    objects = plan_objects(deployment({}), "somewhere")
     (config,) = (o["data"]["nats.conf"] for o in of_kind(objects, "ConfigMap") if "nats.conf" in o["data"])
     file = tmp_path / "nats.conf"
     file.write_text(config)
