@@ -1,4 +1,7 @@
-"""`mmd operator`: the command that runs in the operator's pod. kopf and the Kubernetes client are imported only when it runs."""
+"""`mmd operator`, the command that runs in the operator's pod, and `mmd explain`, which tells what it decided and why.
+
+kopf and the Kubernetes client are imported only when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,23 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    """Add this package's command to `mmd`."""
+    """Add this file's commands to `mmd`."""
+
+    @app.command()
+    def explain(
+        name: Annotated[str, typer.Argument(help="Name of the MultimodalDeployment.")],
+        namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
+    ) -> None:
+        """Say why the pools of a deployment on a cluster have the sizes they have."""
+        from mmd_operator.explain import NoDeploymentError, explained
+
+        try:
+            lines = asyncio.run(explained(namespace, name))
+        except NoDeploymentError as error:
+            typer.echo(f"mmd explain: {error}", err=True)
+            raise typer.Exit(1) from error
+        for line in lines:
+            typer.echo(line)
 
     @app.command()
     def operator(

@@ -207,7 +207,8 @@ class PoolScaling:
             changes = decision.replicas != decision.current
             now_said = (decision.current, decision.replicas, _hard(decision))
             if (changes or _hard(decision)) and self._said.get(name) != now_said:
-                decisions[name] = decision.status()
+                if changes:
+                    decisions[name] = decision.status()
                 if not decision.act or not changes:
                     events.append(("WouldScale" if not decision.act else "ScalingLimited", str(decision)))
             if changes or _hard(decision) or not decision.missing:

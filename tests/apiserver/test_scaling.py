@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from control_plane import ControlPlane
 from deployments import SPEC
 from fleet import Fleet
 from operator_process import OperatorProcess
@@ -55,7 +59,21 @@ def says(fleet: Fleet, condition: str, status: str, reason: str, words: str = ""
     assert words in found[2]
 
 
-def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_empty(fleet: Fleet):
+def mmd(plane: ControlPlane, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "mmd_api", *arguments],
+        env={**os.environ, "KUBECONFIG": str(plane.kubeconfig()), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return result.stdout
+
+
+def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_empty(
+    control_plane: ControlPlane, fleet: Fleet
+):
     up(fleet)
     fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllHeard"))
     fleet.of("encoder")[0].load = BUSY
@@ -68,6 +86,10 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
     fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "raise autoscaling.maxReplicas"))
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
+    explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
+    assert "encoder: 3 of 3 ready" in explained
+    assert "encoder goes from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
+    assert "bottleneck: Encoder" in explained
 
     first, second, third = fleet.of("encoder")
     second.held = third.held = True

@@ -1,0 +1,58 @@
+"""What a deployment's status says of its sizes, as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kubernetes.aio import client
+
+from mmd_api.pools import POOL_NAMES
+from mmd_api.resource import GROUP, PLURAL, VERSION
+from mmd_operator.cluster import UNREACHABLE, words_of
+from mmd_operator.serve import api_client
+
+CONDITIONS = ("ScalingActive", "ScalingLimited", "MetricsFresh", "Progressing", "Degraded")
+
+
+class NoDeploymentError(Exception):
+    """There is nothing to explain; the message says why."""
+
+
+async def explained(namespace: str, name: str) -> list[str]:
+    """The lines for a deployment on the cluster of the kubeconfig.
+
+    Raises:
+        NoDeploymentError: it does not exist, may not be read, or the API server does not answer.
+    """
+    async with api_client() as api:
+        custom = client.CustomObjectsApi(api)
+        try:
+            body = await custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+        except client.ApiException as error:
+            raise NoDeploymentError(words_of(error)) from error
+        except UNREACHABLE as error:
+            raise NoDeploymentError(f"the API server does not answer ({error!r})") from error
+    return lines(body.get("status", {}))
+
+
+def lines(status: Mapping[str, Any]) -> list[str]:
+    """Each pool with its newest decision, the bottleneck, and the conditions that bear on sizes."""
+    if not status:
+        return ["no operator has looked at it yet"]
+    said = []
+    for pool in POOL_NAMES:
+        found = status.get("pools", {}).get(pool)
+        if found is None:
+            continue
+        draining = f", {found['draining']} draining" if found.get("draining") else ""
+        said.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
+        if (last := found.get("lastDecision")) is not None:
+            said.append(f"  {last['time']}  {last['message']}")
+    if bottleneck := status.get("bottleneck"):
+        said.append(f"bottleneck: {bottleneck}")
+    conditions = {c["type"]: c for c in status.get("conditions", ())}
+    for kind in CONDITIONS:
+        if (c := conditions.get(kind)) is not None:
+            said.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
+    return said
