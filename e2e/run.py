@@ -98,9 +98,11 @@ class Story:
                 raise FailedError(f"helm uninstall left {left}")
         with self.steps.step("installed and removed by kubectl apply -k"):
             config = self.kustomization()
-            self.kubectl("apply", "--server-side", "--force-conflicts", "--kustomize", config)
+            apply = ("apply", "--server-side", "--force-conflicts", "--kustomize", config)
+            self.kubectl(*apply, namespace=OPERATOR_NAMESPACE)
             self.wait_operator()
-            self.kubectl("delete", "--kustomize", config, "--timeout=90s", seconds=100)
+            delete = ("delete", "--kustomize", config, "--timeout=90s")
+            self.kubectl(*delete, namespace=OPERATOR_NAMESPACE, seconds=100)
 
     def end(self) -> None:
         with self.steps.step("cluster removed, nothing left behind"):
@@ -195,9 +197,11 @@ class Story:
         return holder.split("_")[0]
 
     def operator_pods(self) -> list[str]:
+        """Without those that are about to end."""
         mark = "app.kubernetes.io/name=multimodal-operator"
-        names = self.kubectl("get", "pods", "--output=name", "--selector", mark, namespace=OPERATOR_NAMESPACE)
-        return [name.removeprefix("pod/") for name in names.split()]
+        found = self.kubectl("get", "pods", "--output=json", "--selector", mark, namespace=OPERATOR_NAMESPACE)
+        pods = [pod["metadata"] for pod in json.loads(found)["items"]]
+        return [pod["name"] for pod in pods if "deletionTimestamp" not in pod]
 
     def worker_pods(self, component: str = "") -> dict[str, str]:
         """UIDs by name."""
