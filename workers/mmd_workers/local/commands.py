@@ -21,7 +21,7 @@ from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PoolName, Role
 from mmd_workers.errors import MmdError
 from mmd_workers.local import client as gateway_client
-from mmd_workers.local import state
+from mmd_workers.local import state, watching
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     """Add this file's commands to the root command."""
     for command in (worker, gateway, up, demo, chat, status, trace):
         app.command()(command)
+    watching.register(app)
 
 
 def _fail(error: MmdError) -> typer.Exit:
@@ -264,8 +265,9 @@ def trace(
         return
     begin, width = float(timeline["arrived"]), 40
     span = max(float(timeline["finished"]) - begin, 1e-6)
-    table = Table(title=request, title_justify="left")
-    for heading in ("phase", "pod", "from ms", "ms", "when"):
+    title = f"{timeline['request_id']}  {timeline['code']}  trace {timeline['trace_id']}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("phase", "pod", "from ms", "ms", "when", "what"):
         table.add_column(heading, justify="right" if heading.endswith("ms") else "left")
     for phase in sorted(timeline["phases"], key=lambda item: item["start"]):
         left = min(width - 1, max(0, int(width * (phase["start"] - begin) / span)))
@@ -276,8 +278,18 @@ def trace(
             f"{1000 * (phase['start'] - begin):.1f}",
             f"{1000 * (phase['end'] - phase['start']):.1f}",
             " " * left + "█" * length,
+            ", ".join(f"{name} {value}" for name, value in phase["detail"].items() if name != "feature"),
         )
     console.print(table)
+    for attempt in timeline["attempts"]:
+        if attempt["lost"]:
+            console.print(
+                f"attempt {attempt['number']} on {attempt['prefill_pod']} was lost: {attempt['lost']}",
+                highlight=False,
+                markup=False,
+            )
+    if timeline["error"]:
+        console.print(timeline["error"], highlight=False, markup=False, soft_wrap=True)
 
 
 class _Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mmd_workers.errors import MmdError
@@ -27,12 +27,13 @@ class RunningPod:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running local deployment: written when all pods are routable, removed when it stops."""
+    """A running local deployment: written when all pods are routable, removed when it stops. `decisions`: the last of each pool."""
 
     name: str
     pid: int
     gateway_url: str
     pods: list[RunningPod]
+    decisions: dict[str, str] = field(default_factory=dict)
 
 
 def state_directory() -> Path:

@@ -1,0 +1,151 @@
+"""`mmd top`, `mmd report`, `mmd prometheus`: what they show is what the deployment did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from local_deployment import Deployment, until
+from observed_fixture import ask, load
+from prometheus_server import RULES, Prometheus, program
+from typer.testing import CliRunner
+
+from mmd_workers.local import slo_report, top, watching
+
+served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+
+
+def mmd(*arguments: str) -> str:
+    app = typer.Typer()
+    watching.register(app)
+    ran = CliRunner().invoke(app, list(arguments))
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "expected"),
+    [
+        ({0.1: 0, 0.2: 10, float("inf"): 10}, 0.5, 0.15),
+        ({0.1: 5, 0.2: 10, float("inf"): 10}, 0.5, 0.1),
+        ({0.1: 5, 0.2: 5, float("inf"): 10}, 0.95, 0.2),
+        ({0.1: 0, float("inf"): 0}, 0.5, None),
+        ({}, 0.5, None),
+    ],
+)
+def test_a_quantile_is_read_off_a_histogram_as_prometheus_does(
+    counts: Any, share: float, expected: Any
+) -> None:
+    assert top.quantile(counts, {}, share) == pytest.approx(expected)
+
+
+def test_a_quantile_is_of_what_came_since_the_last_look() -> None:
+    before = {0.1: 100.0, 0.2: 100.0, float("inf"): 100.0}
+    now = {0.1: 100.0, 0.2: 110.0, float("inf"): 110.0}
+    assert top.quantile(now, before, 0.5) == pytest.approx(0.15)
+
+
+def remembered(arrived: float, ttft_ms: float, code: str = "ok", attempts: int = 1) -> dict[str, Any]:
+    timings = {"ttft": ttft_ms, "encode": 400.0, "prefill": 50.0, "total": ttft_ms + 100}
+    return {
+        "arrived": arrived,
+        "finished": arrived + 1,
+        "code": code,
+        "attempts": attempts,
+        "timings": timings,
+    }
+
+
+def test_a_report_of_remembered_requests_counts_promises_failures_and_bottleneck() -> None:
+    requests = [remembered(float(n), 100.0 if n < 9 else 900.0) for n in range(10)]
+    requests += [remembered(10.0, 100.0, "peer_lost", attempts=3), {**remembered(11.0, 1.0), "finished": 0.0}]
+    report = slo_report.from_requests("demo", requests, 0.5, {"encode": "encode: 1 to 2, 12 s of backlog"})
+    assert report.figures["requests"] == "11"
+    assert report.figures["ended with peer_lost"] == "1"
+    assert report.figures["placed again"] == "2"
+    assert report.figures["ttft within 500 ms"] == "90.9%"
+    assert report.notes[0].startswith("Most time went into encode: 89%")
+    assert "12 s of backlog" in report.html()
+    assert report.html().count("<svg") == 1
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    with pytest.raises(slo_report.NothingToReportError, match="ask it something"):
+        slo_report.from_requests("demo", [], None, {})
+
+
+def test_a_gateway_that_is_not_there_is_said_in_a_sentence() -> None:
+    app = typer.Typer()
+    watching.register(app)
+    ran = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--json"])
+    assert ran.exit_code == 1
+    assert "no gateway answers" in ran.output
+
+
+def test_a_name_from_a_deployment_cannot_bring_markup_into_the_report() -> None:
+    report = slo_report.from_requests("<script>alert(1)</script>", [remembered(1.0, 2.0)], None, {})
+    assert "<script>alert" not in report.html()
+
+
+@pytest.mark.usefixtures("observed")
+class TestServed:
+    pytestmark = served
+
+    def test_top_shows_every_pod_and_what_is_under_way(self, observed: Deployment) -> None:
+        load(observed, 8, 95_000)
+        seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
+        shown = {pod["pod"] for pod in seen["pods"]}
+        assert shown == {pod.name for pod in observed.local.pods if pod.component != "gateway"}
+        assert all(0 <= pod["kv_used"] <= 1 for pod in seen["pods"] if "decode" in pod["roles"])
+        stream = ask(observed, "A story?", stream=True, max_tokens=1500, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
+        assert seen["requests"]["running"] == 1
+        assert sum(pod["running"] for pod in seen["pods"]) == 1
+        stream.response.close()
+        screen = mmd("top", "--once", "--url", observed.local.gateway_url, "--seconds", "0.3")
+        assert all(name[:40] in screen for name in shown)
+        assert "requests/s" in screen
+
+    def test_a_report_is_written_from_what_the_gateway_remembers(
+        self, observed: Deployment, tmp_path: Path
+    ) -> None:
+        load(observed, 8, 96_000)
+        page = tmp_path / "report.html"
+        said = mmd("report", "--url", observed.local.gateway_url, "-o", str(page), "--json")
+        figures = json.loads(said)["figures"]
+        assert int(figures["requests"]) >= 8
+        assert "ttft within 2000 ms" in figures
+        assert "Time to the first token" in page.read_text()
+
+    def test_the_printed_configuration_finds_every_pod_and_the_report_is_written_from_it(
+        self, observed: Deployment, tmp_path: Path
+    ) -> None:
+        printed = mmd(
+            "prometheus", "--url", observed.local.gateway_url, "--rules", str(RULES), "--seconds", "1"
+        )
+        (tmp_path / "printed.yml").write_text(printed)
+        subprocess.run(
+            [program("promtool"), "check", "config", tmp_path / "printed.yml"], check=True, timeout=30
+        )
+        with Prometheus(tmp_path, observed.local.gateway_url) as server:
+            server.until_scraped(len(observed.local.pods))
+            load(observed, 12, 97_000)
+            until(
+                lambda: server.value('sum(increase(mmd_requests_total{code="ok"}[1m]))') > 5,
+                20,
+                "requests are seen",
+            )
+            page = tmp_path / "report.html"
+            said = mmd(
+                *("report", "--prometheus", server.url, "--deployment", "observed"),
+                *("--hours", "0.02", "-o", str(page), "--json"),
+            )
+            figures = json.loads(said)["figures"]
+            assert float(figures["requests"]) > 5
+            assert figures["lost"] == "0"
+            assert page.read_text().count("<svg") == 4
