@@ -1,0 +1,23 @@
+"""Every reason that a condition can give stands in the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmd_operator.autoscaling import HARD_LIMITS
+from mmd_operator.conditions import _REMEDIES
+from mmd_operator.problems import _SEVERITY
+
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize("reason", _SEVERITY)
+def test_every_problem_has_a_row_with_what_to_do(reason: str):
+    row = next((line for line in PAGE.splitlines() if line.startswith(f"| `{reason}` |")), "")
+    assert len(row.split("|")) == 5, f"docs/troubleshooting.md has no row for {reason}"
+
+
+def test_every_limit_that_waiting_does_not_lift_has_a_remedy():
+    assert _REMEDIES.keys() == HARD_LIMITS
