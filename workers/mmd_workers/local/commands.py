@@ -247,6 +247,8 @@ def status(
             f"{used}/{load['kv_blocks_total']}" if load.get("kv_blocks_total") else "",
         )
     console.print(table)
+    for decision in running.decisions.values():
+        console.print(decision, highlight=False, soft_wrap=True)
 
 
 def trace(

@@ -65,6 +65,16 @@ def local_pods(
     return pods
 
 
+def pool_pod(
+    objects: list[dict[str, Any]], pool: str, ordinal: int, directory: Path, nats_url: str, threads: int
+) -> LocalPod:
+    """One more pod of a pool: what its StatefulSet would make."""
+    maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
+    workload = next(o for o in objects if o["kind"] == "StatefulSet" and component_of(o) == pool)
+    name = f"{workload['metadata']['name']}-{ordinal}"
+    return _local_pod(workload, pool, name, free_port(), maps, directory, nats_url, threads)
+
+
 def component_of(workload: dict[str, Any]) -> str:
     """What the pods of a workload are: gateway, encoder, prefill, decode or nats."""
     return str(workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL])
@@ -95,7 +105,7 @@ def _local_pod(
         "MMD_HTTP_PORT": str(port),
         "MMD_NATS_URL": nats_url,
         "MMD_THREADS": str(threads),
-        "MMD_POD_ANNOTATIONS": "",
+        "MMD_POD_ANNOTATIONS": str(directory / "annotations" / name),
     }
     return LocalPod(
         name=name,

@@ -48,7 +48,9 @@ def write(running: Running) -> Path:
     """Make the deployment known."""
     path = state_directory() / f"{running.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(running), indent=1))
+    part = path.with_suffix(".part")  # whoever reads finds all of it
+    part.write_text(json.dumps(asdict(running), indent=1))
+    part.rename(path)
     return path
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any
 import httpx
 
 from mmd_api import resource
+from mmd_api.pools import PoolName
 from mmd_api.resource import MultimodalDeployment
 from mmd_operator.plan import plan_objects
 from mmd_workers.errors import MmdError
 from mmd_workers.local import state
 from mmd_workers.local.pods import LocalPod, component_of, local_pods
+from mmd_workers.local.scale import LocalScaler
 from mmd_workers.local.supervisor import Supervisor
 from mmd_workers.wire.server import NatsServer
 
@@ -98,23 +100,28 @@ async def running(
         supervisor = Supervisor(log_line)
         try:
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it
-            pods = local_pods(objects, Path(folder), nats.url, port, threads or _threads_per_worker(objects))
+            threads = threads or _threads_per_worker(objects)
+            pods = local_pods(objects, Path(folder), nats.url, port, threads)
             for pod in pods:
                 supervisor.start(pod)
             await _until_ready(pods, supervisor, progress, ready_seconds)
             gateway = next(pod for pod in pods if pod.component == "gateway")
             local = LocalDeployment(name, deployment.spec.model.id, gateway.http_url, pods, supervisor, nats)
-            note = state.write(
-                state.Running(
-                    name,
-                    os.getpid(),
-                    gateway.http_url,
-                    [state.RunningPod(pod.name, pod.component, pod.http_url) for pod in pods],
-                )
+
+            def tell(decisions: Mapping[PoolName, str]) -> Path:
+                shown = [state.RunningPod(pod.name, pod.component, pod.http_url) for pod in pods]
+                return state.write(state.Running(name, os.getpid(), gateway.http_url, shown, {str(pool): words for pool, words in decisions.items()}))
+
+            note = tell({})
+            scaler = LocalScaler(
+                deployment, objects, pods, supervisor, Path(folder), nats.url, threads, log_line, tell
             )
+            scaling = asyncio.create_task(_scale(scaler), name="autoscaler")
             try:
                 yield local
             finally:
+                scaling.cancel()
+                await asyncio.gather(scaling, return_exceptions=True)
                 note.unlink(missing_ok=True)
         finally:
             gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
@@ -123,6 +130,15 @@ async def running(
             )  # the front door first: requests under way still find their workers
             await supervisor.stop()
             await asyncio.to_thread(nats.stop)
+
+
+async def _scale(scaler: LocalScaler) -> None:
+    if scaler.needed:
+        try:
+            await scaler.run()
+        except Exception:
+            log.exception("the autoscaler ended: pools keep their sizes")
+            raise
 
 
 def _stop_in_good_order_on_sigterm() -> None:

@@ -1,0 +1,119 @@
+"""A storm of videos on this machine: encoders grow from one to two and go back, and every answer is that of `generate`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import oracle
+import pytest
+from local_deployment import Deployment, write
+from tenacity import RetryError, Retrying, retry_if_not_result, stop_after_delay, wait_fixed
+from test_layouts import KV, TOKENS, checkpoint, content, mp4  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("storm"), pytest.mark.timeout(240)]
+
+ENCODER = {
+    "gpus": 0,
+    "autoscaling": {
+        "minReplicas": 1,
+        "maxReplicas": 2,
+        "targetBacklogMilliseconds": 5,
+        "scaleDownStabilizationSeconds": 25,
+        "scaleDownCooldownSeconds": 0,
+        "maxScaleDownPercent": 100,
+        "panicWindowSeconds": 0,
+    },
+}
+AT_ONCE = 6
+DISTINCT = 8
+
+
+def until(check: Any, deployment: Deployment, seconds: float) -> None:
+    try:
+        Retrying(retry=retry_if_not_result(bool), stop=stop_after_delay(seconds), wait=wait_fixed(0.2))(check)
+    except RetryError:
+        pytest.fail("\n".join(f"{pod} {line}" for pod, line in deployment.lines))
+
+
+def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Path, tmp_path: Path):  # noqa: F811
+    spec = {
+        "model": {"id": str(checkpoint), "dtype": "Float32"},
+        "encoder": ENCODER,
+        "decode": {"replicas": 1, **KV},
+    }
+    with Deployment(write(tmp_path / "storm.yaml", spec, name="storm")) as deployment:
+        answers: dict[int, str] = {}
+        enough = threading.Event()
+        client = deployment.client()
+
+        def ask(number: int) -> str:
+            answer = client.chat.completions.create(
+                model=str(checkpoint),
+                messages=[{"role": "user", "content": content(question(number, number))}],  # type: ignore[typeddict-item]
+                max_tokens=TOKENS,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            return str(answer.choices[0].message.content)
+
+        def storm(first: int) -> None:
+            for number in itertools.count(first, AT_ONCE):
+                if enough.is_set():
+                    return
+                answers[number] = ask(number)
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            asked = [threads.submit(storm, first) for first in range(AT_ONCE)]
+            try:
+                until(lambda: works(deployment, 1) or any(a.done() for a in asked), deployment, 90)
+                grown = works(deployment, 1)
+            finally:
+                enough.set()
+            for future in asked:
+                future.result(60)
+        assert grown, said(deployment)
+        until(lambda: len(deployment.pods("encoder")) == 1, deployment, 75)
+        answers[-1] = ask(-1)
+        lines = said(deployment)
+        assert any("encoder goes from 1 to 2 replicas (LoadRose)" in line for line in lines), lines
+        assert any("finishes what it holds" in line for line in lines), lines
+        assert not any("Traceback" in line for _, line in deployment.lines)
+    assert len(answers) > DISTINCT
+    for number, answer in answers.items():
+        assert answer == expected(checkpoint, number % DISTINCT), number
+
+
+@functools.cache
+def expected(folder: Path, seed: int) -> str:
+    return oracle.answer(folder, question(seed), TOKENS, ignore_eos=True)
+
+
+def question(number: int, nonce: int | None = None) -> oracle.Question:
+    """One of a few videos. With a nonce in a box that players skip it is another file with the same frames: to be encoded anew."""
+    video = mp4(1000 + number % DISTINCT)
+    if nonce is not None:
+        video += struct.pack(">I4sq", 16, b"free", nonce)
+    return ["What moves?", ("video", video)]
+
+
+def works(deployment: Deployment, ordinal: int) -> bool:
+    """Whether this encoder has been given something to do."""
+    encoders = deployment.pods("encoder")
+    if len(encoders) <= ordinal:
+        return False
+    try:
+        load = deployment.state(encoders[ordinal])["load"]
+    except httpx.HTTPError:
+        return False
+    return bool(load["encode_work_per_second"])
+
+
+def said(deployment: Deployment) -> list[str]:
+    return [line for pod, line in deployment.lines if pod == "autoscaler"]
