@@ -1,0 +1,168 @@
+"""Every query of every panel asks a real Prometheus about a real deployment under load, and gets an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from local_deployment import Deployment, until
+from observed_fixture import ask, content, load
+from prometheus_server import Prometheus
+
+from mmd_workers.local.samples import draw
+from mmd_workers.observe import dashboards
+from mmd_workers.observe.boards import BOARDS, OURS, ROLLOUT, STARTED, filled
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(300)]
+
+
+def here(expr: str) -> str:
+    return filled(expr, "default", "observed", "2m")
+
+
+@pytest.fixture(scope="module")
+def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """With half a minute of load behind it."""
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), observed.local.gateway_url) as server:
+        server.until_scraped(len(observed.local.pods))
+        for number in range(3):
+            load(observed, 16, 30_000 + 100 * number)
+            load(observed, 4, 30_000)
+        server.until_scraped(len(observed.local.pods))
+        yield server
+
+
+def answered(prometheus: Prometheus, expr: str) -> bool:
+    return any(not math.isnan(float(one["value"][1])) for one in prometheus.query(here(expr)))
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_every_query_of_every_panel_returns_data(prometheus: Prometheus, board: Any) -> None:
+    silent = [
+        f"{panel.title}: {query.expr}"
+        for panel in board.panels()
+        for query in panel.queries
+        if query.moves == "load" and not answered(prometheus, query.expr)
+    ]
+    assert silent == []
+
+
+def test_the_marks_of_starts_and_rollouts_can_be_asked_for(prometheus: Prometheus) -> None:
+    assert answered(prometheus, STARTED)
+    assert not answered(prometheus, ROLLOUT)
+
+
+def test_the_numbers_are_those_of_the_requests_that_were_made(
+    prometheus: Prometheus, observed: Deployment
+) -> None:
+    served = 'sum(mmd_requests_total{code="ok"})'
+    before = prometheus.value(served)
+    load(observed, 8, 60_000)
+    until(lambda: prometheus.value(served) == before + 8, 10, "eight more requests")
+
+
+def test_the_slowest_requests_can_be_found_by_their_trace(prometheus: Prometheus) -> None:
+    asked = {"query": "mmd_ttft_seconds_bucket", "start": time.time() - 300, "end": time.time()}
+    found = httpx.get(f"{prometheus.url}/api/v1/query_exemplars", params=asked).json()["data"]
+    traces = {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
+    assert traces
+    assert all(re.fullmatch("[0-9a-f]{32}", trace) for trace in traces)
+
+
+def test_rules_are_loaded_and_nothing_is_wrong_while_all_is_well(prometheus: Prometheus) -> None:
+    rules = httpx.get(f"{prometheus.url}/api/v1/rules").json()["data"]["groups"]
+    assert sum(len(group["rules"]) for group in rules) > 20
+    assert [rule["name"] for group in rules for rule in group["rules"] if rule["health"] == "err"] == []
+    assert prometheus.query('ALERTS{alertstate="firing"}') == []
+    until(lambda: bool(prometheus.query("mmd:kv_used:ratio")), 10, "recording rules are evaluated")
+
+
+def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, observed: Deployment) -> None:
+    """An encoder and a decoder are killed with work in their hands, the message server restarts, a picture is half there."""
+    encoder, decoder = observed.pods("encoder")[0], observed.pods("decode")[0]
+    with ThreadPoolExecutor(40) as threads:
+        long = [threads.submit(ask_long, observed) for _ in range(4)]
+        until(lambda: observed.state(decoder)["load"]["decode_running"] > 0, 20, "sequences decode there")
+        videos = [threads.submit(ask, observed, content(draw("video", 71_000 + n))) for n in range(32)]
+        until(lambda: any(job.done() for job in videos), 60, "videos are being encoded")
+        observed.kill(encoder)
+        observed.kill(decoder)
+        until(
+            lambda: bool(prometheus.query('ALERTS{alertname="MmdPodNotScraped"}')),
+            20,
+            "pods that do not answer are news",
+        )
+        assert all(job.result(timeout=150) for job in (*long, *videos))
+    observed.wait_ready(encoder, 120)
+    observed.wait_ready(decoder, 120)
+    observed.restart_nats()
+    until(lambda: prometheus.value("sum(mmd_nats_reconnects_total)") > 0, 30, "connections were made anew")
+    whole = draw("image", 70_000, "image/jpeg")
+    half = replace(whole, bytes=whole.bytes[: len(whole.bytes) * 2 // 3])
+    with pytest.raises(openai.APIStatusError):
+        ask(observed, content(half))
+    for seed in (72_000, 73_000):  # what has been counted once has no rate yet
+        load(observed, 8, seed)
+        prometheus.until_scraped(len(observed.local.pods))
+    prometheus.until_scraped(len(observed.local.pods))
+    silent = [
+        f"{panel.title}: {query.expr}"
+        for board in BOARDS
+        for panel in board.panels()
+        for query in panel.queries
+        if not answered(prometheus, query.expr)
+    ]
+    assert silent == []
+    since = "[10m]"
+    assert prometheus.value(f"sum(increase(mmd_retries_total{since}))") > 0
+    assert prometheus.value(f"sum(increase(mmd_migrations_total{since}))") > 0
+    assert prometheus.value("sum(mmd_encode_redeliveries_total)") > 0
+    assert prometheus.value(f"sum(increase(mmd_media_decode_failures_total{since}))") > 0
+    lost = 'sum(mmd_requests_total{code=~"internal|peer_lost|link_failed|lease_ended|feature_lost|drained"})'
+    assert prometheus.value(lost) == 0, "a request was lost"
+
+
+def ask_long(deployment: Deployment) -> Any:
+    return ask(
+        deployment, "Tell a story.", max_tokens=1500, temperature=1.0, extra_body={"ignore_eos": True}
+    ).id
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_the_committed_dashboard_is_what_the_code_says(board: Any) -> None:
+    assert (dashboards.FOLDER / f"{board.name}.json").read_text() == dashboards.grafana(board), (
+        "run `make crds`"
+    )
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_a_dashboard_can_be_read_and_pointed_at_any_deployment(board: Any) -> None:
+    made = json.loads(dashboards.grafana(board))
+    panels = [panel for panel in made["panels"] if panel["type"] != "row"]
+    assert all(len(panel["description"]) > 5 and panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
+    assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
+    assert {variable["name"] for variable in made["templating"]["list"]} == {
+        "datasource",
+        "namespace",
+        "deployment",
+    }
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "$datasource"
+        for target in panel["targets"]:
+            selectors = re.findall(r"\b(?:mmd|process)_\w+(\{[^}]*\})?", target["expr"])
+            assert selectors
+            assert all(OURS in selector for selector in selectors), target["expr"]
+    cells = {(x, y) for p in panels for x in range(p["gridPos"]["x"], p["gridPos"]["x"] + p["gridPos"]["w"])
+             for y in range(p["gridPos"]["y"], p["gridPos"]["y"] + p["gridPos"]["h"])}  # fmt: skip
+    assert len(cells) == sum(p["gridPos"]["w"] * p["gridPos"]["h"] for p in panels), (
+        "panels lie on one another"
+    )
