@@ -110,7 +110,15 @@ async def running(
 
             def tell(decisions: Mapping[PoolName, str]) -> Path:
                 shown = [state.RunningPod(pod.name, pod.component, pod.http_url) for pod in pods]
-                return state.write(state.Running(name, os.getpid(), gateway.http_url, shown, {str(pool): words for pool, words in decisions.items()}))
+                return state.write(
+                    state.Running(
+                        name,
+                        os.getpid(),
+                        gateway.http_url,
+                        shown,
+                        {str(pool): words for pool, words in decisions.items()},
+                    )
+                )
 
             note = tell({})
             scaler = LocalScaler(
