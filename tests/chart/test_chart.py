@@ -5,6 +5,7 @@ A reviewer sees every change of a manifest in the golden files. To accept one, r
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -129,6 +130,25 @@ def test_an_install_for_some_namespaces_has_no_right_elsewhere(tools: Path):
     assert [a for a in container["args"] if "namespace" in a] == ["--namespace=a", "--namespace=b"]
 
 
+def test_every_dashboard_is_a_config_map_that_grafana_finds(tools: Path):
+    rendered = objects(tools, "--set=dashboards.enabled=true")
+    maps = [item for key, item in rendered.items() if key.startswith("ConfigMap/")]
+    assert all(item["metadata"]["labels"]["grafana_dashboard"] == "1" for item in maps)
+    shown = [json.loads(text) for item in maps for text in item["data"].values()]
+    written = [json.loads(path.read_text()) for path in sorted((CHART / "dashboards").glob("*.json"))]
+    assert sorted(d["uid"] for d in shown) == sorted(d["uid"] for d in written)
+    assert len(written) > 0
+
+
+def test_alerts_are_a_prometheus_rule_where_the_prometheus_operator_is(tools: Path):
+    rendered = objects(tools, "--set=alerts.enabled=true", "--api-versions=monitoring.coreos.com/v1")
+    rule = rendered["PrometheusRule/multimodal-operator"]["spec"]
+    assert rule == yaml.safe_load((CHART / "alerts" / "rules.yaml").read_text())
+    result = helm(tools, "template", "multimodal-operator", str(CHART), "--set=alerts.enabled=true")
+    assert result.returncode != 0
+    assert "Prometheus operator" in result.stderr
+
+
 BAD_VALUES = {
     "--set=replica=3": "replica",
     "--set=replicas=0": "replicas",
@@ -142,6 +162,8 @@ BAD_VALUES = {
     "--set=logLevel=Loud": "logLevel",
     "--set=resources.claims=1": "resources",
     "--set=nodeSelector.gpu=1": "nodeSelector",
+    "--set=dashboards=true": "dashboards",
+    "--set=alerts.enable=true": "alerts",
 }
 
 
