@@ -44,7 +44,6 @@ class Kind:
         self.kubeconfig = cache / "kind.kubeconfig"
 
     def start(self) -> str:
-        need("kind", "kubectl", "helm")
         config = Path(__file__).with_name("kind.yaml")
         command = ("kind", "create", "cluster", "--name", self._cluster, "--config", config)
         run(*command, "--kubeconfig", self.kubeconfig, "--wait", "120s", seconds=600)
@@ -76,7 +75,6 @@ class Current:
         self.kubeconfig = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
 
     def start(self) -> str:
-        need("kubectl", "helm")
         if not self._registry:
             raise FailedError("say where the cluster's nodes get images from: --registry HOST/PATH")
         return run("kubectl", "config", "current-context").strip()

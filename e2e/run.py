@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from clusters import Cluster, Current, Kind
+from clusters import Cluster, Current, Kind, need
 from images import IMAGES, TAG, Buildah, Builder, Docker, builder, docker_runs
 from own_cluster import OwnCluster
 from rich.markup import escape
@@ -280,8 +280,12 @@ def choose(name: str, registry: str) -> tuple[Cluster, Builder]:
         FailedError: this machine can do neither; the message says what to install.
     """
     if name == "current":
+        need("kubectl", "helm")
         return Current(registry), builder(CACHE)
     if name == "kind" or (name == "auto" and shutil.which("kind") and docker_runs()):
+        need("docker", "kind", "kubectl", "helm")
+        if not docker_runs():
+            raise FailedError("no docker daemon answers; start it, or use --cluster own")
         return Kind(CACHE), Docker()
     own = OwnCluster(CACHE)
     own.check()
