@@ -62,7 +62,9 @@ def statuses(namespace: Namespace) -> list[dict[str, Any]]:
     return [item.get("status", {}) for item in listed["items"]]
 
 
-def reconciled(namespace: Namespace, count: int, generation: int = 1) -> None:
+def reconciled(namespace: Namespace, count: int, operator: OperatorProcess) -> None:
+    if operator.wait(0) is not None:
+        raise RuntimeError(f"the operator ended:\n{operator.said()[-2000:]}")
     done = [s for s in statuses(namespace) if s.get("observedGeneration", 0) >= 1 and s.get("conditions")]
     assert len(done) == count
     sets = namespace.apps.list_namespaced_stateful_set(namespace.name).items
@@ -92,7 +94,7 @@ def measure(
         before, begun = calls(door), time.perf_counter()
         for number in range(count):
             namespace.apply(SPEC, name=f"d{number}")
-        eventually(lambda: reconciled(namespace, count), DEADLINE_SECONDS)
+        eventually(lambda: reconciled(namespace, count, operator), DEADLINE_SECONDS)
         created_seconds, created = time.perf_counter() - begun, calls(door) - before
 
         before, begun = calls(door), time.perf_counter()
@@ -149,7 +151,7 @@ def main() -> None:
                 rows.append(measure(plane, administrator(plane), count, options.quiet_seconds, Path(folder)))
             finally:
                 plane.stop()
-        print(rows[-1])
+        path = report.keep("reconcile", {"rows": rows})
     table = Table(title="Cost of reconciling", title_justify="left")
     for column in (
         "deployments",
@@ -175,7 +177,7 @@ def main() -> None:
             f"{row['memory_mebibytes']:.0f} MiB",
         )
     Console(width=140).print(table)
-    print(report.keep("reconcile", {"rows": rows}))
+    print(path)
 
 
 if __name__ == "__main__":

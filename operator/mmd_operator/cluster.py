@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER
 from mmd_operator.resources.naming import Manifest
 
 REQUEST_SECONDS = 30.0
+PASSES_AT_ONCE = 8
+"""Of all deployments: enough to keep the API server busy, and few enough that the lease is renewed while hundreds begin at once."""
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -82,7 +85,7 @@ class Cluster:
     def __init__(self, api: ApiClient, fence: Callable[[], None]) -> None:
         self._dynamic = DynamicClient(api)
         self._fence = fence
-        self.calls = 0
+        self.passes = asyncio.Semaphore(PASSES_AT_ONCE)
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         """An object, or None.
@@ -219,7 +222,6 @@ class Cluster:
     ) -> Manifest | None:
         if method != "get":
             self._fence()
-        self.calls += 1
         try:
             response = await self._dynamic.request(
                 method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options

@@ -120,7 +120,8 @@ class Reconciler:
         while (body := self.body) is not None:
             self.wake.clear()
             try:
-                delay = await self.one_pass(body)
+                async with self.cluster.passes:
+                    delay = await self.one_pass(body)
                 self._failures = 0
                 self.last_pass = time.monotonic()
             except (BusyError, RefusedError) as error:
