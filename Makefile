@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KUBE := .cache/kubernetes/kube
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint bench crds e2e clean
@@ -21,7 +22,8 @@ install: $(STAMP) ## Make a virtual environment in .venv with everything that de
 demo: install ## Start the whole pipeline on this machine and ask it about an image, a video and a sound
 	$(BIN)/mmd demo
 
-test: install ## Run every test that needs no cluster
+test: install ## Run every test that needs no cluster (the first time, Go builds the API server for it: minutes)
+	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install ## Style, types and the walls between packages
