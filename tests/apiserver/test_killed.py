@@ -50,7 +50,7 @@ def picture(namespace: Namespace) -> Any:
     )
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(600)
 def test_fifty_kills_change_nothing_in_the_end(
     control_plane: ControlPlane, api: client.ApiClient, tmp_path: Path
 ):

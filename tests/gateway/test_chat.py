@@ -107,6 +107,29 @@ async def test_n_answers_are_separate_sequences_with_seeds_of_their_own(launch: 
     assert len({r.request_id for r in worker.requests}) == 3
 
 
+async def test_an_answer_that_ends_first_leaves_the_others_their_time(launch: Launch) -> None:
+    gateway = await launch()
+    first_is_over = asyncio.Event()
+
+    async def script(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.sampling.seed != 7:
+            await first_is_over.wait()
+        await worker.tokens(request, list(range(len(worker.answer))))
+
+    await gateway.worker("the red circle", script)
+    texts = {0: "", 1: ""}
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, n=2, seed=7, stream=True
+    )
+    async with asyncio.timeout(20):
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                if choice.finish_reason:
+                    first_is_over.set()
+    assert set(texts.values()) == {"the red circle"}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_log_probabilities_come_token_by_token(launch: Launch, stream: bool) -> None:
     gateway = await launch()

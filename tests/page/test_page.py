@@ -157,9 +157,12 @@ def test_an_answer_too_large_to_send_and_a_gateway_that_is_gone_are_told_apart(p
         route.fulfill(json=state)
 
     page.route("**/debug/state", small)
-    with page.expect_response("**/debug/state"):
-        attach(page, draw("image", 5))
-    page.wait_for_timeout(100)
+    attach(page, draw("image", 5))
+    for _ in range(
+        3
+    ):  # one that was under way, one with the small limit, and one that is asked for when that was read
+        with page.expect_request("**/debug/state"):
+            pass
     ask(page)
     expect(alert).to_contain_text("the limit is 1 KiB: remove one")
     page.unroute("**/debug/state")

@@ -325,7 +325,7 @@ class ChatCompletions:
                 yield ready
             if all(choice.finish_reason is not None for choice in choices):
                 return
-            if ready or any(choice.sequence.ended for choice in choices):
+            if ready or any(c.finish_reason is None and c.sequence.ended for c in choices):
                 continue
             try:
                 async with asyncio.timeout(patience):
