@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from local_deployment import Deployment
-
-ROOT = Path(__file__).resolve().parents[2]
+from local_deployment import ROOT, Deployment
 
 
 @pytest.fixture(scope="session", autouse=True)

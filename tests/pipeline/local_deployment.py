@@ -19,6 +19,7 @@ import yaml
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod
 
+ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
 
 

@@ -183,7 +183,7 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
 
 
 def test_stopping_leaves_no_process(tmp_path: Path) -> None:
-    from conftest import ROOT
+    from local_deployment import ROOT
 
     with Deployment(ROOT / "examples" / "monolithic.yaml") as deployment:
         pids = [deployment.pid(pod) for pod in deployment.local.pods] + [deployment.local.nats.pid]
