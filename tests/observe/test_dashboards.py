@@ -22,7 +22,7 @@ from mmd_workers.local.samples import draw
 from mmd_workers.observe import dashboards
 from mmd_workers.observe.boards import BOARDS, OURS, ROLLOUT, STARTED, filled
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
 def here(expr: str) -> str:

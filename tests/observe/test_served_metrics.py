@@ -12,7 +12,7 @@ from observed_fixture import ask, content, load, scrape
 from mmd_workers.local.samples import draw
 from mmd_workers.observe.metrics import Metrics
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
 ROUNDS = 8

@@ -14,7 +14,7 @@ from mmd_workers.local.samples import draw
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.messages import Phase
 
-served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"}
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from mmd_workers.local import slo_report, top, watching
 
-served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
 def mmd(*arguments: str) -> str:

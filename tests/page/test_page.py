@@ -16,7 +16,7 @@ from playwright.sync_api import Page, Route, expect
 
 from mmd_workers.local.samples import Sample, draw
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 ENDINGS = {"image": "png", "video": "mp4", "audio": "wav"}

@@ -17,7 +17,7 @@ from local_deployment import Deployment, write
 from tenacity import RetryError, Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 from test_layouts import KV, TOKENS, checkpoint, content, mp4  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("storm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("storm"), pytest.mark.timeout(600)]
 
 ENCODER = {
     "gpus": 0,
