@@ -5,7 +5,6 @@ Every test that uses `observed` belongs to the xdist group of the same name, so 
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from local_deployment import Deployment
+from local_deployment import Deployment, content
 from otlp_collector import Collector
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_workers.local.pods import LocalPod
-from mmd_workers.local.samples import Sample, draw
+from mmd_workers.local.samples import draw
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("image", "video", "audio")
@@ -52,14 +51,6 @@ def observed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> 
         yield deployment
     if before is not None:
         os.environ["MMD_STATE_DIR"] = before
-
-
-def content(sample: Sample) -> list[dict[str, Any]]:
-    url = f"data:{sample.mime};base64,{base64.b64encode(sample.bytes).decode()}"
-    return [
-        {"type": f"{sample.kind}_url", f"{sample.kind}_url": {"url": url}},
-        {"type": "text", "text": sample.question},
-    ]
 
 
 def ask(deployment: Deployment, what: list[dict[str, Any]] | str, **options: Any) -> Any:

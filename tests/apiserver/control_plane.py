@@ -37,23 +37,15 @@ def binaries() -> Path:
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     build = CACHED_BUILD / "kube"
     if not build.exists():
-        packed = sorted(SHARED_BUILD.glob(f"kubernetes-*-linux-{machine}.xz"))
-        if packed and shutil.which("xz"):
-            CACHED_BUILD.mkdir(parents=True, exist_ok=True)
-            part = CACHED_BUILD / f"kube.{os.getpid()}"
-            with part.open("wb") as out:
-                subprocess.run(["xz", "-dc", packed[-1]], stdout=out, check=True, timeout=120)
-            part.chmod(0o755)
-            part.rename(build)
-        elif on_path := shutil.which("kube-apiserver"):
+        prebuilt = shutil.which("xz") and any(SHARED_BUILD.glob(f"kubernetes-*-linux-{machine}.xz"))
+        if not prebuilt and (on_path := shutil.which("kube-apiserver")):
             return Path(on_path).parent
-        elif shutil.which("go"):
-            subprocess.run(["sh", REPOSITORY / "e2e/kubernetes/build.sh", build], check=True, timeout=1800)
-        else:
+        if not prebuilt and not shutil.which("go"):
             missing = "no API server: set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver, or install Go"
             if os.environ.get("CI") == "true":
                 pytest.fail(missing)
             pytest.skip(missing)
+        subprocess.run(["sh", REPOSITORY / "e2e/kubernetes/build.sh", build], check=True, timeout=1800)
     for name in ("etcd", "kube-apiserver", "kubectl", "helm"):
         link = CACHED_BUILD / name
         if not link.exists():

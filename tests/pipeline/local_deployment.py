@@ -17,7 +17,9 @@ import openai
 import yaml
 
 from mmd_workers.local import up
+from mmd_workers.local.client import media_part
 from mmd_workers.local.pods import LocalPod
+from mmd_workers.local.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
@@ -127,6 +129,14 @@ class Deployment:
     def logged(self, text: str) -> list[str]:
         """Log lines that contain a text."""
         return [f"{pod} {line}" for pod, line in list(self.lines) if text in line]
+
+
+def content(sample: Sample) -> list[dict[str, Any]]:
+    """A file and the question about it, as a message carries them."""
+    return [
+        media_part(sample.kind, sample.bytes, sample.mime),
+        {"type": "text", "text": sample.question},
+    ]
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -12,22 +12,14 @@ from typing import Any
 import openai
 import oracle
 import pytest
-from local_deployment import Deployment, until
+from local_deployment import Deployment, content, until
 
-from mmd_workers.local.samples import Sample, draw
+from mmd_workers.local.samples import draw
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 KINDS = ("image", "video", "audio")
-
-
-def parts(sample: Sample) -> list[dict[str, Any]]:
-    url = f"data:{sample.mime};base64,{base64.b64encode(sample.bytes).decode()}"
-    return [
-        {"type": f"{sample.kind}_url", f"{sample.kind}_url": {"url": url}},
-        {"type": "text", "text": sample.question},
-    ]
 
 
 def ask(demo: Deployment, content: list[dict[str, Any]] | str, **options: Any) -> Any:
@@ -45,7 +37,7 @@ def test_a_streamed_answer_about_a_real_file_equals_generate(demo: Deployment, k
     sample = draw(kind, 31)
     pieces = [
         choice.delta.content or ""
-        for chunk in ask(demo, parts(sample), stream=True)
+        for chunk in ask(demo, content(sample), stream=True)
         for choice in chunk.choices
     ]
     expected = oracle.answer(DEMO, [(kind, sample.bytes), sample.question], 24)
@@ -56,24 +48,24 @@ def test_a_streamed_answer_about_a_real_file_equals_generate(demo: Deployment, k
 def test_sixteen_mixed_requests_at_once_all_equal_generate(demo: Deployment) -> None:
     samples = [draw(KINDS[number % 3], 100 + number) for number in range(16)]  # type: ignore[arg-type]
     with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(lambda s: ask(demo, parts(s)).choices[0].message.content, samples))
+        answers = list(threads.map(lambda s: ask(demo, content(s)).choices[0].message.content, samples))
     expected = [oracle.answer(DEMO, [(s.kind, s.bytes), s.question], 24) for s in samples]
     assert answers == expected
 
 
 def test_one_question_about_an_image_a_video_and_a_sound_together_equals_generate(demo: Deployment) -> None:
     samples = [draw(kind, 7) for kind in KINDS]  # type: ignore[arg-type]
-    content = [parts(sample)[0] for sample in samples] + [
+    everything = [content(sample)[0] for sample in samples] + [
         {"type": "text", "text": "What do you see and hear?"}
     ]
     expected = oracle.answer(DEMO, [*((s.kind, s.bytes) for s in samples), "What do you see and hear?"], 24)
-    assert ask(demo, content).choices[0].message.content == expected
+    assert ask(demo, everything).choices[0].message.content == expected
 
 
 def test_usage_counts_tokens_by_modality(demo: Deployment) -> None:
     samples = [draw(kind, 9) for kind in KINDS]  # type: ignore[arg-type]
     usage = ask(
-        demo, [parts(sample)[0] for sample in samples] + [{"type": "text", "text": "?"}]
+        demo, [content(sample)[0] for sample in samples] + [{"type": "text", "text": "?"}]
     ).usage.model_dump()
     details = usage["prompt_tokens_details"]
     assert all(details[f"{kind}_tokens"] > 0 for kind in KINDS)
@@ -131,7 +123,7 @@ def test_bad_media_are_refused_with_their_reason_and_cost_nobody_else(demo: Depl
     ]
     good = draw("image", 4)
     with ThreadPoolExecutor(2) as threads:
-        well = threads.submit(lambda: ask(demo, parts(good)).choices[0].message.content)
+        well = threads.submit(lambda: ask(demo, content(good)).choices[0].message.content)
         with pytest.raises(openai.APIStatusError) as refused:
             ask(demo, bad)
         assert 400 <= refused.value.status_code < 500
@@ -168,7 +160,7 @@ def ask_long(demo: Deployment) -> Any:
 def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     import httpx
 
-    answer = ask(demo, parts(draw("video", 55)))
+    answer = ask(demo, content(draw("video", 55)))
     timeline: dict[str, Any] = {}
 
     def complete() -> bool:

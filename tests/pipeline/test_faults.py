@@ -23,7 +23,7 @@ import httpx
 import openai
 import oracle
 import pytest
-from local_deployment import Deployment, until, write
+from local_deployment import Deployment, content, until, write
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -75,14 +75,6 @@ def workers(deployment: Deployment) -> list[LocalPod]:
 
 
 # --- what is asked -------------------------------------------------------------------------------------------------------
-
-
-def content(sample: Sample) -> list[dict[str, Any]]:
-    url = f"data:{sample.mime};base64,{base64.b64encode(sample.bytes).decode()}"
-    return [
-        {"type": f"{sample.kind}_url", f"{sample.kind}_url": {"url": url}},
-        {"type": "text", "text": sample.question},
-    ]
 
 
 def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
