@@ -103,9 +103,13 @@ class TestServed:
         assert all(0 <= pod["kv_used"] <= 1 for pod in seen["pods"] if "decode" in pod["roles"])
         stream = ask(observed, "A story?", stream=True, max_tokens=1500, extra_body={"ignore_eos": True})
         next(iter(stream))
-        seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
-        assert seen["requests"]["running"] == 1
-        assert sum(pod["running"] for pod in seen["pods"]) == 1
+
+        def told() -> bool:  # pods tell their load a few times a second
+            seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
+            assert seen["requests"]["running"] == 1, "the stream ended before its pod was seen at work"
+            return sum(pod["running"] for pod in seen["pods"]) == 1
+
+        until(told, 20, "top shows the sequence in its pod")
         stream.response.close()
         screen = mmd("top", "--once", "--url", observed.local.gateway_url, "--seconds", "0.3")
         assert all(name[:40] in screen for name in shown)

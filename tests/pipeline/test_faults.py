@@ -186,12 +186,16 @@ def assert_nothing_held(deployment: Deployment) -> None:
     until(lambda: not held(deployment), 30, f"nothing is held: {held(deployment)}")
 
 
+def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPod]:
+    return [pod for pod in deployment.pods(component) if load_of(deployment, pod).get(figure)]
+
+
 def busy(deployment: Deployment, component: str, figure: str, seconds: float = 30.0) -> LocalPod:
     """The first pod of a component that reports to be at work."""
     found: list[LocalPod] = []
 
     def look() -> bool:
-        found[:] = [pod for pod in deployment.pods(component) if load_of(deployment, pod).get(figure)]
+        found[:] = at_work(deployment, component, figure)
         return bool(found)
 
     until(look, seconds, f"a pod of {component} has {figure}")
@@ -353,9 +357,14 @@ def test_decoders_free_the_leases_of_a_prefill_worker_that_stands_still(whole: D
     def reserved() -> bool:
         return any(load_of(whole, pod)["kv_blocks_reserved"] for pod in whole.pods("decode"))
 
-    with load(whole, samples(18, 13)) as answers:
-        until(reserved, 30, "blocks are reserved for a hand-over")
-        pod = busy(whole, "prefill", "prefill_waiting_requests")
+    with load(whole, samples(36, 13)) as answers:
+        # Requests reach prefill one after another, so the moment for both is looked for, not waited for in turn.
+        until(
+            lambda: reserved() and bool(at_work(whole, "prefill", "prefill_waiting_requests")),
+            30,
+            "a prefill worker is busy while blocks are reserved for a hand-over",
+        )
+        pod = (at_work(whole, "prefill", "prefill_waiting_requests") or whole.pods("prefill"))[0]
         send(whole, pod, signal.SIGSTOP)
         try:
             until(
