@@ -14,7 +14,7 @@ help: ## List the targets
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable '.[operator,worker,dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraints constraints.txt --editable '.[operator,worker,dev]'
 	touch $(STAMP)
 
 install: $(STAMP) ## Make a virtual environment in .venv with everything that development needs

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 import pytest_asyncio
 
+from mmd_api.subjects import Subjects
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.server import NatsServer
-from mmd_workers.wire.subjects import Subjects
 
 _counter = itertools.count()
 

@@ -11,10 +11,13 @@ from mmd_operator.cluster import Cluster, RefusedError
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, ObjectKey, child_of, digest, fingerprint
 from mmd_operator.problems import Problem, not_ours, refusal
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
+from mmd_operator.resources.nats import with_passwords
 from mmd_operator.rollout import manifest_key
 
 Outcome = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Refused"]
 """Unseen: applied, and the watch does not show it yet. Repaired: somebody had changed or deleted it."""
+FIRST_SECRET_PAUSE_SECONDS = 5.0
+LAST_SECRET_PAUSE_SECONDS = 600.0
 UNSEEN_SECONDS = 5.0
 """How long a watch may take to show an object as it was applied, before it counts as changed by somebody."""
 
@@ -37,6 +40,9 @@ class Applier:
         self._cluster = cluster
         self._namespace, self._name, self._uid = namespace, name, uid
         self._records: dict[ObjectKey, _Record] = {}
+        self._secrets: dict[
+            ObjectKey, tuple[float, float]
+        ] = {}  # when to try again, and the pause after that
 
     async def apply(
         self, manifest: Manifest, child: Child | None, now: float
@@ -65,6 +71,25 @@ class Applier:
             labels = manifest["metadata"]["labels"]
             component = labels.get("app.kubernetes.io/component", manifest["kind"])
             return "Refused", refusal(component, str(error), labels.get(REVISION_LABEL))
+
+    async def create_once(self, secret: Manifest, now: float) -> tuple[bool, Problem | None]:
+        """Make a Secret with new passwords unless there is one. `now`: monotonic seconds.
+
+        The operator may not read Secrets, so it cannot see that one was deleted: it tries again, ever more rarely.
+
+        Raises:
+            BusyError: nothing can be written now.
+        """
+        key = manifest_key(secret)
+        due, pause = self._secrets.get(key, (now, FIRST_SECRET_PAUSE_SECONDS))
+        if now < due:
+            return False, None
+        try:
+            created = await self._cluster.create_secret(with_passwords(self._owned(secret)), self._namespace)
+        except RefusedError as error:
+            return False, refusal("nats", str(error), None)
+        self._secrets[key] = (now + pause, min(2 * pause, LAST_SECRET_PAUSE_SECONDS))
+        return created, None
 
     def forget(self, key: ObjectKey) -> None:
         """An object was removed."""

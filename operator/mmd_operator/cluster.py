@@ -61,6 +61,7 @@ CHILD_KINDS: dict[str, Resource] = {
 }
 """Kinds that a plan may hold; the operator watches each."""
 PODS = Resource("", "v1", "pods")
+SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
 DEPLOYMENTS = Resource(GROUP, VERSION, PLURAL)
 
@@ -99,6 +100,16 @@ class Cluster:
         """Server-side apply of an owned object; returns it as it stands afterwards."""
         path = CHILD_KINDS[manifest["kind"]].path(namespace, manifest["metadata"]["name"])
         return await self._apply(path, manifest, FIELD_MANAGER)
+
+    async def create_secret(self, manifest: Manifest, namespace: str) -> bool:
+        """Create a Secret; False: there is one of this name, which is left as it is. Secrets are never read."""
+        try:
+            await self._request("post", SECRETS.path(namespace), body=manifest)
+        except BusyError as error:
+            if not isinstance(error.__cause__, ApiException) or error.__cause__.status != 409:
+                raise
+            return False
+        return True
 
     async def hand_over_replicas(self, namespace: str, name: str, replicas: int) -> None:
         """Make the scaler own a StatefulSet's size too, so that an apply that leaves it out does not reset it to 1."""

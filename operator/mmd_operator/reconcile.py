@@ -191,10 +191,18 @@ class Reconciler:
         observed: Observed,
     ) -> float:
         spec, uid = deployment.spec, body["metadata"]["uid"]
-        step = next_step(spec, pipeline_revision(spec), planned, observed, uid)
+        secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
+        applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
+        step = next_step(spec, pipeline_revision(spec), applied, observed, uid)
         problems = [p for pod in observed.pods if (p := pod_problem(pod))]
         events: list[tuple[str, str]] = []
         if not spec.paused:
+            for secret in secrets:
+                created, problem = await self._applier.create_once(secret, time.monotonic())
+                if created:
+                    events.append(("Created", f"1: Secret {secret['metadata']['name']}"))
+                if problem is not None:
+                    problems.append(problem)
             found, settled = await self._carry_out(step, observed, events)
             problems += found
             if not settled and step.stage == "Complete":

@@ -15,11 +15,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from mmd_api.pipeline import PipelineConfig
+from mmd_api.subjects import Subjects
 from mmd_workers.gateway.service import serve
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
-from mmd_workers.wire.subjects import Subjects
 
 from .scripted import Script, ScriptedWorker, answer_well
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from mmd_api.subjects import Subjects
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import (
     Cancel,
@@ -24,7 +25,6 @@ from mmd_workers.wire.messages import (
     TokenLogprob,
 )
 from mmd_workers.wire.peers import Heartbeater
-from mmd_workers.wire.subjects import Subjects
 
 Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mmd_api.subjects import Subjects
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.messages import GenerateRequest
 from mmd_workers.wire.server import NatsServer
-from mmd_workers.wire.subjects import Subjects
 
 from .conftest import free_port, pipeline_config
 from .scripted import ScriptedWorker, answer_well

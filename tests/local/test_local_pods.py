@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mmd_operator.plan import plan_objects
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod, RenderError, local_pods
 
@@ -14,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def pods_of(example: str, folder: Path) -> list[LocalPod]:
-    objects = plan_objects(up.load(EXAMPLES / example), "default")
+    objects = up.objects_of(up.load(EXAMPLES / example))
     return local_pods(objects, folder, "nats://127.0.0.1:1", gateway_port=8000, threads=1)
 
 

@@ -10,6 +10,7 @@ from planned import deployment, valid_deployments
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_operator.plan import plan_objects
+from mmd_operator.resources.nats import PASSWORD_PREFIX, with_passwords
 
 SOME = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -177,6 +178,7 @@ def test_two_revisions_stand_side_by_side():
     shared &= {(o["kind"], o["metadata"]["name"]) for o in plan_objects(after, "x")}
     assert shared == {
         ("NetworkPolicy", "sample"),
+        ("Secret", "sample-nats"),
         ("ConfigMap", "sample-nats"),
         ("Service", "sample-nats"),
         ("StatefulSet", "sample-nats"),
@@ -221,8 +223,17 @@ def test_the_nats_server_accepts_its_configuration(tmp_path):
     file = tmp_path / "nats.conf"
     file.write_text(config)
     server = Path(sys.executable).with_name("nats-server")
-    result = subprocess.run([server, "-t", "--config", file], capture_output=True, text=True, timeout=30)
+    (secret,) = of_kind(objects, "Secret")
+    passwords = with_passwords(secret)["stringData"]
+    environment = {f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()}
+    command = [server, "-t", "--config", file]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+def test_no_manifest_holds_a_password():
+    (secret,) = of_kind(plan_objects(deployment({}), "somewhere"), "Secret")
+    assert not {"data", "stringData"} & set(secret)
 
 
 def test_no_managed_nats_where_another_is_named():

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from mmd_workers.errors import OverloadedError
+from mmd_workers.errors import DeadlineError, OverloadedError, PeerLostError
 from mmd_workers.wire.jobs import MODALITIES, EncodeQueue, QueueLimits, round_work
 from mmd_workers.wire.messages import EncodeFailed, EncodeJob, FeatureRef
 
@@ -127,8 +127,11 @@ async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):
     assert (await small.depth())["image"].jobs == 3
 
 
-async def test_publishing_makes_a_queue_that_is_not_there(connect):
+async def test_a_job_for_a_queue_that_is_not_there_is_the_publishers_to_try_again(connect):
     queue = EncodeQueue(await connect("early"))
+    with pytest.raises(DeadlineError, match="publish it again"):
+        await queue.publish(job("a"))
+    await queue.ensure()
     await queue.publish(job("a"))
     assert (await queue.depth())["image"].jobs == 1
 
@@ -197,13 +200,16 @@ async def test_nothing_is_lost_when_the_server_restarts(own_nats_server, connect
     assert len(in_hand) == 3
 
 
-async def test_a_queue_whose_server_forgot_everything_is_made_anew(own_nats_server, connect):
+async def test_a_pull_outlives_a_server_that_forgot_the_queue(own_nats_server, connect):
     queue = EncodeQueue(await connect("here"), QueueLimits(memory_storage=True))
     await queue.ensure()
+    waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=30))
     await asyncio.to_thread(own_nats_server.kill)
     await asyncio.to_thread(own_nats_server.start)
-    waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=30))
     async with asyncio.timeout(20):
+        with pytest.raises(PeerLostError):
+            await queue.depth()
+        await queue.ensure()
         await queue.publish(job("a"))
         (delivery,) = await waits
     assert delivery.job.job_id == "a"

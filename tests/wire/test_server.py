@@ -44,7 +44,6 @@ def test_the_data_plane_needs_no_torch():
         "messages",
         "peers",
         "server",
-        "subjects",
     ]
     code = f"import sys; import {', '.join('mmd_workers.wire.' + m for m in modules)}; sys.exit('torch' in sys.modules)"
     assert (

@@ -15,7 +15,8 @@ CONFIG_ENV = "MMD_PIPELINE_CONFIG"
 class WorkerSettings:
     """Identity and addresses of this process. `incarnation` is new at every start.
 
-    `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it.
+    `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it. `nats_inbox`: prefix of the
+    subjects on which replies come, where the NATS server lets this user listen.
     """
 
     pipeline: PipelineConfig
@@ -25,11 +26,12 @@ class WorkerSettings:
     nats_url: str
     threads: int
     annotations: str = ""
+    nats_inbox: str = "_INBOX"
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS.
+        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_NATS_INBOX.
 
         Raises:
             RuntimeError: a variable is missing; the message names it.
@@ -51,4 +53,5 @@ class WorkerSettings:
             nats_url=need("MMD_NATS_URL"),
             threads=int(os.environ.get("MMD_THREADS", "0")),
             annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
+            nats_inbox=os.environ.get("MMD_NATS_INBOX", "_INBOX"),
         )

@@ -22,6 +22,7 @@ import uvloop
 from mmd_api.pipeline import PoolName, Role
 from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec import EncoderSpec, PrefillSpec
+from mmd_api.subjects import Subjects
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.decode.tokens import SequenceBook
 from mmd_workers.encoder.cache import FeatureCache
@@ -50,7 +51,6 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.messages import Cancel, Heartbeat, Load, PodState
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, PeerEvent
-from mmd_workers.wire.subjects import Subjects
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and fo
 BLOCKING_THREADS = (
     64  # KV links wait in threads: one that waits for a lost peer must not keep others from theirs
 )
-ACK_WAIT_SECONDS = 5.0  # an encode job whose encoder is silent for so long goes to another one
 ADVERTISED_BLOCKS = 64
 
 
@@ -133,7 +132,9 @@ class Worker:
             self.settings.http_port,
         )
         await status.start()
-        self.bus = await Bus.connect(self.settings.nats_url, self.settings.pod, subjects)
+        self.bus = await Bus.connect(
+            self.settings.nats_url, self.settings.pod, subjects, self.settings.nats_inbox
+        )
         self._spawn(bus_watch.watch(self.bus, self.metrics), "watch-bus")
         self.book = SequenceBook(self.bus, self.settings.pod, self.metrics, self.tracing)
         observability = self.spec.observability
@@ -180,9 +181,7 @@ class Worker:
 
     async def _join(self) -> None:
         """Make the services of the roles, downstream first, so that nothing is accepted that cannot go on."""
-        queue = EncodeQueue(self.bus, self._queue_limits())
-        if self.spec.encoder is not None:
-            await queue.ensure()
+        queue = EncodeQueue(self.bus, QueueLimits(max_attempts=self._encoder_spec.max_deliveries))
         if self.encoder_model is not None:
             await self._make_pipeline(self.encoder_model)
         if self.language_model is not None:
@@ -230,10 +229,6 @@ class Worker:
     def _engine(self) -> EngineRunner:
         assert self.runner is not None
         return self.runner
-
-    def _queue_limits(self) -> QueueLimits:
-        spec = self._encoder_spec
-        return QueueLimits(max_attempts=spec.max_deliveries, ack_wait_seconds=ACK_WAIT_SECONDS)
 
     async def _make_pipeline(self, model: EncoderModel) -> None:
         media, spec = self.spec.gateway.media, self._encoder_spec

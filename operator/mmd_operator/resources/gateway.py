@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmd_api.subjects import GATEWAY_USER
 from mmd_operator.resources.naming import GATEWAY_PORT, Manifest, Scope
 from mmd_operator.resources.pods import worker_pod
 
@@ -28,7 +29,7 @@ def gateway_objects(scope: Scope) -> list[Manifest]:
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": scope.selector("gateway")},
             "template": worker_pod(
-                scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT
+                scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER
             ),
         },
     }

@@ -1,4 +1,4 @@
-"""The managed NATS server with JetStream: one pod, its configuration and its Service.
+"""The managed NATS server with JetStream: one pod, its configuration, its users and its Service.
 
 Its store lives as long as its pod. Encode jobs are published again by the workers that need them, so a lost store costs time and no
 request, and no storage class is asked of the cluster.
@@ -7,8 +7,11 @@ request, and no storage class is asked of the cluster.
 from __future__ import annotations
 
 import hashlib
+import json
+import secrets
 
 from mmd_api.spec import PodTemplate
+from mmd_api.subjects import USERS, permissions_of
 from mmd_operator.resources.naming import (
     CONFIG_HASH_ANNOTATION,
     NATS_MONITOR_PORT,
@@ -22,13 +25,15 @@ CONFIG_FOLDER = "/etc/nats"
 STORE_FOLDER = "/data"
 MAX_PAYLOAD_BYTES = 8 * 2**20
 """Larger than any chunk: a request for a prompt of a million tokens is one message."""
+PASSWORD_PREFIX = "NATS_PASSWORD_"  # noqa: S105 - names of variables, no password
 
 
 def nats_objects(scope: Scope) -> list[Manifest]:
-    """ConfigMap, Service and StatefulSet."""
+    """Secret, ConfigMap, Service and StatefulSet. The Secret has no passwords: `with_passwords` is for whoever creates it."""
     metadata = scope.metadata(scope.nats, "nats", of_revision=False)
     configuration = _configuration(scope)
     ports = {"client": NATS_PORT, "monitor": NATS_MONITOR_PORT}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -52,6 +57,7 @@ def nats_objects(scope: Scope) -> list[Manifest]:
         "command": ["nats-server"],
         "args": ["--config", f"{CONFIG_FOLDER}/nats.conf"],
         "ports": [{"name": n, "containerPort": p, "protocol": "TCP"} for n, p in ports.items()],
+        "envFrom": [{"prefix": PASSWORD_PREFIX, "secretRef": {"name": scope.nats}}],
         "resources": resources(scope.spec.nats.resources),
         "startupProbe": probe("/healthz", period=1, failures=120, port="monitor"),
         "livenessProbe": probe("/healthz?js-server-only=true", period=10, failures=3, port="monitor"),
@@ -90,7 +96,29 @@ def nats_objects(scope: Scope) -> list[Manifest]:
             },
         },
     }
-    return [config_map, service, stateful_set]
+    return [secret, config_map, service, stateful_set]
+
+
+def with_passwords(secret: Manifest) -> Manifest:
+    """The Secret with a new random password for every user (a letter first: nats-server reads numbers as numbers)."""
+    return {**secret, "stringData": {user: f"p{secrets.token_hex(24)}" for user in USERS}}
+
+
+def users_configuration(namespace: str, name: str) -> str:
+    """The part of nats-server's configuration that says who may do what; passwords come from its environment."""
+    lines = ["authorization {", "  users = ["]
+    for user in USERS:
+        may = permissions_of(user, namespace, name)
+        lines += [
+            "    {",
+            f"      user: {user}, password: ${PASSWORD_PREFIX}{user}",
+            "      permissions: {",
+            f"        publish: {json.dumps(may.publish)}",
+            f"        subscribe: {json.dumps(may.subscribe)}",
+            "      }",
+            "    }",
+        ]
+    return "\n".join([*lines, "  ]", "}", ""])
 
 
 def _store_mebibytes(scope: Scope) -> int:
@@ -109,4 +137,4 @@ jetstream {{
   max_memory_store: 64MB
   max_file_store: {_store_mebibytes(scope)}MB
 }}
-"""
+{users_configuration(scope.namespace, scope.name)}"""

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from mmd_api.rules import MODELS_FOLDER
 from mmd_api.spec import GatewaySpec, MultimodalDeploymentSpec, PodTemplate, Pool, Resources, Toleration
+from mmd_api.subjects import inbox_of
 from mmd_operator.resources.config import config_hash
 from mmd_operator.resources.naming import (
     CONFIG_HASH_ANNOTATION,
@@ -45,6 +46,7 @@ def worker_pod(
     command: list[str],
     args: list[str],
     port: int,
+    nats_user: str,
 ) -> Manifest:
     """Pod template of the gateway or of a pool's worker."""
     gpus = part.gpus if isinstance(part, Pool) else 0
@@ -54,7 +56,7 @@ def worker_pod(
         "imagePullPolicy": scope.spec.image.pull_policy,
         "command": command,
         "args": args,
-        "env": _environment(scope, part, port),
+        "env": _environment(scope, part, port, nats_user),
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}],
         "resources": resources(part.resources, gpus),
         "startupProbe": probe("/livez", period=5, failures=120),
@@ -135,32 +137,46 @@ def threads(wanted: Resources) -> int:
     return max(1, math.floor(cores))
 
 
-def nats_environment(scope: Scope) -> list[Manifest]:
-    """MMD_NATS_URL. A password never stands in a manifest: Kubernetes puts it in from the Secret when the container starts."""
+def nats_environment(scope: Scope, user: str) -> list[Manifest]:
+    """How a pod reaches NATS, as `user` of a managed server. A password never stands in a manifest: Kubernetes puts it in from
+    the Secret when the container starts."""
     nats = scope.spec.nats
     if nats.managed:
-        return [{"name": "MMD_NATS_URL", "value": f"nats://{scope.nats}.{scope.namespace}.svc:{NATS_PORT}"}]
+        address = f"{scope.nats}.{scope.namespace}.svc:{NATS_PORT}"
+        return [
+            {"name": "MMD_NATS_USERNAME", "value": user},
+            _secret_variable("MMD_NATS_PASSWORD", scope.nats, user),
+            _nats_url("nats", address),
+            {"name": "MMD_NATS_INBOX", "value": inbox_of(user)},
+        ]
     if nats.credentials_secret is None:
         return [{"name": "MMD_NATS_URL", "value": nats.url}]
     scheme, _, address = (nats.url or "").partition("://")
-    secret = {
-        variable: {
-            "name": variable,
-            "valueFrom": {"secretKeyRef": {"name": nats.credentials_secret, "key": key}},
-        }
-        for variable, key in (("MMD_NATS_USERNAME", "username"), ("MMD_NATS_PASSWORD", "password"))
+    return [
+        _secret_variable("MMD_NATS_USERNAME", nats.credentials_secret, "username"),
+        _secret_variable("MMD_NATS_PASSWORD", nats.credentials_secret, "password"),
+        _nats_url(scheme, address),
+    ]
+
+
+def _secret_variable(variable: str, secret: str, key: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def _nats_url(scheme: str, address: str) -> Manifest:
+    return {
+        "name": "MMD_NATS_URL",
+        "value": f"{scheme}://$(MMD_NATS_USERNAME):$(MMD_NATS_PASSWORD)@{address}",
     }
-    url = f"{scheme}://$(MMD_NATS_USERNAME):$(MMD_NATS_PASSWORD)@{address}"
-    return [*secret.values(), {"name": "MMD_NATS_URL", "value": url}]
 
 
-def _environment(scope: Scope, part: Pool | GatewaySpec, port: int) -> list[Manifest]:
+def _environment(scope: Scope, part: Pool | GatewaySpec, port: int, nats_user: str) -> list[Manifest]:
     fixed: list[Manifest] = [
         {"name": "MMD_PIPELINE_CONFIG", "value": CONFIG_PATH},
         {"name": "MMD_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "MMD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "MMD_HTTP_PORT", "value": str(port)},
-        *nats_environment(scope),
+        *nats_environment(scope, nats_user),
         {"name": "MMD_THREADS", "value": str(threads(part.resources))},
         *_hub_environment(scope.spec),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mmd_api.pipeline import roles_of
 from mmd_api.pools import PoolName
 from mmd_api.spec import Pool
+from mmd_api.subjects import user_of
 from mmd_operator.resources.naming import WORKER_PORT, Manifest, Scope
 from mmd_operator.resources.pods import worker_pod
 
@@ -21,8 +22,8 @@ def pool_objects(scope: Scope, name: PoolName, pool: Pool) -> list[Manifest]:
 
     `spec.replicas` counts at creation only: the applier leaves it out of later applies and writes `/scale` instead.
     """
-    roles = ",".join(roles_of(scope.spec, name))
-    args = ["--pool", name, "--roles", roles]
+    roles = roles_of(scope.spec, name)
+    args = ["--pool", name, "--roles", ",".join(roles)]
     metadata = scope.metadata(scope.pool(name), name, of_revision=True)
     service = {
         "apiVersion": "v1",
@@ -46,7 +47,7 @@ def pool_objects(scope: Scope, name: PoolName, pool: Pool) -> list[Manifest]:
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": scope.pool_selector(name)},
-            "template": worker_pod(scope, name, pool, ["mmd", "worker"], args, WORKER_PORT),
+            "template": worker_pod(scope, name, pool, ["mmd", "worker"], args, WORKER_PORT, user_of(roles)),
         },
     }
     return [service, stateful_set]

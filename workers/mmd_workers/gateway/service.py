@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import random
@@ -13,7 +14,8 @@ from importlib.metadata import version
 import uvloop
 
 from mmd_api.pipeline import PipelineConfig
-from mmd_workers.errors import MmdError
+from mmd_api.subjects import Subjects
+from mmd_workers.errors import MmdError, PeerLostError
 from mmd_workers.gateway.app import Gateway, build_app
 from mmd_workers.gateway.demand import Demand
 from mmd_workers.gateway.hold import MediaHold
@@ -32,7 +34,6 @@ from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.media import MediaServer
 from mmd_workers.wire.messages import Heartbeat, Load
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory
-from mmd_workers.wire.subjects import Subjects
 
 HOLD_BODIES = 4  # largest bodies that the media budget has room for
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
@@ -53,7 +54,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
     pipeline, spec = settings.pipeline, settings.pipeline.spec
     frontend = await asyncio.to_thread(load_frontend, spec.model, spec.gateway.media)
     subjects = Subjects(pipeline.namespace, pipeline.name, pipeline.revision)
-    bus = await Bus.connect(settings.nats_url, settings.pod, subjects)
+    bus = await Bus.connect(settings.nats_url, settings.pod, subjects, settings.nats_inbox)
     directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
     first_pool = spec.prefill
     router = Router(
@@ -156,7 +157,10 @@ def _metrics(pipeline: PipelineConfig) -> Metrics:
 
 
 async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: Demand) -> None:
-    """What waits for encoders, read off the stream until cancelled. What cannot be read is absent, not zero."""
+    """Make the queue and tell what waits in it, until cancelled. What cannot be read is absent, not zero.
+
+    A server that lost its store has no queue any more: it is made anew within a period.
+    """
     gauges = (metrics.queue_jobs, metrics.queue_work)
     while True:
         try:
@@ -170,6 +174,8 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: Demand) -> 
             demand.queue_unreadable()
             for gauge in gauges:
                 gauge.clear()
+            with contextlib.suppress(PeerLostError):  # tried again in a moment
+                await queue.ensure()
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 

@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mmd_workers.errors import MmdError
 
@@ -45,12 +46,11 @@ def local_pods(
 ) -> list[LocalPod]:
     """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
 
-    ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+    Secrets hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
 
     Raises:
         RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
     """
-    maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
     pods = []
     for workload in objects:
         if workload["kind"] not in ("Deployment", "StatefulSet"):
@@ -61,7 +61,7 @@ def local_pods(
         for ordinal in range(workload["spec"].get("replicas", 1)):
             name = f"{workload['metadata']['name']}-{ordinal}"
             port = gateway_port if component == "gateway" and ordinal == 0 and gateway_port else free_port()
-            pods.append(_local_pod(workload, component, name, port, maps, directory, nats_url, threads))
+            pods.append(_local_pod(objects, workload, name, port, directory, nats_url, threads))
     return pods
 
 
@@ -69,10 +69,9 @@ def pool_pod(
     objects: list[dict[str, Any]], pool: str, ordinal: int, directory: Path, nats_url: str, threads: int
 ) -> LocalPod:
     """One more pod of a pool: what its StatefulSet would make."""
-    maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
     workload = next(o for o in objects if o["kind"] == "StatefulSet" and component_of(o) == pool)
     name = f"{workload['metadata']['name']}-{ordinal}"
-    return _local_pod(workload, pool, name, free_port(), maps, directory, nats_url, threads)
+    return _local_pod(objects, workload, name, free_port(), directory, nats_url, threads)
 
 
 def component_of(workload: dict[str, Any]) -> str:
@@ -81,21 +80,24 @@ def component_of(workload: dict[str, Any]) -> str:
 
 
 def _local_pod(
+    objects: list[dict[str, Any]],
     workload: dict[str, Any],
-    component: str,
     name: str,
     port: int,
-    maps: dict[str, dict[str, str]],
     directory: Path,
     nats_url: str,
     threads: int,
 ) -> LocalPod:
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
+    maps = {o["metadata"]["name"]: o.get("data", {}) for o in objects if o["kind"] == "ConfigMap"}
+    secrets = {o["metadata"]["name"]: o.get("stringData", {}) for o in objects if o["kind"] == "Secret"}
     mounts = _write_mounts(spec, container, maps, directory)
-    environment = {}
+    environment: dict[str, str] = {}
     for variable in container.get("env", []):
-        value = _value(variable, name, workload)
+        value = _value(variable, name, workload, secrets)
+        for known, its in environment.items():
+            value = value.replace(f"$({known})", its)
         within = next((path for path in mounts if value == path or value.startswith(f"{path}/")), None)
         if within is None:
             environment[variable["name"]] = value
@@ -103,13 +105,13 @@ def _local_pod(
             environment[variable["name"]] = str(folder) + value[len(within) :]
     environment |= {
         "MMD_HTTP_PORT": str(port),
-        "MMD_NATS_URL": nats_url,
+        "MMD_NATS_URL": _with_user_of(environment.get("MMD_NATS_URL", ""), nats_url),
         "MMD_THREADS": str(threads),
         "MMD_POD_ANNOTATIONS": str(directory / "annotations" / name),
     }
     return LocalPod(
         name=name,
-        component=component,
+        component=component_of(workload),
         command=[*container.get("command", []), *container.get("args", [])],
         environment=environment,
         http_port=port,
@@ -135,11 +137,22 @@ def _write_mounts(
     return mounts
 
 
-def _value(variable: dict[str, Any], pod: str, workload: dict[str, Any]) -> str:
+def _with_user_of(planned: str, url: str) -> str:
+    """`url` with the user and password that the planned URL names, if any."""
+    user, at, _ = urlsplit(planned).netloc.rpartition("@")
+    scheme, _, address = url.partition("://")
+    return f"{scheme}://{user}{at}{address}"
+
+
+def _value(
+    variable: dict[str, Any], pod: str, workload: dict[str, Any], secrets: dict[str, dict[str, str]]
+) -> str:
     if "value" in variable:
         return str(variable["value"])
     source = variable.get("valueFrom", {})
     if secret := source.get("secretKeyRef"):
+        if (made := secrets.get(secret["name"], {}).get(secret["key"])) is not None:
+            return made
         if (own := os.environ.get(variable["name"])) is None and not secret.get("optional"):
             raise RenderError(
                 f"environment variable {variable['name']} of {pod} comes from the Secret {secret['name']}, which a laptop has "

@@ -21,6 +21,7 @@ from mmd_api import resource
 from mmd_api.pools import PoolName
 from mmd_api.resource import MultimodalDeployment
 from mmd_operator.plan import plan_objects
+from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
 from mmd_workers.errors import MmdError
 from mmd_workers.local import state
 from mmd_workers.local.pods import LocalPod, component_of, local_pods
@@ -94,9 +95,9 @@ async def running(
     """
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
-    objects = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
+    objects = objects_of(deployment)
     with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
-        nats = NatsServer(Path(folder) / "nats")
+        nats = _nats(Path(folder) / "nats", deployment, objects)
         supervisor = Supervisor(log_line)
         try:
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it
@@ -138,6 +139,25 @@ async def running(
             )  # the front door first: requests under way still find their workers
             await supervisor.stop()
             await asyncio.to_thread(nats.stop)
+
+
+def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
+    """What the operator would apply; Secrets that it would make have their passwords."""
+    planned = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
+    return [with_passwords(o) if o["kind"] == "Secret" else o for o in planned]
+
+
+def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:
+    """The server that a managed one would be, with its users; one of somebody else's is stood in for by an open one."""
+    passwords = next((o["stringData"] for o in objects if o["kind"] == "Secret"), None)
+    if passwords is None:
+        return NatsServer(folder)
+    metadata = deployment.metadata
+    return NatsServer(
+        folder,
+        configuration=users_configuration(metadata.namespace or NAMESPACE, metadata.name),
+        environment={f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()},
+    )
 
 
 async def _scale(scaler: LocalScaler) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from mmd_api.subjects import Subjects
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.subjects import Subjects
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +33,7 @@ class Bulk:
         self._closed = False
 
     @classmethod
-    async def start(
-        cls, url: str, client_name: str, subjects: Subjects, credentials: str | None = None
-    ) -> Bulk:
+    async def start(cls, url: str, client_name: str, subjects: Subjects, inbox: str) -> Bulk:
         """Start the thread and connect.
 
         Raises:
@@ -44,7 +42,7 @@ class Bulk:
         bulk = cls(asyncio.get_running_loop(), client_name)
         bulk._thread.start()
         try:
-            bulk.bus = await bulk.run(Bus.connect(url, client_name, subjects, credentials))
+            bulk.bus = await bulk.run(Bus.connect(url, client_name, subjects, inbox))
         except BaseException:
             bulk._stop_thread()
             raise

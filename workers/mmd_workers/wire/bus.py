@@ -20,9 +20,9 @@ from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from mmd_api.subjects import Subjects
 from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.wire.codec import Frame, WireError, pack, pack_frame, unpack, unpack_frame
-from mmd_workers.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from mmd_workers.wire.bulk import Bulk
@@ -35,6 +35,7 @@ PENDING_BYTES = 64 << 20
 CONCURRENT_REQUESTS = 256
 RECONNECT_SECONDS = (0.05, 0.5)
 _LOG_KINDS = 1024
+DEFAULT_INBOX = "_INBOX"
 _REFUSED_HEADER = "Mmd-Refused"
 
 _log = logging.getLogger(__name__)
@@ -91,14 +92,14 @@ class Subscription:
 class Bus:
     """A NATS connection that reconnects for ever. Use it on the event loop that connected it."""
 
-    def __init__(self, url: str, client_name: str, subjects: Subjects, credentials: str | None) -> None:
+    def __init__(self, url: str, client_name: str, subjects: Subjects, inbox: str) -> None:
         self.url = url
         self.client_name = client_name
         self.subjects = subjects
         self.bad_messages = 0
         self.dropped_messages = 0
         self.handler_errors = 0
-        self._credentials = credentials
+        self._inbox = inbox
         self._log = RateLimitedLog(_log)
         self._client: Client = Client()
         self._reconnect_hooks: list[Callable[[], Awaitable[None]]] = []
@@ -114,15 +115,15 @@ class Bus:
         url: str,
         client_name: str,
         subjects: Subjects,
-        credentials: str | None = None,
+        inbox: str = DEFAULT_INBOX,
         timeout: float = 30.0,  # noqa: ASYNC109 - the one deadline of connecting
     ) -> Bus:
-        """Connect, waiting up to `timeout` seconds for a server. `credentials` is the path of a NATS credentials file.
+        """Connect, waiting up to `timeout` seconds for a server. `inbox`: prefix of the subjects on which replies come.
 
         Raises:
             PeerLostError: no server took the connection in time.
         """
-        bus = cls(url, client_name, subjects, credentials)
+        bus = cls(url, client_name, subjects, inbox)
         try:
             async with asyncio.timeout(timeout):
                 await bus._open()
@@ -155,7 +156,7 @@ class Bus:
         async with self._bulk_lock:
             if self._bulk is None:
                 self._bulk = await Bulk.start(
-                    self.url, f"{self.client_name}-bulk", self.subjects, self._credentials
+                    self.url, f"{self.client_name}-bulk", self.subjects, self._inbox
                 )
             return self._bulk
 
@@ -336,7 +337,6 @@ class Bus:
         def choose(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
             return random.choice(servers), random.uniform(*RECONNECT_SECONDS)  # noqa: S311
 
-        options: dict[str, Any] = {} if self._credentials is None else {"user_credentials": self._credentials}
         await self._client.connect(
             self.url,
             name=self.client_name,
@@ -350,7 +350,7 @@ class Bus:
             max_outstanding_pings=2,
             pending_size=4 << 20,
             flush_timeout=5.0,
-            **options,
+            inbox_prefix=self._inbox,
         )
 
     async def _subscribe(

@@ -45,13 +45,13 @@ class QueueLimits:
     """Bounds of the queue.
 
     `max_age_seconds` must exceed every job's deadline: what is older is dropped by the server, and its receiver has long
-    given up. `max_ack_pending` bounds the jobs of one modality in encoders' hands: at least encoders x jobs per encoder.
+    given up. A job whose encoder is silent for `ack_wait_seconds` goes to another one. `max_ack_pending` bounds the jobs of one modality in encoders' hands: at least encoders x jobs per encoder.
     """
 
     max_jobs: int = 4096
     max_bytes: int = 64 << 20
     max_age_seconds: float = 3600.0
-    ack_wait_seconds: float = 15.0
+    ack_wait_seconds: float = 5.0
     max_attempts: int = 4
     max_ack_pending: int = 1024
     memory_storage: bool = False
@@ -195,7 +195,8 @@ class EncodeQueue:
         self._turn = 0
 
     async def ensure(self) -> None:
-        """Create the stream and its consumers, or bring them to these limits. Any number of pods may call it at once.
+        """Create the stream and its consumers, or bring them to these limits. Any number of gateways may call it at once, and
+        nobody else does: whoever can make streams can read every subject.
 
         Raises:
             PeerLostError: the server has no JetStream or does not answer.
@@ -238,24 +239,20 @@ class EncodeQueue:
             ) from error
 
     async def publish(self, job: EncodeJob) -> None:
-        """Queue a job; the same `job_id` within two minutes is queued once. A queue that is not there is made.
+        """Queue a job; the same `job_id` within two minutes is queued once.
 
         Raises:
             OverloadedError: the queue is full.
             DeadlineError: the server did not confirm (the job may have been queued; publishing again is safe).
-            PeerLostError: no server, or one without JetStream.
+            PeerLostError: no server, one without JetStream, or the gateway has not made the queue (again) yet.
         """
         try:
             answer = await self._publish(job)
-        except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError):
+        except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError) as error:
             # No stream: no reply at all where pullers listen for the core copies of jobs, "no responders" elsewhere.
-            await self.ensure()
-            try:
-                answer = await self._publish(job)
-            except (nats_errors.Error, TimeoutError) as error:
-                raise DeadlineError(
-                    f"the encode queue did not confirm job {job.job_id} ({type(error).__name__}): publish it again"
-                ) from error
+            raise DeadlineError(
+                f"the encode queue did not confirm job {job.job_id} ({type(error).__name__}): publish it again"
+            ) from error
         except nats_errors.OutboundBufferLimitError as error:
             raise OverloadedError(
                 "NATS is gone and the send buffer is full: retry once it is back"
@@ -286,11 +283,9 @@ class EncodeQueue:
                 if deliveries or left <= 0:
                     return deliveries
             except (js_errors.ServiceUnavailableError, js_errors.NotFoundError):
-                self._log.warning("ensure", f"the encode queue {self._stream} is gone: making it anew")
-                try:
-                    await self.ensure()
-                except PeerLostError as error:
-                    self._log.warning("ensure failed", error.message)
+                self._log.warning(
+                    "gone", f"the encode queue {self._stream} is not there: the gateway makes it"
+                )
             except (nats_errors.Error, TimeoutError, MmdError) as error:
                 self._log.warning("pull", f"no answer from the encode queue: {type(error).__name__} {error}")
             left = end - time.monotonic()

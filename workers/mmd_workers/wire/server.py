@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from mmd_workers.errors import PeerLostError
@@ -31,10 +33,23 @@ _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 
 
 class NatsServer:
-    """Start, stop and restart one server; its data stays in `directory`, its port stays the same across restarts."""
+    """Start, stop and restart one server; its data stays in `directory`, its port stays the same across restarts.
 
-    def __init__(self, directory: Path, port: int | None = None, host: str = "127.0.0.1") -> None:
+    `configuration`: more of it, in nats-server's own language, which may name variables of `environment`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        *,
+        configuration: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = directory
+        self._configuration = configuration
+        self._environment = dict(environment or {})
         self._host = host
         self._port = port
         self._process: subprocess.Popen[str] | None = None
@@ -69,13 +84,17 @@ class NatsServer:
         if self.pid is not None:
             return self
         self._directory.mkdir(parents=True, exist_ok=True)
+        configuration = self._directory / "nats.conf"
+        configuration.write_text(self._configuration)
         self._settled.clear()
         self._process = subprocess.Popen(  # noqa: S603
             [
                 _binary(),
+                *("--config", str(configuration)),
                 *("--addr", self._host, "--port", str(-1 if self._port is None else self._port)),
                 *("--jetstream", "--store_dir", str(self._directory / "jetstream")),
             ],
+            env={**os.environ, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

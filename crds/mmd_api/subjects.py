@@ -1,0 +1,161 @@
+"""Every NATS subject and stream name of one pipeline revision, and which role may use which; nobody else spells a subject.
+
+A subject starts with `mmd.<namespace>.<name>.<revision>`, so peers of different revisions cannot hear each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmd_api.pools import Role
+
+GATEWAY_USER = "gateway"
+_ROLES: dict[str, tuple[Role, ...]] = {
+    "encode": ("encode",),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "encode_prefill": ("encode", "prefill"),
+    "prefill_decode": ("prefill", "decode"),
+    "encode_prefill_decode": ("encode", "prefill", "decode"),
+}
+USERS: tuple[str, ...] = (GATEWAY_USER, *_ROLES)
+"""Users of a managed NATS server: the gateway, and every set of roles that a pool can hold. The same for every layout, so that
+a change of layout does not restart the server."""
+_QUEUE_MAKERS = tuple(
+    f"$JS.API.{call}"
+    for call in ("STREAM.CREATE.*", "STREAM.UPDATE.*", "CONSUMER.CREATE.>", "CONSUMER.DURABLE.CREATE.>")
+)
+_QUEUE_READERS = ("$JS.API.STREAM.INFO.*", "$JS.API.CONSUMER.INFO.*.*")
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Subject names of one pipeline revision of one deployment."""
+
+    namespace: str
+    name: str
+    revision: str
+
+    @property
+    def prefix(self) -> str:
+        """First tokens of every subject of this pipeline revision."""
+        return f"mmd.{self.namespace}.{self.name}.{self.revision}"
+
+    @property
+    def encode_stream(self) -> str:
+        """Name of the JetStream work queue of encode jobs."""
+        return f"mmd-{self.namespace}-{self.name}-{self.revision}-encode"
+
+    def encode_job(self, modality: str) -> str:
+        """Subject of encode jobs of one modality (`*` for all)."""
+        return f"{self.prefix}.job.encode.{modality}"
+
+    def encode_work(self, modality: str, work: int | str) -> str:
+        """Subject of encode jobs of one modality and size, so that the stream's counts by subject tell the queued work."""
+        return f"{self.encode_job(modality)}.{work}"
+
+    def heartbeat(self, pod: str) -> str:
+        """Where a pod says how it is (`*` for all pods)."""
+        return f"{self.prefix}.heartbeat.{pod}"
+
+    def prefill(self, pod: str) -> str:
+        """Request/reply: gateway places a `GenerateRequest` on a prefill-capable pod."""
+        return f"{self.prefix}.prefill.{pod}"
+
+    def embedding(self, pod: str) -> str:
+        """Request/reply: encoder sends an `EmbeddingOffer` to the pod that asked for the feature."""
+        return f"{self.prefix}.embedding.{pod}"
+
+    def encode_failed(self, pod: str) -> str:
+        """`EncodeFailed` to the pod that asked for a feature."""
+        return f"{self.prefix}.encode-failed.{pod}"
+
+    def kv_offer(self, pod: str) -> str:
+        """Request/reply: prefill worker sends a `KvOffer` to a decode pod."""
+        return f"{self.prefix}.kv-offer.{pod}"
+
+    def kv_chunk(self, pod: str) -> str:
+        """Prefill worker announces a `KvChunk` to a decode pod, in the order sent."""
+        return f"{self.prefix}.kv-chunk.{pod}"
+
+    def kv_commit(self, pod: str) -> str:
+        """Request/reply: prefill worker sends the `KvCommit` of a sequence."""
+        return f"{self.prefix}.kv-commit.{pod}"
+
+    def kv_release(self, pod: str) -> str:
+        """Prefill worker gives back a `KvRelease`d lease before its end."""
+        return f"{self.prefix}.kv-release.{pod}"
+
+    def media(self, gateway: str) -> str:
+        """Request/reply: encoder reads the bytes of a medium from the gateway that holds it."""
+        return f"{self.prefix}.media.{gateway}"
+
+    def tokens(self, gateway: str) -> str:
+        """`TokenBatch` to one gateway."""
+        return f"{self.prefix}.tokens.{gateway}"
+
+    def failures(self, gateway: str) -> str:
+        """`RequestFailed` to one gateway."""
+        return f"{self.prefix}.failures.{gateway}"
+
+    def phases(self, gateway: str) -> str:
+        """`PhaseReport` to one gateway."""
+        return f"{self.prefix}.phases.{gateway}"
+
+    @property
+    def cancel(self) -> str:
+        """Broadcast of `Cancel`: whoever knows the request frees it."""
+        return f"{self.prefix}.cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Subjects that a user may publish to and subscribe to; everything else is refused by the server."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def user_of(roles: Sequence[Role]) -> str:
+    """The NATS user of a pool with these roles, upstream first."""
+    return "_".join(roles)
+
+
+def inbox_of(user: str) -> str:
+    """Prefix of the reply subjects of a user: only that user may listen there."""
+    return f"_INBOX.{user}"
+
+
+def permissions_of(user: str, namespace: str, name: str) -> Permissions:
+    """What a user of a deployment's own NATS server may do, over all pipeline revisions.
+
+    A role listens to nothing but its own subjects, the heartbeats and cancellations of everybody and its own replies. Only the
+    gateway makes streams: whoever can make one can read every subject through it.
+    """
+    to = Subjects(namespace, name, "*")
+    publish = {"_INBOX.>", to.heartbeat("*")}
+    subscribe = {f"{inbox_of(user)}.>", to.heartbeat("*"), to.cancel}
+    if user == GATEWAY_USER:
+        publish |= {to.prefill("*"), to.cancel, *_QUEUE_MAKERS, *_QUEUE_READERS}
+        subscribe |= {to.tokens("*"), to.failures("*"), to.phases("*"), to.media("*")}
+        return _permissions(publish, subscribe)
+    for role in _ROLES[user]:
+        publish |= {to.phases("*")}
+        if role == "encode":
+            publish |= {to.media("*"), to.embedding("*"), to.encode_failed("*")}
+            publish |= {"$JS.API.CONSUMER.MSG.NEXT.*.*", "$JS.ACK.>"}
+            subscribe |= {to.encode_work("*", "*")}
+        else:
+            publish |= {to.tokens("*"), to.failures("*")}
+        if role == "prefill":
+            publish |= {to.encode_work("*", "*")}
+            publish |= {to.kv_offer("*"), to.kv_chunk("*"), to.kv_commit("*"), to.kv_release("*")}
+            subscribe |= {to.prefill("*"), to.embedding("*"), to.encode_failed("*")}
+        if role == "decode":
+            subscribe |= {to.kv_offer("*"), to.kv_chunk("*"), to.kv_commit("*"), to.kv_release("*")}
+    return _permissions(publish, subscribe)
+
+
+def _permissions(publish: set[str], subscribe: set[str]) -> Permissions:
+    return Permissions(tuple(sorted(publish)), tuple(sorted(subscribe)))
