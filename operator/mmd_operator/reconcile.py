@@ -17,7 +17,8 @@ from mmd_api.resource import GROUP, MultimodalDeployment
 from mmd_operator.apply import Applier
 from mmd_operator.ask import Asker
 from mmd_operator.cluster import BusyError, Cluster, RefusedError
-from mmd_operator.conditions import Facts, Verdict, dated, removing, status_of, verdicts
+from mmd_operator.conditions import Facts, Verdict, dated, pools_of, removing, status_of, verdicts
+from mmd_operator.metrics import OperatorMetrics, Shown
 from mmd_operator.observed import Child, Observed
 from mmd_operator.plan import plan_objects
 from mmd_operator.problems import Problem, gathered, pod_problem, refusal
@@ -48,12 +49,13 @@ class Reconciler:
         self,
         cluster: Cluster,
         asker: Asker,
+        metrics: OperatorMetrics,
         namespace: str,
         name: str,
         observe: Callable[[], Observed],
         body: Body,
     ) -> None:
-        self._asker = asker
+        self._asker, self._metrics = asker, metrics
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self.wake = asyncio.Event()
         self.body: Body | None = body
@@ -70,12 +72,18 @@ class Reconciler:
         self._short_since: dict[str, float] = {}
         self._warned: dict[str, tuple[float, Problem | None]] = {}
         self._drain_overdue = False
-        self._scaling = PoolScaling(self.cluster, self._asker, self.namespace)
+        self._scaling = PoolScaling(self.cluster, self._asker, self._metrics, self.namespace)
+        self._shown = Shown(self.namespace, self.name)
 
     def show(self, body: Body | None) -> None:
         """The deployment as it stands now, or None: it is gone."""
         self.body = body
         self.wake.set()
+
+    def shown(self) -> Shown:
+        """The deployment as the last pass and the last tick left it."""
+        scaling = self._scaling
+        return replace(self._shown, decisions=scaling.decisions, bounds=scaling.bounds, counts=scaling.counts)
 
     async def run(self) -> None:
         """Until the deployment is gone. Errors are logged, and tried again ever more slowly."""
@@ -92,22 +100,27 @@ class Reconciler:
             await asyncio.sleep(TICK_SECONDS * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
             try:
                 await self._scale()
+                self._passed("scale", None)
             except (BusyError, RefusedError) as error:
+                self._passed("scale", error)
                 logger.warning("%s/%s: not scaled: %s", self.namespace, self.name, error)
-            except Exception:  # as for passes
+            except Exception as error:  # as for passes
+                self._passed("scale", error)
                 logger.exception("%s/%s: a tick of the autoscaler failed", self.namespace, self.name)
 
     async def _scale(self) -> None:
         body, planned = self.body, self._planned
         if body is None or planned is None or body["metadata"]["uid"] != self._uid:
             return
+        self._scaling.watch_drains(observed := self._observe(), time.time())
         deployment = planned[1].deployment
         if deployment is None or deployment.spec.paused or "deletionTimestamp" in body["metadata"]:
+            self._scaling.decisions = {}
             return
-        observed = self._observe()
         gateway = observed.children.get(("Deployment", f"{self.name}-gateway"))
         serving = gateway.workload.template_revision if gateway and gateway.workload else None
         if serving is None or not self._scaling.needed(deployment.spec, observed, serving):
+            self._scaling.decisions = {}
             return
         events, changed = await self._scaling.tick(time.time(), deployment.spec, observed, serving)
         if changed:
@@ -121,7 +134,9 @@ class Reconciler:
             self.wake.clear()
             try:
                 async with self.cluster.passes:
-                    delay = await self.one_pass(body)
+                    with self._metrics.pass_seconds.time():
+                        delay = await self.one_pass(body)
+                self._passed("reconcile", None)
                 self._failures = 0
                 self.last_pass = time.monotonic()
             except (BusyError, RefusedError) as error:
@@ -134,8 +149,13 @@ class Reconciler:
                 await asyncio.sleep(delay)  # deaf on purpose: events must not turn a backoff into a busy loop
                 continue
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.wake.wait(), delay * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+                async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):  # noqa: S311 - jitter
+                    await self.wake.wait()
             await asyncio.sleep(GATHER_SECONDS)
+
+    def _passed(self, loop: str, error: Exception | None) -> None:
+        kinds = {type(None): "done", BusyError: "busy", RefusedError: "refused"}
+        self._metrics.passes.labels(loop, kinds.get(type(error), "failed")).inc()
 
     def _backoff(self, error: Exception) -> float:
         low, high = BACKOFF_SECONDS
@@ -197,13 +217,7 @@ class Reconciler:
         problems = [p for pod in observed.pods if (p := pod_problem(pod))]
         events: list[tuple[str, str]] = []
         if not spec.paused:
-            for secret in secrets:
-                created, problem = await self._applier.create_once(secret, time.monotonic())
-                if created:
-                    events.append(("Created", f"1: Secret {secret['metadata']['name']}"))
-                if problem is not None:
-                    problems.append(problem)
-            found, settled = await self._carry_out(step, observed, events)
+            found, settled = await self._carry_out(step, secrets, observed, events)
             problems += found
             if not settled and step.stage == "Complete":
                 step = replace(step, stage="Updating")
@@ -235,13 +249,19 @@ class Reconciler:
         )
 
     async def _carry_out(
-        self, step: Step, observed: Observed, events: list[tuple[str, str]]
+        self, step: Step, secrets: list[Manifest], observed: Observed, events: list[tuple[str, str]]
     ) -> tuple[list[Problem], bool]:
         """Problems, and whether what was observed is what was applied: while it is not, nothing is switched or removed."""
         problems: list[Problem] = []
         done: dict[str, list[str]] = {}
         settled = True
         try:
+            for secret in secrets:
+                created, problem = await self._applier.create_once(secret, time.monotonic())
+                if created:
+                    done.setdefault("Created", []).append(f"Secret {secret['metadata']['name']}")
+                if problem is not None:
+                    problems.append(problem)
             for manifest in step.apply:
                 if not settled and manifest["kind"] == "Deployment" and step.stage == "SwitchingGateway":
                     continue
@@ -250,6 +270,7 @@ class Reconciler:
                 settled = settled and outcome == "Unchanged"
                 if problem is not None:
                     problems.append(problem)
+                    self._metrics.objects.labels("refused").inc()
                 elif outcome not in ("Unchanged", "Unseen"):
                     done.setdefault(outcome, []).append(f"{manifest['kind']} {manifest['metadata']['name']}")
             for name, replicas in step.sizes.items():
@@ -264,6 +285,8 @@ class Reconciler:
                 done.setdefault("Removed", []).append(f"{child.kind} {child.name}")
         finally:
             events += [(outcome, f"{len(names)}: {', '.join(names)}") for outcome, names in done.items()]
+            for what, names in done.items():
+                self._metrics.objects.labels(what.lower()).inc(len(names))
         return problems, settled
 
     async def _delete(self, child: Child) -> None:
@@ -307,12 +330,9 @@ class Reconciler:
         previous = self._previous(body)
         generation = body["metadata"].get("generation", 0)
         conditions = dated(said, previous, generation, _now())
-        await self._write_status(
-            body,
-            status_of(facts, conditions, generation).model_dump(
-                mode="json", by_alias=True, exclude_none=True
-            ),
-        )
+        status = status_of(facts, conditions, generation)
+        self._shown = Shown(self.namespace, self.name, said, pools_of(status), facts.problems)
+        await self._write_status(body, status.model_dump(mode="json", by_alias=True, exclude_none=True))
         for reason, message in events:
             await self.cluster.report(body, reason, message)
         await self._report_transitions(body, said, previous)
@@ -384,7 +404,8 @@ class Reconciler:
 
     async def _say_removing(self, body: Body, stage: str, message: str) -> None:
         generation = body["metadata"].get("generation", 0)
-        said = dated(removing(stage, message), self._previous(body), generation, _now())
+        self._shown = Shown(self.namespace, self.name, removing(stage, message))
+        said = dated(self._shown.conditions, self._previous(body), generation, _now())
         before = self._previous(body)
         conditions = [c.model_dump(mode="json", by_alias=True) for c in said]
         if [(c["type"], c["reason"]) for c in before] == [(c["type"], c["reason"]) for c in conditions]:

@@ -48,7 +48,8 @@ class Sweep:
         """Until cancelled. An API server that does not answer is asked again next time."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), SWEEP_SECONDS)
+                async with asyncio.timeout(SWEEP_SECONDS):
+                    await self._soon.wait()
                 await asyncio.sleep(SETTLE_SECONDS)
             self._soon.clear()
             for resource, (selector, indexed) in self._kinds.items():

@@ -15,6 +15,7 @@ from manifests import BadManifest, bad_manifests, base_manifest
 
 from mmd_api.resource import GROUP, PLURAL, VERSION, MultimodalDeployment, load
 from mmd_operator.plan import plan_objects
+from mmd_operator.resources.nats import with_passwords
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_ONE_MACHINE_ONLY = "qwen2_5_vl-random.yaml"
@@ -70,6 +71,8 @@ def test_every_object_of_the_plan_is_accepted_and_every_pod_is_restricted(api, e
                 core.create_namespaced_config_map(namespace, manifest, **options)
             case "Service":
                 core.create_namespaced_service(namespace, manifest, **options)
+            case "Secret":
+                core.create_namespaced_secret(namespace, with_passwords(manifest), **options)
             case kind:
                 plural = {"NetworkPolicy": "networkpolicies"}.get(kind, f"{kind.lower()}s")
                 dynamic.create_namespaced_custom_object(

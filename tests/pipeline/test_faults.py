@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -120,14 +120,51 @@ def samples(count: int, seed: int) -> list[Sample]:
     return [draw(KINDS[number % 3], 1000 * seed + number) for number in range(count)]
 
 
+class Load:
+    """Askers side by side, each with one question after the other until `enough`: workers are at work whenever one looks."""
+
+    def __init__(self, deployment: Deployment, askers: int, seed: int, tokens: int) -> None:
+        self._deployment, self._askers, self._seed, self._tokens = deployment, askers, seed, tokens
+        self._over = threading.Event()
+        self._asked: dict[int, tuple[Sample, str]] = {}
+        self._threads = ThreadPoolExecutor(askers)
+        self._askings = [self._threads.submit(self._ask, number) for number in range(askers)]
+
+    def _ask(self, number: int) -> None:
+        while True:
+            sample = draw(KINDS[number % 3], 1000 * self._seed + number)
+            self._asked[number] = sample, ask(self._deployment, sample, self._tokens)
+            number += self._askers + 1  # another kind the next time
+            if self._over.is_set():
+                return
+
+    @property
+    def answered(self) -> bool:
+        """Whether nothing is under way any more."""
+        return all(asking.done() for asking in self._askings)
+
+    def enough(self) -> None:
+        """Ask nothing more."""
+        self._over.set()
+
+    def check(self) -> None:
+        """Every question has the answer of `generate`."""
+        self.enough()
+        for asking in self._askings:
+            asking.result()
+        self._threads.shutdown()
+        for sample, text in self._asked.values():
+            assert text == expected(sample, self._tokens)
+
+
 @contextmanager
-def load(deployment: Deployment, asked: list[Sample], tokens: int = TOKENS) -> Iterator[list[Future[str]]]:
-    """All questions at once; afterwards every answer is there and equals that of `generate`."""
-    with ThreadPoolExecutor(len(asked)) as threads:
-        answers = [threads.submit(ask, deployment, sample, tokens) for sample in asked]
-        yield answers
-        texts = [answer.result() for answer in answers]
-    assert texts == [expected(sample, tokens) for sample in asked]
+def load(deployment: Deployment, askers: int, seed: int, tokens: int = TOKENS) -> Iterator[Load]:
+    under_way = Load(deployment, askers, seed, tokens)
+    try:
+        yield under_way
+    finally:
+        under_way.enough()
+    under_way.check()
 
 
 # --- what is held --------------------------------------------------------------------------------------------------------
@@ -212,17 +249,17 @@ def send(deployment: Deployment, pod: LocalPod, number: signal.Signals) -> None:
 
 
 def test_an_encoder_killed_while_it_encodes_costs_no_request(whole: Deployment) -> None:
-    with load(whole, samples(18, 1)):
+    with load(whole, 18, 1):
         whole.kill(busy(whole, "encoder", "encode_running"))
 
 
 def test_a_prefill_worker_killed_with_requests_in_hand_costs_none(whole: Deployment) -> None:
-    with load(whole, samples(18, 2)):
+    with load(whole, 18, 2):
         whole.kill(busy(whole, "prefill", "prefill_waiting_requests"))
 
 
 def test_requests_wait_for_the_restart_of_the_only_prefill_workers(whole: Deployment) -> None:
-    with load(whole, samples(9, 3)):
+    with load(whole, 9, 3):
         busy(whole, "prefill", "prefill_waiting_requests")
         for pod in whole.pods("prefill"):
             whole.kill(pod)
@@ -260,9 +297,10 @@ def test_a_stream_goes_on_when_its_decode_worker_is_killed(
 def test_a_drained_worker_finishes_or_hands_over_what_it_has(
     whole: Deployment, component: str, figure: str, seed: int, tokens: int
 ) -> None:
-    with load(whole, samples(15, seed), tokens):
+    with load(whole, 15, seed, tokens) as under_way:
         pod = busy(whole, component, figure)
         whole.terminate(pod)
+        under_way.enough()
         until(
             lambda: bool([1 for name, line in whole.lines if name == pod.name and "ended with code" in line]),
             60,
@@ -275,10 +313,11 @@ def test_a_drained_worker_finishes_or_hands_over_what_it_has(
 
 
 def test_requests_finish_although_the_message_server_is_killed(whole: Deployment) -> None:
-    with load(whole, samples(15, 8)) as answers:
+    with load(whole, 15, 8) as under_way:
         busy(whole, "prefill", "prefill_waiting_requests")
+        under_way.enough()
         whole.restart_nats()
-        assert not all(answer.done() for answer in answers), "the server was killed too late to matter"
+        assert not under_way.answered, "the server was killed too late to matter"
 
 
 # --- clients -------------------------------------------------------------------------------------------------------------
@@ -300,7 +339,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(whole: Deployment
             )
 
     leaving = samples(24, 9)
-    with load(whole, samples(4, 10)), ThreadPoolExecutor(len(leaving)) as threads:
+    with load(whole, 4, 10), ThreadPoolExecutor(len(leaving)) as threads:
         list(
             threads.map(
                 lambda numbered: leave_after(numbered[1], 0.05 + 0.05 * numbered[0]), enumerate(leaving)
@@ -334,7 +373,7 @@ def test_poison_is_refused_with_its_reason_and_costs_nobody_else(whole: Deployme
             )
         return error.value
 
-    with load(whole, samples(6, 11)):
+    with load(whole, 6, 11):
         errors = [refused(*one) for one in poison]
     assert [400 <= error.status_code < 500 for error in errors] == [True] * 3, errors
     assert all(len(error.message) > 20 for error in errors)
@@ -344,11 +383,12 @@ def test_poison_is_refused_with_its_reason_and_costs_nobody_else(whole: Deployme
 
 
 def test_the_jobs_of_an_encoder_that_stands_still_go_to_another(whole: Deployment) -> None:
-    with load(whole, samples(12, 12)) as answers:
+    with load(whole, 12, 12) as under_way:
         pod = busy(whole, "encoder", "encode_running")
         send(whole, pod, signal.SIGSTOP)
         try:
-            until(lambda: all(answer.done() for answer in answers), 60, "the other encoder has done it all")
+            under_way.enough()
+            until(lambda: under_way.answered, 60, "the other encoder has done it all")
         finally:
             send(whole, pod, signal.SIGCONT)
 
@@ -357,7 +397,7 @@ def test_decoders_free_the_leases_of_a_prefill_worker_that_stands_still(whole: D
     def reserved() -> bool:
         return any(load_of(whole, pod)["kv_blocks_reserved"] for pod in whole.pods("decode"))
 
-    with load(whole, samples(36, 13)) as answers:
+    with load(whole, 18, 13) as under_way:
         # Requests reach prefill one after another, so the moment for both is looked for, not waited for in turn.
         until(
             lambda: reserved() and bool(at_work(whole, "prefill", "prefill_waiting_requests")),
@@ -367,11 +407,8 @@ def test_decoders_free_the_leases_of_a_prefill_worker_that_stands_still(whole: D
         pod = (at_work(whole, "prefill", "prefill_waiting_requests") or whole.pods("prefill"))[0]
         send(whole, pod, signal.SIGSTOP)
         try:
-            until(
-                lambda: all(answer.done() for answer in answers),
-                90,
-                "the other prefill worker has done it all",
-            )
+            under_way.enough()
+            until(lambda: under_way.answered, 90, "the other prefill worker has done it all")
             until(lambda: not reserved(), 10, "no lease outlives its owner's heartbeats")
         finally:
             send(whole, pod, signal.SIGCONT)
@@ -411,7 +448,7 @@ def test_a_hundred_requests_outlive_a_worker_killed_every_second(whole: Deployme
 
 
 def test_pods_measure_what_they_do(whole: Deployment) -> None:
-    with load(whole, samples(6, 30)):
+    with load(whole, 6, 30):
         pass
     pods = {component: [scrape(pod.http_url) for pod in whole.pods(component)] for component in WORKERS}
 

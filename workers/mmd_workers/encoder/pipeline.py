@@ -168,7 +168,8 @@ class EncodePipeline:
                 self._arrived.clear()
                 self.last_progress = time.monotonic()
                 try:
-                    await asyncio.wait_for(self._arrived.wait(), 1.0)
+                    async with asyncio.timeout(1.0):
+                        await self._arrived.wait()
                 except TimeoutError:
                     continue
             if len(self._ready) < self._batching.max_items and len(self._running) > len(self._ready):

@@ -196,9 +196,8 @@ class KvSender:
                 while sent < len(ranges.ready) or ranges.finished is None:
                     if sent == len(ranges.ready):
                         ranges.changed.clear()
-                        await asyncio.wait_for(
-                            ranges.changed.wait(), max(0.0, request.deadline - time.time())
-                        )
+                        async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+                            await ranges.changed.wait()
                         continue
                     start, end = ranges.ready[sent]
                     await self._send(link, reservation, sequence, sent, start, end)

@@ -11,7 +11,8 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,6 +90,37 @@ class Subscription:
             task.cancel()
 
 
+class _Client(Client):  # type: ignore[misc]
+    """The client can swallow a cancellation, while it flushes or when a reply comes at the same moment, and its caller would go
+    on as if nobody had asked it to stop: here the cancellation is raised after all."""
+
+    async def publish(self, *args: Any, **options: Any) -> None:
+        async with _cancellable():
+            await super().publish(*args, **options)
+
+    async def request(self, *args: Any, **options: Any) -> Msg:
+        async with _cancellable():
+            return await super().request(*args, **options)
+
+    async def subscribe(self, *args: Any, **options: Any) -> NatsSubscription:
+        async with _cancellable():
+            return await super().subscribe(*args, **options)
+
+    async def flush(self, *args: Any, **options: Any) -> None:
+        async with _cancellable():
+            await super().flush(*args, **options)
+
+
+@asynccontextmanager
+async def _cancellable() -> AsyncIterator[None]:
+    """Raise a cancellation that came inside and was swallowed there. One from before is somebody's clean-up: left alone."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    yield
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 class Bus:
     """A NATS connection that reconnects for ever. Use it on the event loop that connected it."""
 
@@ -101,7 +133,7 @@ class Bus:
         self.handler_errors = 0
         self._inbox = inbox
         self._log = RateLimitedLog(_log)
-        self._client: Client = Client()
+        self._client: Client = _Client()
         self._reconnect_hooks: list[Callable[[], Awaitable[None]]] = []
         self._hook_tasks: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()

@@ -96,13 +96,9 @@ class Delivery:
     async def keep_alive(self) -> AsyncIterator[None]:
         """Tell the server every third of `ack_wait` that the job is being worked on."""
 
-        done = False  # besides cancel(): the client's publish can swallow a cancellation
-
         async def tell() -> None:
             while True:
                 await asyncio.sleep(self._ack_wait / 3)
-                if done:
-                    return
                 try:
                     await self._bus.client.publish(self._reply, b"+WPI")
                 except nats_errors.Error as error:
@@ -112,7 +108,6 @@ class Delivery:
         try:
             yield
         finally:
-            done = True
             task.cancel()
 
     async def _settle(self, verb: bytes) -> None:
