@@ -37,7 +37,7 @@ bench: install ## Measure the role layouts beside transformers; the report goes 
 
 crds: install ## Generate the CRD, the reference, the metrics page and the dashboards from the code
 	$(BIN)/python -m mmd_api.crd
-	$(BIN)/python -m mmd_workers.observe.catalogue
+	$(BIN)/python docs/make_metrics_page.py
 	$(BIN)/python -m mmd_workers.observe.dashboards
 
 e2e: install ## Make a cluster and images, install the chart, ask a deployment questions, remove it all (E2E=--help: options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +18,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
 from mmd_api.resource import API_VERSION, DRAIN_ANNOTATION, GROUP, KIND, PLURAL, VERSION
+from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER
 from mmd_operator.resources.naming import Manifest
 
@@ -83,9 +86,10 @@ class BusyError(Exception):
 class Cluster:
     """One API server. Every write first asks `fence`, which raises when this process may not act (it lost its lease)."""
 
-    def __init__(self, api: ApiClient, fence: Callable[[], None]) -> None:
+    def __init__(self, api: ApiClient, fence: Callable[[], None], metrics: OperatorMetrics) -> None:
         self._dynamic = DynamicClient(api)
         self._fence = fence
+        self._metrics = metrics
         self.passes = asyncio.Semaphore(PASSES_AT_ONCE)
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
@@ -234,10 +238,11 @@ class Cluster:
         if method != "get":
             self._fence()
         try:
-            response = await self._dynamic.request(
-                method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options
-            )
-            answer: Manifest = await response.json()
+            with counted(self._metrics, method):
+                response = await self._dynamic.request(
+                    method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options
+                )
+                answer: Manifest = await response.json()
         except ApiException as error:
             if error.status == 404 and absent_is_none:
                 return None
@@ -247,6 +252,28 @@ class Cluster:
         except UNREACHABLE as error:
             raise BusyError(f"the API server cannot be reached: {error!r}") from error
         return answer
+
+
+_RESULTS = {404: "absent", 409: "conflict", 429: "throttled"}
+
+
+@contextmanager
+def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
+    """One call of the API server, told by its HTTP method and by how it ended."""
+    begun, result = time.monotonic(), "cancelled"
+    try:
+        yield
+        result = "ok"
+    except ApiException as error:
+        status = error.status or 500
+        result = _RESULTS.get(status, "refused" if status < 500 else "failed")
+        raise
+    except UNREACHABLE:
+        result = "unreachable"
+        raise
+    finally:
+        metrics.api_calls.labels(verb, result).inc()
+        metrics.api_seconds.labels(verb).observe(time.monotonic() - begun)
 
 
 def words_of(error: ApiException) -> str:

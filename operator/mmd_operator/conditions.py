@@ -124,6 +124,12 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
     )
 
 
+def pools_of(status: MultimodalDeploymentStatus) -> dict[PoolName, PoolStatus]:
+    """The pools that a status tells of."""
+    found = {name: getattr(status.pools, name) for name in POOL_NAMES}
+    return {name: pool for name, pool in found.items() if pool is not None}
+
+
 def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"] | None:
     if not facts.scaling.pools:
         return None

@@ -12,6 +12,7 @@ import kopf
 
 from mmd_operator.ask import Asker
 from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, Cluster, Resource
+from mmd_operator.metrics import OperatorMetrics, Shown
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
@@ -26,8 +27,8 @@ Index = kopf.Index[Key, Any]
 class Loops:
     """The loops of all deployments: begun when one is seen, ended when it is gone."""
 
-    def __init__(self, cluster: Cluster, namespaces: tuple[str, ...]) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, namespaces: tuple[str, ...], metrics: OperatorMetrics) -> None:
+        self._cluster, self._metrics = cluster, metrics
         self._asker = Asker()
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
         self._children: Mapping[Key, Iterable[Any]] = {}
@@ -83,7 +84,7 @@ class Loops:
             seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
             return Observed({c.key: c for c in found}, tuple(seen))
 
-        reconciler = Reconciler(self._cluster, self._asker, *key, observe, body)
+        reconciler = Reconciler(self._cluster, self._asker, self._metrics, *key, observe, body)
         self._running[key] = (reconciler, asyncio.create_task(reconciler.run(), name=f"deployment {key}"))
 
     def wake(self, key: Key) -> None:
@@ -96,6 +97,10 @@ class Loops:
         """Time since the deployment that waits longest was last brought up to date; 0 without deployments."""
         now = time.monotonic()
         return max((now - reconciler.last_pass for reconciler, _ in self._running.values()), default=0.0)
+
+    def shown(self) -> list[Shown]:
+        """Every deployment as it stands."""
+        return [reconciler.shown() for reconciler, _ in self._running.values()]
 
     async def stop(self) -> None:
         """End all loops; those in the middle of a pass get a little time to finish it."""

@@ -1,4 +1,4 @@
-"""The probe endpoint: alive while the work advances, not while the process merely runs."""
+"""The operator's HTTP port: probes (alive while the work advances, not while the process merely runs) and metrics."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from mmd_operator.metrics import OperatorMetrics
+
 
 @asynccontextmanager
-async def health_endpoint(port: int, trouble: Callable[[], str | None]) -> AsyncIterator[None]:
-    """Serve `/healthz` on every address: 200, or 503 with what is wrong as `trouble` says it. Port 0: no endpoint."""
+async def health_endpoint(
+    port: int, trouble: Callable[[], str | None], metrics: OperatorMetrics
+) -> AsyncIterator[None]:
+    """Serve `/healthz` (200, or 503 with what is wrong as `trouble` says it) and `/metrics` on every address. Port 0: neither."""
 
     async def healthz(_: web.Request) -> web.Response:
         words = trouble()
         return web.Response(text=words or "ok\n", status=503 if words else 200)
+
+    async def scraped(request: web.Request) -> web.Response:
+        body, content_type = metrics.expose(request.headers.get("accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     if port == 0:
         yield
         return
     app = web.Application()
     app.router.add_get("/healthz", healthz)
+    app.router.add_get("/metrics", scraped)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -17,10 +17,12 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
+
+from mmd_operator.cluster import UNREACHABLE, counted
+from mmd_operator.metrics import OperatorMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ SAFE_SECONDS = 10.0
 """Without a renewal for this long, this process stops acting: well before another may begin."""
 RETRY_SECONDS = 2.0
 CALL_SECONDS = 4.0
-_FAILED_CALL = (aiohttp.ClientError, ApiException, TimeoutError, OSError)
+_FAILED_CALL = (ApiException, *UNREACHABLE)
 
 
 class NotLeaderError(RuntimeError):
@@ -40,9 +42,10 @@ class NotLeaderError(RuntimeError):
 class Leadership:
     """The Lease of this operator in a namespace."""
 
-    def __init__(self, api: ApiClient, namespace: str) -> None:
+    def __init__(self, api: ApiClient, namespace: str, metrics: OperatorMetrics) -> None:
         self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}"
         self._dynamic = DynamicClient(api)
+        self._metrics = metrics
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._renewed: float | None = None
         self._asked = time.monotonic()
@@ -130,13 +133,17 @@ class Leadership:
 
     async def _read(self) -> dict[str, Any] | None:
         try:
-            response = await self._dynamic.request("get", f"{self._collection}/{LEASE_NAME}", serialize=False)
+            return await self._call("get", f"{self._collection}/{LEASE_NAME}")
         except ApiException as error:
             if error.status == 404:
                 return None
             raise
-        found: dict[str, Any] = await response.json()
-        return found
+
+    async def _call(self, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        with counted(self._metrics, verb):
+            response = await self._dynamic.request(verb, path, body=body, serialize=False)
+            answer: dict[str, Any] = await response.json()
+        return answer
 
     async def _write(
         self,
@@ -155,7 +162,7 @@ class Leadership:
             "leaseTransitions": transitions,
         }
         whole = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **body, "spec": spec}
-        await self._dynamic.request(method, path, body=whole, serialize=False)
+        await self._call(method, path, whole)
 
     async def _give_back(self) -> None:
         """So that the next one need not wait for its end."""
@@ -166,6 +173,6 @@ class Leadership:
                 if lease is not None and lease.get("spec", {}).get("holderIdentity") == self.identity:
                     lease["spec"]["holderIdentity"] = None
                     path = f"{self._collection}/{LEASE_NAME}"
-                    await self._dynamic.request("put", path, body=lease, serialize=False)
+                    await self._call("put", path, lease)
         except _FAILED_CALL as error:
             logger.warning("lease not given back, it ends by itself in %d s: %s", LEASE_SECONDS, error)

@@ -44,7 +44,9 @@ def register(app: typer.Typer) -> None:
             str | None,
             typer.Option(help="Where the Lease lies; else POD_NAMESPACE, else the first --namespace."),
         ] = None,
-        health_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /healthz; 0: none.")] = 8080,
+        health_port: Annotated[
+            int, typer.Option(min=0, max=65535, help="Port of /healthz and /metrics; 0: none.")
+        ] = 8080,
         log_level: Annotated[str, typer.Option(help="Least severe line that is written.")] = "INFO",
     ) -> None:
         """Run the Kubernetes operator: turn MultimodalDeployments into pods and keep them so."""

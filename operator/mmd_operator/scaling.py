@@ -34,6 +34,7 @@ from mmd_operator.autoscaling import (
 )
 from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
+from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView
 from mmd_operator.resources.naming import GATEWAY_PORT, WORKER_PORT
 
@@ -47,15 +48,21 @@ Events = list[tuple[str, str]]
 class PoolScaling:
     """Ticks of one deployment."""
 
-    def __init__(self, cluster: Cluster, asker: Asker, namespace: str) -> None:
-        self._cluster, self._asker, self._namespace = cluster, asker, namespace
+    def __init__(self, cluster: Cluster, asker: Asker, metrics: OperatorMetrics, namespace: str) -> None:
+        self._cluster, self._asker, self._metrics, self._namespace = cluster, asker, metrics, namespace
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
         self._said: dict[PoolName, tuple[int, int, str | None]] = {}
         self._steady: dict[str, tuple[object, int]] = {}
         self._overdue: set[str] = set()
         self._why: dict[PoolName, Decision] = {}
+        self._aims: dict[PoolName, int] = {}
+        self._draining: dict[str, tuple[PoolName, float]] = {}
         self.report = Scaling()
+        self.decisions: dict[PoolName, Decision] = {}
+        """Of the last tick, of the pools that are scaled."""
+        self.bounds: dict[PoolName, tuple[int, int]] = {}
+        self.counts = Counts()
 
     def needed(self, spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> bool:
         """Whether there is anything to decide or to drain."""
@@ -70,6 +77,19 @@ class PoolScaling:
             if child.workload.replicas > size or any(p.drain_asked for p in observed.pods_of(name)):
                 return True
         return False
+
+    def watch_drains(self, observed: Observed, now: float) -> None:
+        """Pods that were asked to drain and are gone have ended their drain. `now`: Unix seconds."""
+        present = {pod.uid: pod for name in POOL_NAMES for pod in observed.pods_of(name)}
+        for uid, (pool, asked) in list(self._draining.items()):
+            if uid not in present:
+                del self._draining[uid]
+                self.counts.drains[pool, "ended"] += 1
+                self._metrics.drain_seconds.labels(pool).observe(max(0.0, now - asked))
+        for name in POOL_NAMES:
+            for pod in observed.pods_of(name):
+                if pod.drain_asked is not None:
+                    self._draining[pod.uid] = (name, pod.drain_asked)
 
     async def tick(
         self, now: float, spec: MultimodalDeploymentSpec, observed: Observed, revision: str
@@ -128,6 +148,13 @@ class PoolScaling:
             if self._scaler is None:
                 self._scaler = Scaler(policy)
             self._scaler.policy, self._spec = policy, spec
+            for name, rules in policy.pools.items():
+                self.bounds[name] = (rules.min_replicas, rules.max_replicas)
+                for outcome in DRAIN_OUTCOMES:
+                    self.counts.drains[name, outcome] += 0
+                for direction, reasons in USUAL_DECISIONS.items() if getattr(spec, name).autoscaling else ():
+                    for reason in reasons:
+                        self.counts.decisions[name, direction, reason] += 0
         return self._scaler
 
     async def _ask(self, scaler: Scaler, observed: Observed, revision: str, now: float) -> dict[str, str]:
@@ -145,11 +172,14 @@ class PoolScaling:
         async def heard(pod: PodView) -> None:
             try:
                 await (gateway(pod) if pod.component == "gateway" else worker(pod))
+                self._metrics.asked.labels("answered").inc()
             except NoAnswerError as error:
                 if pod.ready:
                     faults[pod.name] = f"pod {pod.name} {error}"
+                    self._metrics.asked.labels("silent").inc()
             except ReportError as error:
                 faults[pod.name] = str(error)
+                self._metrics.asked.labels("unbelievable").inc()
 
         asked = [p for name in scaler.policy.pools for p in observed.pods_of(name) if p.revision == revision]
         asked += _gateways(observed, revision)
@@ -180,13 +210,16 @@ class PoolScaling:
             )
         for name in moves.drain:
             await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            self.counts.drains[decision.pool, "begun"] += 1
             events.append(("Draining", f"pod {name} finishes what it holds and takes nothing more; {why}"))
         for name in moves.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
+            self.counts.drains[decision.pool, "renewed"] += 1
             events.append(("Renewed", f"pod {name} had drained and is needed again: it starts afresh"))
         for name in moves.overdue:
             if name not in self._overdue:
                 self._overdue.add(name)
+                self.counts.drains[decision.pool, "overdue"] += 1
                 seconds = f"{facts.drain_seconds:.0f} s"
                 events.append(
                     (
@@ -202,6 +235,9 @@ class PoolScaling:
         """Bring `report` up to date; what changed for good becomes an Event."""
         decisions = dict(self.report.decisions)
         scaled = tuple(n for n in verdict.decisions if getattr(spec, n).autoscaling is not None)
+        self.decisions = {name: verdict.decisions[name] for name in scaled}
+        for name in scaled:
+            self._count(verdict.decisions[name])
         for name in scaled:
             decision = verdict.decisions[name]
             changes = decision.replicas != decision.current
@@ -228,6 +264,15 @@ class PoolScaling:
             limit=_hard(hard[0]) if hard else None,
             bottleneck=cast("PoolName | None", pool if pool is not ... else self.report.bottleneck),
         )
+
+    def _count(self, decision: Decision) -> None:
+        """Count a decision once, however many ticks it takes to carry it out."""
+        if decision.replicas == decision.current or not decision.act:
+            self._aims.pop(decision.pool, None)
+        elif self._aims.get(decision.pool) != decision.replicas:
+            self._aims[decision.pool] = decision.replicas
+            direction: Direction = "up" if decision.replicas > decision.current else "down"
+            self.counts.decisions[decision.pool, direction, decision.reason] += 1
 
     def _settled(self, what: str, value: object) -> object:
         """The value, once it has been the same for some ticks; `...` until then."""

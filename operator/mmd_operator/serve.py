@@ -18,6 +18,7 @@ from mmd_operator.cluster import DEPLOYMENTS, Cluster
 from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership, NotLeaderError
+from mmd_operator.metrics import OperatorMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,12 @@ async def serve(options: Options) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     async with api_client() as api:
-        leadership = Leadership(api, options.lease_namespace)
-        loops = Loops(Cluster(api, leadership.fence), options.namespaces)
+        metrics = OperatorMetrics()
+        leadership = Leadership(api, options.lease_namespace, metrics)
+        loops = Loops(Cluster(api, leadership.fence, metrics), options.namespaces, metrics)
+        metrics.leading.set_function(lambda: leadership.held)
+        metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
+        metrics.deployments = loops.shown
 
         def trouble() -> str | None:
             if leadership.quiet_seconds > STANDBY_STALE_SECONDS:
@@ -82,7 +87,7 @@ async def serve(options: Options) -> None:
                 stop_flag=stop,
             )
 
-        async with health_endpoint(options.health_port, trouble):
+        async with health_endpoint(options.health_port, trouble, metrics):
             await _need_definition(api, options)
             leading = asyncio.create_task(leadership.lead(work))
             stopping = asyncio.create_task(stop.wait())

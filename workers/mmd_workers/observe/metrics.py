@@ -6,21 +6,12 @@ this table.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import ClassVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-)
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import Info
+
+from mmd_api.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable
 
 LABELS: dict[str, str] = {
     "modality": "text, image, video, audio: of a request, its heaviest",
@@ -33,38 +24,20 @@ LABELS: dict[str, str] = {
     "kind": "prompt_text, prompt_image, prompt_video, prompt_audio, prompt_cached, output",
     "signal": "ttft, itl",
 }
-SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-LONG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-Moves = Literal["load", "trouble"]
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One metric as people read of it. `moves`: whether served requests are enough to feed it, or something must go wrong."""
-
-    name: str
-    kind: str
-    text: str
-    labels: tuple[tuple[str, str], ...]  # name, values
-    section: str
-    moves: Moves
-
-
-class Metrics:
+class Metrics(MetricTable):
     """The catalogue; one object per process, on a registry of its own.
 
     `roles`: of gateway, encode, prefill, decode; what belongs to others can be fed and is not exposed. Empty: everything is.
     """
 
+    LABELS: ClassVar[Mapping[str, str]] = LABELS
+
     def __init__(self, roles: Collection[str] = ()) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        self.catalogue: list[Entry] = []
+        super().__init__()
         self._roles = set(roles)
-        self._section = ""
-        self._exposed = True
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
         self._begin("Requests, as clients see them (gateway)", "gateway")
@@ -267,60 +240,11 @@ class Metrics:
         self.build = Info("mmd_build", "Version, revision and roles of this process", registry=self.registry)
         labels = (("version", "of this software"), ("revision", "of the pipeline"), ("roles", "joined by +"))
         self._enter("mmd_build_info", "info", "Version, revision and roles of this process", labels, "load")
-        ProcessCollector(registry=self.registry)
-
-    def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        self._process()
 
     def _begin(self, section: str, *roles: str) -> None:
         """What follows belongs to `section`, and to pods with one of `roles` (none: to all)."""
-        self._section = section
-        self._exposed = not (roles and self._roles) or not self._roles.isdisjoint(roles)
-
-    @property
-    def _here(self) -> CollectorRegistry | None:
-        return self.registry if self._exposed else None
-
-    def _enter(
-        self, name: str, kind: str, text: str, labels: tuple[tuple[str, str], ...], moves: Moves
-    ) -> list[str]:
-        self.catalogue.append(Entry(name, kind, text, labels, self._section, moves))
-        return [label for label, _ in labels]
-
-    def _counter(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Counter:
-        known = _labels(labels)
-        made = Counter(name, text, self._enter(name, "counter", text, known, moves), registry=self._here)
-        closed = [_closed(values) for _, values in known]
-        if known and all(closed):
-            # A series that begins at 1 has no rate: what is rare must be there, at 0, before it happens.
-            for values in product(*closed):
-                made.labels(*values)
-        return made
-
-    def _gauge(self, name: str, text: str, *labels: str, moves: Moves = "load") -> Gauge:
-        return Gauge(
-            name, text, self._enter(name, "gauge", text, _labels(labels), moves), registry=self._here
-        )
-
-    def _histogram(
-        self, name: str, text: str, buckets: Sequence[float], *labels: str, moves: Moves = "load"
-    ) -> Histogram:
-        names = self._enter(name, "histogram", text, _labels(labels), moves)
-        return Histogram(name, text, names, buckets=buckets, registry=self._here)
-
-
-def _labels(labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """`"outcome: hit, miss"` is a label with its values; a bare name takes them from `LABELS`."""
-    parts = [label.partition(": ") for label in labels]
-    return tuple((name, values or LABELS[name]) for name, _, values in parts)
-
-
-def _closed(values: str) -> list[str]:
-    """The values one by one, if that is all they can be."""
-    listed = values.partition(": ")[0]
-    return [] if set(listed) & set("`(…") else listed.split(", ")
+        self._open(section, exposed=not (roles and self._roles) or not self._roles.isdisjoint(roles))
 
 
 def exemplar(trace_id: str) -> dict[str, str] | None:

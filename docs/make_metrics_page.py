@@ -1,4 +1,4 @@
-"""The page `docs/metrics.md`, made from the metrics themselves. `python -m mmd_workers.observe.catalogue` writes it."""
+"""The page `docs/metrics.md`, made from the metrics of operator and workers: `python docs/make_metrics_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from mmd_workers.observe.metrics import LONG_SECONDS, SHORT_SECONDS, Entry, Metrics
+from mmd_api.metric_table import LONG_SECONDS, SHORT_SECONDS, Entry
+from mmd_operator.metrics import OperatorMetrics
+from mmd_workers.observe.metrics import Metrics
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).with_name("metrics.md")
 
 _HEAD = """# Metrics
 
-<!-- Generated from workers/mmd_workers/observe/metrics.py by `make crds`. Do not edit. -->
+<!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/metrics.py by `make crds`. Do not edit. -->
 
-Every pod serves `/metrics`: workers on port 8080, the gateway on its own port. The ending of a name is its unit. Labels take
-values from small fixed sets; nothing that a client sends ever becomes one. Where to scrape them, and what to look at:
+Every pod serves `/metrics`: workers and the operator on port 8080, the gateway on its own port. The ending of a name is its unit.
+Labels take values from small fixed sets; nothing that a client sends ever becomes one. Where to scrape them, and what to look at:
 [observe.md](observe.md).
 
-"Moves with" says what it takes for a metric to leave zero: **load**, any served request; **trouble**, something that went
-wrong or became scarce. The tests hold each metric to it against a running deployment.
+"Moves with" says what it takes for a metric to leave zero: **load**, any served request; **deployment**, one that the operator
+brings up; **scaling**, a pool that grows and shrinks; **trouble**, something that went wrong or became scarce. The tests hold each
+metric to it against a running deployment, and against an operator that runs one.
+
+The operator's series about deployments carry the labels `namespace` and `deployment` themselves, and end when the deployment is
+gone. Scrape it with `honor_labels: true`. Only the operator that leads has them.
 
 Scraped as OpenMetrics, `mmd_ttft_seconds` and `mmd_e2e_seconds` carry the trace id of a recent request in each bucket as an
 exemplar. Every process also exposes the usual `process_*` metrics (CPU time, memory, file descriptors).
@@ -38,13 +44,14 @@ histogram_quantile(0.95, sum by (le, revision) (
 def page() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for section, entries in groupby(Metrics().catalogue, key=lambda entry: entry.section):
+    catalogue = (*Metrics().catalogue, *OperatorMetrics().catalogue)
+    for section, entries in groupby(catalogue, key=lambda entry: entry.section):
         parts.append(
             f"\n## {section}\n\n| metric | kind | what it tells | labels | moves with |\n|---|---|---|---|---|\n"
         )
         parts += [_row(entry) for entry in entries]
     parts.append(
-        f"\nBuckets of durations, in seconds: {_numbers(LONG_SECONDS)}; of transfers, engine steps, round trips and `mmd_itl_seconds`: "
+        f"\nBuckets of durations, in seconds: {_numbers(LONG_SECONDS)}; of transfers, engine steps, round trips, calls of the API server and `mmd_itl_seconds`: "
         f"{_numbers(SHORT_SECONDS)}.\n"
     )
     return "".join(parts)
