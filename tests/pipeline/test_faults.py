@@ -220,7 +220,8 @@ def held(deployment: Deployment) -> list[str]:
 
 
 def assert_nothing_held(deployment: Deployment) -> None:
-    until(lambda: not held(deployment), 30, f"nothing is held: {held(deployment)}")
+    # Longer than a lease: a word that got lost with a message server costs its blocks until then.
+    until(lambda: not held(deployment), 75, f"nothing is held: {held(deployment)}")
 
 
 def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPod]:

@@ -138,6 +138,9 @@ class DecodeService:
                 )
 
     async def _released(self, release: KvRelease) -> None:
+        if not release.lease_id:
+            await self.cancel(release.request_id, release.attempt)
+            return
         await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"), "released")
 
     async def _offered(self, offer: KvOffer) -> KvGrant:

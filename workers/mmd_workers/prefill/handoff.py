@@ -111,6 +111,8 @@ class KvSender:
                     grant = await self._offer(request, pod, there[pod])
                 except MmdError as error:
                     reason = error.message
+                    if isinstance(error, DeadlineError):  # it may have been granted
+                        await self._release(request, pod)
                     continue
                 if grant.granted:
                     return Reservation(pod, grant, self._connect(pod, there[pod], grant))
@@ -175,16 +177,15 @@ class KvSender:
                 )
             finally:
                 if not committed:
-                    await self._release(reservation)
+                    await self._release(request, reservation.pod, reservation.grant.lease_id)
             reservation = await self.reserve(request, avoid=failed)
 
-    async def _release(self, reservation: Reservation) -> None:
+    async def _release(self, request: GenerateRequest, pod: str, lease_id: str = "") -> None:
+        release = KvRelease(request.request_id, request.attempt, lease_id)
         try:
-            await self._bus.publish(
-                self._bus.subjects.kv_release(reservation.pod), KvRelease(reservation.grant.lease_id)
-            )
+            await self._bus.publish(self._bus.subjects.kv_release(pod), release)
         except MmdError as error:
-            log.warning("blocks at %s wait for their lease to end: %s", reservation.pod, error.message)
+            log.warning("blocks at %s wait for their lease to end: %s", pod, error.message)
 
     async def _try(
         self, request: GenerateRequest, sequence: str, reservation: Reservation, ranges: Ranges

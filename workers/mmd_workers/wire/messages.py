@@ -354,9 +354,14 @@ class KvCommitted:
 
 @dataclass(frozen=True, slots=True)
 class KvRelease:
-    """Prefill to decode: the blocks of this lease are not needed (the request ended, failed or goes elsewhere)."""
+    """Prefill to decode: the blocks granted for this attempt are not needed (it ended, failed or goes elsewhere).
 
-    lease_id: str
+    `lease_id` is empty when the answer to the offer never came: then whatever was granted for the attempt is meant.
+    """
+
+    request_id: str
+    attempt: int
+    lease_id: str = ""
 
 
 # --- pods -----------------------------------------------------------------------------------------------------
