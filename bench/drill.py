@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "pipeline"), str(ROOT / "tests" / "observe")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "pipeline")]
 
 import openai  # noqa: E402
 from local_deployment import Deployment, until  # noqa: E402
@@ -38,7 +38,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pools = {"decode": {"replicas": 2, "gpus": 0, "kvCacheMebibytes": 16, "maxSequences": 32}}
         path = observed_deployment(Path(folder) / "observed.yaml", **pools)
-        with Deployment(path) as deployment, Server(Path(folder), deployment.local.gateway_url) as server:
+        with (
+            Deployment(path) as deployment,
+            Server.of_gateway(Path(folder), deployment.local.gateway_url) as server,
+        ):
             server.until_scraped(len(deployment.local.pods))
             drill(deployment, server, images)
 

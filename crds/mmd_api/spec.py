@@ -394,12 +394,10 @@ class SloSpec(ApiModel):
 
 
 class ObservabilitySpec(ApiModel):
-    """Metrics, logs, traces."""
+    """Logs, traces, heartbeats; metrics are always served."""
 
     log_level: Literal["Debug", "Info", "Warning", "Error"] = "Info"
     """Least severe line that is written."""
-    metrics: bool = True
-    """Whether /metrics is served."""
     otlp_endpoint: Annotated[str, Field(max_length=512, pattern=r"^https?://\S+$")] | None = None
     """Collector of traces, OTLP over HTTP (`http://collector:4318`); without it none leave the pods."""
     heartbeat_milliseconds: Annotated[int, Field(ge=100, le=10_000)] = 500
@@ -445,6 +443,6 @@ class MultimodalDeploymentSpec(ApiModel):
     gpu_budget: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Most GPUs that all pools together may use."""
     observability: ObservabilitySpec = ObservabilitySpec()
-    """Logs, metrics, heartbeats."""
+    """Logs, traces, heartbeats."""
     paused: bool = False
     """The operator changes nothing while this is true."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,13 +141,65 @@ def test_every_dashboard_is_a_config_map_that_grafana_finds(tools: Path):
     assert len(written) > 0
 
 
-def test_alerts_are_a_prometheus_rule_where_the_prometheus_operator_is(tools: Path):
-    rendered = objects(tools, "--set=alerts.enabled=true", "--api-versions=monitoring.coreos.com/v1")
-    rule = rendered["PrometheusRule/multimodal-operator"]["spec"]
-    assert rule == yaml.safe_load((CHART / "alerts" / "rules.yaml").read_text())
-    result = helm(tools, "template", "multimodal-operator", str(CHART), "--set=alerts.enabled=true")
+PROMETHEUS_OPERATOR = "--api-versions=monitoring.coreos.com/v1"
+
+
+@pytest.mark.parametrize("wanted", ["alerts", "podMonitors"])
+def test_what_only_the_prometheus_operator_reads_is_refused_without_it(tools: Path, wanted: str):
+    result = helm(tools, "template", "multimodal-operator", str(CHART), f"--set={wanted}.enabled=true")
     assert result.returncode != 0
     assert "Prometheus operator" in result.stderr
+
+
+def test_alerts_are_a_prometheus_rule_that_leads_to_published_runbooks(tools: Path):
+    written = (CHART / "alerts" / "rules.yaml").read_text()
+    plain = objects(tools, "--set=alerts.enabled=true", PROMETHEUS_OPERATOR)
+    assert plain["PrometheusRule/multimodal-operator"]["spec"] == yaml.safe_load(written)
+    address = "https://wiki.example/mmd"
+    moved = objects(
+        tools, "--set=alerts.enabled=true", f"--set=alerts.runbooks={address}", PROMETHEUS_OPERATOR
+    )
+    urls = [
+        rule["annotations"]["runbook_url"]
+        for group in moved["PrometheusRule/multimodal-operator"]["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert urls
+    assert all(re.fullmatch(rf"{address}#[a-z]+", url) for url in urls)
+
+
+def test_pod_monitors_find_the_pods_of_operator_and_deployments(tools: Path):
+    """Selectors and ports are those of the pods that chart and planner make."""
+    rendered = objects(tools, "--set=podMonitors.enabled=true", PROMETHEUS_OPERATOR)
+    operator = rendered["PodMonitor/multimodal-operator"]["spec"]
+    assert operator["podMetricsEndpoints"] == [{"port": "health", "honorLabels": True}]
+    template = rendered["Deployment/multimodal-operator"]["spec"]["template"]
+    assert operator["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert {p["name"]: p["containerPort"] for p in template["spec"]["containers"][0]["ports"]} == {
+        "health": 8080
+    }
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "8080",
+    }
+    pods = rendered["PodMonitor/multimodal-operator-deployments"]["spec"]
+    assert pods["namespaceSelector"] == {"any": True}
+    (within,) = pods["selector"]["matchExpressions"]
+    planned = yaml.safe_load_all((REPOSITORY / "tests" / "plan" / "golden" / "demo.out.yaml").read_text())
+    found = set()
+    for template in (item["spec"]["template"] for item in planned if "template" in item.get("spec", {})):
+        labels = template["metadata"]["labels"]
+        ports = [p["name"] for c in template["spec"]["containers"] for p in c.get("ports", ())]
+        chosen = pods["selector"]["matchLabels"].items() <= labels.items()
+        if chosen and labels[within["key"]] in within["values"]:
+            assert "http" in ports
+            found.add(labels[within["key"]])
+    assert found == {"gateway", "encoder", "prefill", "decode"}
+    some = objects(tools, "--set=podMonitors.enabled=true", "--set=namespaces={a,b}", PROMETHEUS_OPERATOR)
+    assert some["PodMonitor/multimodal-operator-deployments"]["spec"]["namespaceSelector"] == {
+        "matchNames": ["a", "b"]
+    }
 
 
 BAD_VALUES = {
@@ -164,6 +217,7 @@ BAD_VALUES = {
     "--set=nodeSelector.gpu=1": "nodeSelector",
     "--set=dashboards=true": "dashboards",
     "--set=alerts.enable=true": "alerts",
+    "--set=podMonitors=true": "podMonitors",
 }
 
 

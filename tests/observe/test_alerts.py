@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_server import RULES, program
+from prometheus_server import RULES, documented_job, program
 
+from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
 
 CASES = Path(__file__).with_name("alerts_test.yaml")
@@ -30,6 +31,18 @@ def test_promtool_sees_every_alert_fire_and_stay_quiet_as_the_cases_say(tmp_path
         timeout=60,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_documented_scrape_configuration_is_one(tmp_path: Path) -> None:
+    """All but the discovery itself: Debian builds Prometheus without Kubernetes."""
+    job = documented_job()
+    assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    file = tmp_path / "prometheus.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "scrape_configs": [job]}))
+    checked = subprocess.run(
+        [program("promtool"), "check", "config", file], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_every_alert_is_seen_to_fire_in_some_case() -> None:
@@ -54,7 +67,7 @@ def test_an_alert_leads_to_its_runbook(alert: dict) -> None:
 
 
 def test_rules_ask_for_metrics_that_exist() -> None:
-    known = {entry.name for entry in Metrics().catalogue}
+    known = {entry.name for table in (Metrics(), OperatorMetrics()) for entry in table.catalogue}
     for group in GROUPS:
         for rule in group["rules"]:
             for name in re.findall(r"\bmmd_\w+", rule["expr"]):

@@ -136,7 +136,7 @@ class TestServed:
         subprocess.run(
             [program("promtool"), "check", "config", tmp_path / "printed.yml"], check=True, timeout=30
         )
-        with Prometheus(tmp_path, observed.local.gateway_url) as server:
+        with Prometheus.of_gateway(tmp_path, observed.local.gateway_url) as server:
             server.until_scraped(len(observed.local.pods))
             load(observed, 12, 97_000)
             until(

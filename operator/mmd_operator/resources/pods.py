@@ -86,10 +86,19 @@ def worker_pod(
     return {
         "metadata": {
             "labels": {**part.template.labels, **scope.labels(component, of_revision=True)},
-            "annotations": {**part.template.annotations, CONFIG_HASH_ANNOTATION: config_hash(scope)},
+            "annotations": {
+                **_scrape_annotations(port),
+                **part.template.annotations,
+                CONFIG_HASH_ANNOTATION: config_hash(scope),
+            },
         },
         "spec": pod,
     }
+
+
+def _scrape_annotations(port: int) -> dict[str, str]:
+    """How many Prometheus servers find `/metrics`. A template's own annotation of the same name wins."""
+    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
 
 
 def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate) -> Manifest:

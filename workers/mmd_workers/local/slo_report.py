@@ -111,7 +111,8 @@ def from_prometheus(server: Prometheus, window: Window, decisions: Mapping[str, 
     for board in (OVERVIEW, SCALING):
         for row in board.rows:
             drawn = [(panel, server.lines(panel, window)) for panel in row.panels]
-            report.pictures[f"{board.title}: {row.title}"] = _svg(drawn)
+            if any(lines for _, lines in drawn):  # without an operator, nobody tells of decisions
+                report.pictures[f"{board.title}: {row.title}"] = _svg(drawn)
     return report
 
 

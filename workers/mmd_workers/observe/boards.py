@@ -18,12 +18,12 @@ RATE = "$__rate_interval"
 class Query:
     """A PromQL expression with the variables `$namespace`, `$deployment` and `$__rate_interval`, and the name of its lines.
 
-    `moves`: as in the metrics' catalogue; a `trouble` query answers only after something went wrong.
+    `moves`: what it takes to get an answer: load; trouble, something that went wrong; operator, one that scales a deployment.
     """
 
     expr: str
     legend: str
-    moves: Literal["load", "trouble"] = "load"
+    moves: Literal["load", "trouble", "operator"] = "load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,23 @@ def _level(metric: str, by: str, *matchers: str) -> Query:
 
 def _trouble(metric: str, by: str, *matchers: str) -> Query:
     return Query(f"sum by ({by}) ({_rate(metric, *matchers)})", f"{{{{{by}}}}}", "trouble")
+
+
+def _operators(metric: str, by: str, *matchers: str) -> Query:
+    """What an operator says of the chosen deployment; while one hands over to the next, both may say it."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+    return Query(f"max by ({by}) ({_of(metric, *matchers)})", legend, "operator")
+
+
+def _operator(metric: str, by: str) -> Query:
+    """A rate of the operators themselves, whatever deployment they work for."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+    return Query(f"sum by ({by}) (rate({metric}[{RATE}]))", legend, "operator")
+
+
+def _operator_quantile(quantile: float, histogram: str, by: str) -> Query:
+    expr = f"histogram_quantile({quantile:g}, sum by (le, {by}) (rate({histogram}_bucket[{RATE}])))"
+    return Query(expr, f"p{quantile * 100:g} {{{{{by}}}}}", "operator")
 
 
 def _quantile(quantile: float, histogram: str, by: str = "", *matchers: str, legend: str = "") -> Query:
@@ -529,8 +546,63 @@ TRANSFERS = Board(
 SCALING = Board(
     "scaling",
     "Autoscaling",
-    "What the autoscaler looks at, and the pools as they are.",
+    "What the autoscaler looks at, what it decides and why, and the pools as they are.",
     (
+        Row(
+            "Decisions (of the operator)",
+            (
+                Panel(
+                    "Load of a replica, by signal",
+                    "As a share of its target. The signal that is highest above one decides; below one, the pool may shrink.",
+                    "percentunit",
+                    (
+                        Query(
+                            f"max by (pool, signal) ({_of('mmd_scaling_signal')}) / max by (pool, signal) ({_of('mmd_scaling_signal_target')})",
+                            "{{pool}} {{signal}}",
+                            "operator",
+                        ),
+                    ),
+                    warn_above=1,
+                ),
+                Panel(
+                    "Replicas wanted and decided",
+                    "What the load asks for, what was decided, and the bounds of the spec. Wanted above decided: see what holds it back.",
+                    "short",
+                    (_operators("mmd_scaling_replicas", "pool, size"),),
+                ),
+                Panel(
+                    "Pods desired, ready and draining",
+                    "Over all revisions. Desired above ready for long: pods that find no place, or do not start.",
+                    "short",
+                    (_operators("mmd_pool_replicas", "pool, state"),),
+                ),
+                Panel(
+                    "Why sizes changed",
+                    "Decisions that were carried out, by direction and reason.",
+                    "short",
+                    (
+                        Query(
+                            f"sum by (pool, direction, reason) (increase({_of('mmd_scaling_decisions_total')}[{RATE}]))",
+                            "{{pool}} {{direction}}: {{reason}}",
+                            "operator",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "What holds a decision back",
+                    "MaxReplicas, GpuBudget, Unschedulable, PodsNotStarting and DownstreamSaturated do not go away by waiting.",
+                    "short",
+                    (_operators("mmd_scaling_limited", "pool, limit"),),
+                ),
+                Panel(
+                    "Numbers that are missing",
+                    "Pods and gateways that were not heard. Above zero, the pool is not made smaller.",
+                    "short",
+                    (_operators("mmd_scaling_missing_samples", "pool"),),
+                    warn_above=0.5,
+                ),
+            ),
+        ),
         Row(
             "Signals",
             (
@@ -610,10 +682,138 @@ SCALING = Board(
         ),
     ),
 )
-BOARDS = (OVERVIEW, ENCODER, ENGINE, TRANSFERS, SCALING)
+_IT = "mmd_operator_leading"
+OPERATOR = Board(
+    "operator",
+    "Operator",
+    "Does the operator do its work, and what does it see of this deployment?",
+    (
+        Row(
+            "This deployment",
+            (
+                Panel(
+                    "Conditions",
+                    "As in the resource's status, with their reasons: one is True. Degraded and ScalingLimited should not be.",
+                    "short",
+                    (_operators("mmd_deployment_condition", "condition, reason"),),
+                ),
+                Panel(
+                    "Pods with a problem",
+                    "By what keeps them from working. NoGpu: no node has the GPUs that they ask for.",
+                    "short",
+                    (_operators("mmd_deployment_problem_pods", "component, reason"),),
+                ),
+                Panel(
+                    "Drains",
+                    "Pods that were asked to finish and go. Overdue ones were removed with work in their hands.",
+                    "short",
+                    (
+                        Query(
+                            f"sum by (pool, outcome) (increase({_of('mmd_drains_total')}[{RATE}]))",
+                            "{{pool}} {{outcome}}",
+                            "operator",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Length of a drain",
+                    "95th percentile over all deployments, from the request until the pod was gone.",
+                    "s",
+                    (_operator_quantile(0.95, "mmd_operator_drain_seconds", "pool"),),
+                ),
+            ),
+        ),
+        Row(
+            "The operator itself",
+            (
+                Panel(
+                    "Leading, and waiting to lead",
+                    "One leads, always. None: nothing is healed and nothing is scaled; requests are served all the same.",
+                    "short",
+                    (
+                        Query(f"sum({_IT})", "leading", "operator"),
+                        Query(f"count({_IT}) - sum({_IT})", "waiting", "operator"),
+                    ),
+                ),
+                Panel(
+                    "Longest wait of a deployment",
+                    "Since it was last brought up to date. Each is looked at once a minute at least.",
+                    "s",
+                    (Query("max(mmd_operator_oldest_pass_seconds)", "wait", "operator"),),
+                    warn_above=180,
+                ),
+                Panel(
+                    "Passes a second",
+                    "Over single deployments, by how they ended. Busy ones are tried again; failed ones are bugs: see the log.",
+                    "ops",
+                    (_operator("mmd_operator_passes_total", "loop, outcome"),),
+                ),
+                Panel(
+                    "Length of a pass",
+                    "Without the wait for its turn. Most of it is the API server's.",
+                    "s",
+                    tuple(
+                        Query(
+                            f"histogram_quantile({q:g}, sum by (le) (rate(mmd_operator_pass_seconds_bucket[{RATE}])))",
+                            f"p{q * 100:g}",
+                            "operator",
+                        )
+                        for q in (0.5, 0.95, 0.99)
+                    ),
+                ),
+                Panel(
+                    "Calls of the API server",
+                    "By result. Throttled (429) ones mean that the API server defends itself; the operator waits as long as it says.",
+                    "ops",
+                    (_operator("mmd_operator_api_calls_total", "result"),),
+                    "stack",
+                ),
+                Panel(
+                    "Length of a call",
+                    "95th percentile, by verb.",
+                    "s",
+                    (_operator_quantile(0.95, "mmd_operator_api_seconds", "verb"),),
+                ),
+                Panel(
+                    "Objects written",
+                    "Repaired ones had been changed or deleted by somebody else: a steady rate is a fight with another controller.",
+                    "ops",
+                    (_operator("mmd_operator_objects_total", "outcome"),),
+                ),
+                Panel(
+                    "Pods asked how they are",
+                    "Silent and unbelievable ones count as missing numbers.",
+                    "ops",
+                    (_operator("mmd_operator_asked_pods_total", "outcome"),),
+                ),
+                Panel(
+                    "CPU of the operator",
+                    "Seconds a second, by pod.",
+                    "short",
+                    (
+                        Query(
+                            f"rate(process_cpu_seconds_total[{RATE}]) and on (instance) {_IT}",
+                            "{{pod}}",
+                            "operator",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Memory of the operator",
+                    "Resident bytes, by pod.",
+                    "bytes",
+                    (Query(f"process_resident_memory_bytes and on (instance) {_IT}", "{{pod}}", "operator"),),
+                ),
+            ),
+        ),
+    ),
+)
+BOARDS = (OVERVIEW, ENCODER, ENGINE, TRANSFERS, SCALING, OPERATOR)
 
-# What happened, as marks on every picture: a pod that was not there two minutes ago (scaling, a restart), a second revision.
+# What happened, as marks on every picture: a pod that was not there two minutes ago (scaling, a restart), a second revision, a
+# decision of the autoscaler.
 STARTED = f"{_of('mmd_build_info')} unless {_of('mmd_build_info')} offset 2m"
+SCALED = f"sum by (pool, direction, reason) (increase({_of('mmd_scaling_decisions_total')}[{RATE}])) > 0"
 ROLLOUT = f"count(count by (revision) ({_of('mmd_build_info')})) > 1"
 
 

@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
-from mmd_workers.observe.boards import BOARDS, ROLLOUT, STARTED, Board, Panel
+from mmd_workers.observe.boards import BOARDS, ROLLOUT, SCALED, STARTED, Board, Panel
 
 FOLDER = Path(__file__).resolve().parents[3] / "charts" / "multimodal-operator" / "dashboards"
 TAG = "multimodal-operator"
@@ -49,6 +49,7 @@ def grafana(board: Board) -> str:
         )
         .annotation(_annotation("Pods that started", STARTED, "blue"))
         .annotation(_annotation("Rollout", ROLLOUT, "purple"))
+        .annotation(_annotation("Scaled", SCALED, "orange"))
     )
     for row in board.rows:
         made = made.with_row(dashboard.Row(row.title))
