@@ -92,19 +92,19 @@ class Fleet:
         self.namespace.settle()
         core, name = self.namespace.core, self.namespace.name
         present = {p.metadata.name: p for p in core.list_namespaced_pod(name).items}
-        wanted: dict[str, dict[str, str]] = {}
+        wanted: dict[str, Any] = {}
         for item in self.namespace.apps.list_namespaced_stateful_set(
             name, label_selector=REVISION_LABEL
         ).items:
             pool = item.metadata.labels["app.kubernetes.io/component"]
             self.most[pool] = max(self.most.get(pool, 0), item.spec.replicas)
             for ordinal in range(item.spec.replicas):
-                wanted[f"{item.metadata.name}-{ordinal}"] = item.spec.template.metadata.labels
+                wanted[f"{item.metadata.name}-{ordinal}"] = item.spec.template
         for pod in [p for p in present if p not in wanted and "gateway" not in p]:
             self.namespace._end_pod(pod)
-        for pod, labels in wanted.items():
+        for pod, template in wanted.items():
             if pod not in present:
-                self.namespace.pod(pod, labels)
+                self.namespace.pod_of(pod, template)
                 self.gone(pod)
         for pod, found in present.items():
             if pod in wanted or "gateway" in pod:

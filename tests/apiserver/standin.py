@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kubernetes import client
@@ -190,7 +190,7 @@ class Namespace:
         deployment = gateway.metadata.labels[DEPLOYMENT_LABEL]
         pods = self.gateway_pods(deployment)
         if not any(p.metadata.labels[REVISION_LABEL] == wanted for p in pods):
-            self.pod(f"{gateway.metadata.name}-{wanted}", gateway.spec.template.metadata.labels)
+            self.pod_of(f"{gateway.metadata.name}-{wanted}", gateway.spec.template)
         for pod in pods:
             if pod.metadata.labels[REVISION_LABEL] != wanted:
                 self._end_pod(pod.metadata.name)
@@ -199,10 +199,28 @@ class Namespace:
         selector = f"{DEPLOYMENT_LABEL}={deployment},app.kubernetes.io/component=gateway"
         return list(self.core.list_namespaced_pod(self.name, label_selector=selector).items)
 
-    def pod(self, name: str, labels: dict[str, str], finalizers: tuple[str, ...] = ()) -> None:
+    def pod_of(self, name: str, template: Any) -> None:
+        """A pod as a controller makes it from its template: with its labels, annotations and ports."""
+        ports = template.spec.containers[0].ports or ()
+        self.pod(
+            name,
+            template.metadata.labels,
+            annotations=template.metadata.annotations,
+            ports=[{"name": port.name, "containerPort": port.container_port} for port in ports],
+        )
+
+    def pod(
+        self,
+        name: str,
+        labels: dict[str, str],
+        finalizers: tuple[str, ...] = (),
+        annotations: dict[str, str] | None = None,
+        ports: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        metadata = {"labels": labels, "finalizers": list(finalizers), "annotations": annotations or {}}
         body = {
-            "metadata": {"name": name, "labels": labels, "finalizers": list(finalizers)},
-            "spec": {"containers": [{"name": "worker", "image": "none"}]},
+            "metadata": {"name": name, **metadata},
+            "spec": {"containers": [{"name": "worker", "image": "none", "ports": list(ports)}]},
         }
         self.core.create_namespaced_pod(self.name, body)
 
