@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,13 +90,22 @@ def test_rules_are_loaded_and_nothing_is_wrong_while_all_is_well(prometheus: Pro
 def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, observed: Deployment) -> None:
     """An encoder and a decoder are killed with work in their hands, the message server restarts, a picture is half there."""
     encoder, decoder = observed.pods("encoder")[0], observed.pods("decode")[0]
+    enough = threading.Event()
+
+    def keep_asking() -> bool:
+        answered = [bool(ask_long(observed))]
+        while not enough.is_set():
+            answered.append(bool(ask_long(observed)))
+        return all(answered)
+
     with ThreadPoolExecutor(40) as threads:
-        long = [threads.submit(ask_long, observed) for _ in range(4)]
-        until(lambda: observed.state(decoder)["load"]["decode_running"] > 0, 20, "sequences decode there")
+        long = [threads.submit(keep_asking) for _ in range(4)]
         videos = [threads.submit(ask, observed, content(draw("video", 71_000 + n))) for n in range(32)]
         until(lambda: any(job.done() for job in videos), 60, "videos are being encoded")
-        observed.kill(encoder)
+        until(lambda: observed.state(decoder)["load"]["decode_running"] > 0, 20, "sequences decode there")
         observed.kill(decoder)
+        observed.kill(encoder)
+        enough.set()
         until(
             lambda: bool(prometheus.query('ALERTS{alertname="MmdPodNotScraped"}')),
             20,

@@ -15,7 +15,7 @@ from mmd_workers.observe.metrics import Metrics
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
-ROUNDS = 8
+ROUNDS = 16
 
 
 class Watch:
@@ -55,7 +55,7 @@ class Watch:
 def test_served_requests_touch_every_metric_that_is_said_to_move_with_load(observed: Deployment) -> None:
     with Watch(observed) as watch:
         for number in range(ROUNDS):  # a gauge of what lasts for milliseconds is not seen in every round
-            load(observed, 24, 1000, at_once=16)
+            load(observed, 24, 1000, at_once=24)
             load(observed, 16, 1000 * (2 + number), at_once=16)
             if not watch.untouched():
                 break

@@ -168,6 +168,9 @@ class DecodeService:
         except MmdError as error:
             await self._runner.call(lambda engine: engine.abort(sequence))
             return refuse(error.message)
+        if self._book.was_cancelled(offer.request_id, offer.attempt):  # meanwhile
+            await self._runner.call(lambda engine: engine.abort(sequence))
+            return refuse("cancelled")
         lease_id = uuid.uuid4().hex
         self._inbound[lease_id] = _Inbound(offer, sequence, epoch)
         self._leases.grant(
