@@ -45,14 +45,18 @@ def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> 
     return {f"p{point}": float(np.percentile(values, point)) for point in points} if values else {}
 
 
-def keep(name: str, body: dict[str, Any]) -> Path:
-    """Write a report with machine, versions, time and the command that made it."""
-    REPORTS.mkdir(exist_ok=True)
-    path = REPORTS / f"{name}.json"
-    facts = {
+def facts() -> dict[str, Any]:
+    """Machine, versions, time and the command that is running."""
+    return {
         "command": " ".join(["python", *sys.argv]),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
     }
-    path.write_text(json.dumps(facts | body, indent=1) + "\n")
+
+
+def keep(name: str, body: dict[str, Any]) -> Path:
+    """Write a report with machine, versions, time and the command that made it."""
+    REPORTS.mkdir(exist_ok=True)
+    path = REPORTS / f"{name}.json"
+    path.write_text(json.dumps(facts() | body, indent=1) + "\n")
     return path

@@ -26,6 +26,9 @@ class Cluster(Protocol):
     def load(self, images: Mapping[Image, str], builder: Builder) -> None:
         """Make images, given with their ids, available to its nodes."""
 
+    def kill(self, container: str) -> bool:
+        """SIGKILL a container by its id; False where that cannot be done from here."""
+
     def stop(self) -> None:
         """Leave nothing behind of what `start` made."""
 
@@ -55,6 +58,21 @@ class Kind:
         names = [image.tagged for image in images]
         run("kind", "load", "docker-image", "--name", self._cluster, *names, seconds=600)
 
+    def kill(self, container: str) -> bool:
+        node = f"{self._cluster}-control-plane"
+        run(
+            "docker",
+            "exec",
+            node,
+            "ctr",
+            "--namespace=k8s.io",
+            "tasks",
+            "kill",
+            "--signal=SIGKILL",
+            container,
+        )
+        return True
+
     def stop(self) -> None:
         run("kind", "delete", "cluster", "--name", self._cluster, seconds=120)
         self.kubeconfig.unlink(missing_ok=True)
@@ -82,6 +100,10 @@ class Current:
     def load(self, images: Mapping[Image, str], builder: Builder) -> None:
         for image in images:
             builder.push(image, self._registry)
+
+    def kill(self, container: str) -> bool:
+        """Its nodes are not ours to touch."""
+        return False
 
     def stop(self) -> None:
         """It was there before and stays."""

@@ -102,6 +102,10 @@ class OwnCluster:
             pipe(builder.archive(image), command, seconds=600, env=builder.env)
             stamp.write_text(identity)
 
+    def kill(self, container: str) -> bool:
+        run(*self._ctr("tasks", "kill", "--signal=SIGKILL", container))
+        return True
+
     def stop(self) -> None:
         for name in SERVERS:
             if name == "kubelet" and (RUN / "kubelet.pid").exists():

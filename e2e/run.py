@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import storm
 import yaml
 from clusters import Cluster, Current, Kind, need
 from images import IMAGES, TAG, Buildah, Builder, Docker, builder, docker_runs
@@ -17,6 +18,7 @@ from own_cluster import OwnCluster
 from rich.markup import escape
 from shell import FailedError, run, until
 from steps import Step, Steps, console
+from storm import report
 
 REPOSITORY = Path(__file__).parents[1]
 CACHE = REPOSITORY / ".cache" / "e2e"
@@ -28,7 +30,7 @@ OPERATOR_NAMESPACE = "multimodal-system"
 NAMESPACE = "e2e"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 OWNED = "serving.multimodal.dev/deployment=demo"
-KINDS = "pods,services,configmaps,statefulsets,deployments,poddisruptionbudgets,networkpolicies"
+KINDS = "pods,services,secrets,configmaps,statefulsets,deployments,poddisruptionbudgets,networkpolicies"
 CRD = "multimodaldeployments.serving.multimodal.dev"
 
 
@@ -83,11 +85,38 @@ class Story:
             self.ask(step)
         self.record("scaled")
 
-    def remove(self) -> None:
+    def delete_demo(self) -> None:
         with self.steps.step("deployment deleted with everything it owned"):
             self.kubectl("delete", "mmd", "demo", "--timeout=240s", seconds=250)
             until("nothing of it is left", 60, lambda: not self.owned())
             self.record("deleted")
+
+    def weather_storm(self, requests: int) -> None:
+        with self.steps.step("a deployment that scales is Ready"):
+            self.kubectl("apply", "--filename=-", stdin=storm.deployment(self.images()))
+            self.wait_ready(seconds=300, name=storm.NAME)
+        with self.steps.step("a storm: pools grow, shrink, roll and crash, and no request is lost") as step:
+            url = f"http://{storm.NAME}-gateway.{NAMESPACE}.svc:8000"
+            run = storm.Storm(self.kubectl, url, self.kill, self.change_leader, requests)
+            try:
+                body = run.run()
+            finally:
+                self.record("storm")
+            (REPORT / "storm.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
+            storm.picture(REPORT / "storm.png", body)
+            said = ("requests", "lost", "duplicated", "wrong", "text_isolation", "largest")
+            step.note = ", ".join(f"{key} {body[key]}" for key in said)
+            for kind, figures in body["ttft"].items():
+                console.print(f"  TTFT {kind}: {figures}", markup=False)
+            if body["lost"] or body["duplicated"] or body["wrong"]:
+                raise FailedError(f"not every request was answered well: {body['examples'][:5]}")
+            if body["largest"]["encoder"] < 3:
+                raise FailedError(f"encoders did not follow the storm: {body['largest']}")
+        with self.steps.step("the storm's deployment deleted"):
+            self.kubectl("delete", "mmd", storm.NAME, "--timeout=240s", seconds=250)
+
+    def remove(self) -> None:
+        with self.steps.step("namespace deleted"):
             self.kubectl("delete", "namespace", NAMESPACE, "--timeout=90s", seconds=100)
         with self.steps.step("chart uninstalled, the CRD kept"):
             self.helm("uninstall", RELEASE, "--wait", seconds=120)
@@ -125,20 +154,32 @@ class Story:
 
     def apply_demo(self) -> None:
         demo = yaml.safe_load(DEMO.read_text())
-        if self.registry:
-            demo["spec"]["image"] = {
-                "worker": f"{self.prefix}multimodal-worker:{TAG}",
-                "nats": f"{self.prefix}multimodal-nats:{TAG}",
-            }
+        if images := self.images():
+            demo["spec"]["image"] = images
         self.kubectl("apply", "--filename=-", stdin=yaml.safe_dump(demo))
 
-    def wait_ready(self, seconds: int) -> None:
+    def images(self) -> dict[str, str]:
+        """`spec.image` of a deployment; empty: the defaults are what the nodes have."""
+        if not self.registry:
+            return {}
+        return {
+            "worker": f"{self.prefix}multimodal-worker:{TAG}",
+            "nats": f"{self.prefix}multimodal-nats:{TAG}",
+        }
+
+    def kill(self, pod: str) -> bool:
+        """SIGKILL a pod's container from outside, as the kernel would; False where the nodes are out of reach."""
+        path = "--output=jsonpath={.status.containerStatuses[0].containerID}"
+        container = self.kubectl("get", "pod", pod, path, "--ignore-not-found").rpartition("/")[2]
+        return bool(container) and self.cluster.kill(container)
+
+    def wait_ready(self, seconds: int, name: str = "demo") -> None:
         """Ready of the resource as it is now, not of an earlier generation."""
-        generation = int(self.kubectl("get", "mmd", "demo", "--output=jsonpath={.metadata.generation}"))
+        generation = int(self.kubectl("get", "mmd", name, "--output=jsonpath={.metadata.generation}"))
         path = '{.status.conditions[?(@.type=="Ready")]}'
 
         def ready() -> bool:
-            found = self.kubectl("get", "mmd", "demo", f"--output=jsonpath={path}")
+            found = self.kubectl("get", "mmd", name, f"--output=jsonpath={path}")
             condition = json.loads(found or "{}")
             if condition.get("status") == "True" and condition.get("observedGeneration") == generation:
                 return True
@@ -236,7 +277,7 @@ class Story:
         """What a user would see now, for the report and the documentation."""
         views = {
             "get-mmd": ("get", "mmd", "--output=wide"),
-            "describe-mmd": ("describe", "mmd", "demo"),
+            "describe-mmd": ("describe", "mmd"),
             "get-pods": ("get", "pods", "--output=wide"),
             "get-events": ("get", "events", "--sort-by=.lastTimestamp"),
             "operator-log": (
@@ -305,6 +346,7 @@ def main() -> int:
     parser.add_argument(
         "--stop", action="store_true", help="remove what --keep, or a run that was killed, left"
     )
+    parser.add_argument("--requests", type=int, default=storm.REQUESTS, help="requests of the storm")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     REPORT.mkdir(parents=True, exist_ok=True)
@@ -314,10 +356,10 @@ def main() -> int:
         console.print(f"make e2e cannot run here: {error}", markup=False)
         return 1
     story = Story(cluster, images, options.registry, Steps())
-    return remove(story) if options.stop else tell(story, options.keep)
+    return remove(story) if options.stop else tell(story, options.keep, options.requests)
 
 
-def tell(story: Story, keep: bool) -> int:
+def tell(story: Story, keep: bool, requests: int) -> int:
     """The whole run; 0 when every step went well. Whatever happens, the cluster is removed, unless it is to be kept."""
     failure: BaseException | None = None
     try:
@@ -328,6 +370,8 @@ def tell(story: Story, keep: bool) -> int:
             console.print(f"export KUBECONFIG={story.cluster.kubeconfig}{tools}", soft_wrap=True)
             return 0
         story.disturb()
+        story.delete_demo()
+        story.weather_storm(requests)
         story.remove()
     except FailedError as error:
         failure = error

@@ -1,0 +1,286 @@
+"""The storm: thousands of real requests while pools grow and shrink, a revision rolls out, pods are deleted and killed and the operator dies.
+
+Every answer must be that of `generate` of the whole model; the report counts what was lost, answered twice or wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+from shell import FailedError, until
+from steps import console
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent
+sys.path += [
+    str(REPOSITORY / "bench"),
+    str(REPOSITORY / "tests" / "pipeline"),
+    str(REPOSITORY / "tests" / "model"),
+]
+
+import report  # noqa: E402  bench's
+import storm_client  # noqa: E402
+
+NAME = "storm"
+POOLS = ("encoder", "prefill", "decode")
+REQUESTS = 2400
+PAUSE_SECONDS = 12.0
+DEADLINE_SECONDS = 1500.0
+SETTLE_SECONDS = 240.0
+COLOURS = {"encoder": "#d95f02", "prefill": "#1b9e77", "decode": "#7570b3"}
+Kubectl = Callable[..., str]
+
+
+@dataclass
+class Watch:
+    """Replicas asked for and ready by pool, over all revisions, every few seconds."""
+
+    kubectl: Kubectl
+    began: float = field(default_factory=time.time)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    moments: list[tuple[float, str]] = field(default_factory=list)
+
+    def look(self) -> dict[str, list[int]]:
+        sets = json.loads(
+            self.kubectl(
+                "get", "statefulsets", "--output=json", f"--selector=serving.multimodal.dev/deployment={NAME}"
+            )
+        )["items"]
+        sizes = {pool: [0, 0] for pool in POOLS}
+        for found in sets:
+            pool = found["metadata"]["labels"]["app.kubernetes.io/component"]
+            if pool in sizes:
+                sizes[pool][0] += found["spec"]["replicas"]
+                sizes[pool][1] += found.get("status", {}).get("readyReplicas", 0)
+        self.rows.append({"seconds": round(time.time() - self.began, 1)} | sizes)
+        return sizes
+
+    def note(self, words: str) -> None:
+        self.moments.append((round(time.time() - self.began, 1), words))
+        console.print(f"  {self.moments[-1][0]:6.1f} s  {words}", markup=False)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(2.0):
+                try:
+                    self.look()
+                except FailedError as error:
+                    console.print(f"  not seen: {error}", markup=False)
+
+        thread = threading.Thread(target=watch, name="watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(60)
+
+
+class Storm:
+    """One storm on a deployment that is Ready. `kill(pod)`: SIGKILL its container, or False where that cannot be done."""
+
+    def __init__(
+        self,
+        kubectl: Kubectl,
+        url: str,
+        kill: Callable[[str], bool],
+        change_leader: Callable[[], str],
+        requests: int,
+    ) -> None:
+        self._kubectl, self._url, self._kill, self._change_leader = kubectl, url, kill, change_leader
+        self._requests = requests
+        self._random = random.Random(5)
+        self.watch = Watch(kubectl)
+        self._output: str | FailedError = ""
+
+    def run(self) -> dict[str, Any]:
+        """The report, when every request has ended and pools are back at their smallest."""
+        until("encoders have gone to zero", 180, lambda: self.watch.look()["encoder"][0] == 0)
+        client = threading.Thread(target=self._ask, name="client", daemon=True)
+        self.watch.note("the client begins: text alone")
+        with self.watch.running():
+            client.start()
+            self._disturb(client)
+            client.join(DEADLINE_SECONDS)
+            if client.is_alive():
+                raise FailedError(f"requests had not ended after {DEADLINE_SECONDS:.0f} s")
+            self.watch.note("every request has ended")
+            until("pools are back at their smallest", SETTLE_SECONDS, self._small, pause_seconds=1)
+            self.watch.note("pools are back at their smallest")
+        if isinstance(self._output, FailedError):
+            raise self._output
+        return self._report([json.loads(line) for line in self._output.splitlines()])
+
+    def _ask(self) -> None:
+        code = Path(storm_client.__file__).read_text()
+        command = ("exec", "--stdin", "client", "--", "python", "-", self._url, str(self._requests))
+        try:
+            self._output = self._kubectl(*command, stdin=code, seconds=DEADLINE_SECONDS)
+        except FailedError as error:
+            self._output = error
+
+    def _disturb(self, client: threading.Thread) -> None:
+        """One trouble after the other, beginning when encoders have woken, until the client has all its answers."""
+        until(
+            "encoders have woken", 180, lambda: self.watch.look()["encoder"][1] > 0 or not client.is_alive()
+        )
+        troubles: list[Callable[[], str]] = [
+            lambda: self._end("encoder"),
+            lambda: self._end("decode", force=True),
+            self._roll_out,
+            lambda: f"the operator is killed: {self._change_leader()}",
+            lambda: self._end("prefill", force=True),
+        ]
+        number = 0
+        while True:
+            client.join(PAUSE_SECONDS)
+            if not client.is_alive():
+                return
+            if number < len(troubles):
+                self.watch.note(troubles[number]())
+            else:
+                self.watch.note(self._end(self._random.choice(POOLS), force=self._random.random() < 0.5))
+            number += 1
+
+    def _roll_out(self) -> str:
+        patch = json.dumps({"spec": {"decode": {"kvBlockTokens": 32}}})
+        self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
+        return "a new pipeline revision rolls out"
+
+    def _end(self, component: str, *, force: bool = False) -> str:
+        """Delete a pod in good order, or kill it."""
+        selector = f"serving.multimodal.dev/deployment={NAME},app.kubernetes.io/component={component}"
+        pods = self._kubectl("get", "pods", "--output=name", "--selector", selector).split()
+        if not pods:
+            return f"no {component} pod to end"
+        pod = self._random.choice(pods).partition("/")[2]
+        if not force:
+            self._kubectl("delete", "pod", pod, "--wait=false", "--ignore-not-found")
+            return f"pod {pod} is deleted"
+        if self._kill(pod):
+            return f"pod {pod} is killed (SIGKILL)"
+        self._kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--ignore-not-found")
+        return f"pod {pod} is deleted by force"
+
+    def _small(self) -> bool:
+        sizes = self.watch.look()
+        return {pool: wanted for pool, (wanted, _) in sizes.items()} == {
+            "encoder": 0,
+            "prefill": 1,
+            "decode": 1,
+        }
+
+    def _report(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        begins = next(line["storm_begins"] for line in lines if "storm_begins" in line)
+        asked = [line for line in lines if "kind" in line]
+        oracle = Oracle()
+        lost = [a for a in asked if a["error"] or a["ends"] == 0]
+        duplicated = [a for a in asked if a["ends"] > 1]
+        wrong = [a for a in asked if a not in lost and a["text"] != oracle.answer(a["kind"], a["seed"])]
+        ttft = {
+            f"{kind} {phase}": {"requests": len(values)}
+            | {point: round(value, 3) for point, value in report.percentiles(values).items()}
+            for phase in ("calm", "storm")
+            for kind in ("text", "image", "video", "audio")
+            if (
+                values := [a["ttft"] for a in asked if (a["kind"], a["phase"]) == (kind, phase) and a["ttft"]]
+            )
+        }
+        return {
+            "requests": len(asked),
+            "lost": len(lost),
+            "duplicated": len(duplicated),
+            "wrong": len(wrong),
+            "by_kind": Counter(a["kind"] for a in asked),
+            "ttft": ttft,
+            "text_isolation": round(ttft["text storm"]["p99"] / ttft["text calm"]["p99"], 2),
+            "largest": {pool: max(row[pool][1] for row in self.watch.rows) for pool in POOLS},
+            "storm_began_seconds": round(begins - self.watch.began, 1),
+            "moments": self.watch.moments,
+            "replicas": self.watch.rows,
+            "arrivals": [(round(a["began"] - self.watch.began, 2), a["kind"], a["ttft"]) for a in asked],
+            "examples": [
+                {**a, "expected": oracle.answer(a["kind"], a["seed"])} for a in [*lost, *wrong][:20]
+            ],
+        }
+
+
+class Oracle:
+    """Answers of the whole model in this process, each computed once."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("oracle") is None:
+            raise FailedError("tests/pipeline/oracle.py is not there")
+        import oracle
+
+        self._answer = oracle.answer
+        self._model = Path(str(resources.files("mmd_workers.model") / "demo"))
+        self._known: dict[tuple[str, int], str] = {}
+
+    def answer(self, kind: str, seed: int) -> str:
+        if (kind, seed) not in self._known:
+            self._known[kind, seed] = self._compute(kind, seed)
+        return self._known[kind, seed]
+
+    def _compute(self, kind: str, seed: int) -> str:
+        if kind == "text":
+            question: Any = [storm_client.text_question(seed)]
+            return str(self._answer(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
+        sample = storm_client.sample_of(kind, seed)
+        return str(self._answer(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
+
+
+def deployment(images: dict[str, str]) -> str:
+    """The manifest, with the images of this run."""
+    manifest = yaml.safe_load((HERE / "storm.yaml").read_text())
+    if images:
+        manifest["spec"]["image"] = images
+    return yaml.safe_dump(manifest)
+
+
+def picture(path: Path, body: dict[str, Any]) -> None:
+    """Requests under way by kind, replicas and TTFT over time, with what was done to the deployment."""
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    arrivals, replicas, ttft = figure.subplots(3, 1, sharex=True)
+    end = body["replicas"][-1]["seconds"]
+    kinds = ("video", "image", "audio", "text")
+    times = [[began for began, kind, _ in body["arrivals"] if kind == k] for k in kinds]
+    arrivals.hist(times, bins=int(end // 4) + 1, range=(0, end), stacked=True, label=kinds)
+    arrivals.set_ylabel("requests in 4 s")
+    arrivals.legend(loc="upper right")
+    seconds = [row["seconds"] for row in body["replicas"]]
+    for pool in POOLS:
+        replicas.step(
+            seconds, [row[pool][0] for row in body["replicas"]], where="post", color=COLOURS[pool], label=pool
+        )
+        ready = [row[pool][1] for row in body["replicas"]]
+        replicas.fill_between(seconds, ready, step="post", color=COLOURS[pool], alpha=0.15)
+    for moment, _ in body["moments"]:
+        replicas.axvline(moment, color="#999999", linewidth=0.6, linestyle=":")
+    replicas.set_ylabel("replicas (ready: shaded)")
+    replicas.legend(loc="upper right")
+    for kind in kinds:
+        points = [(began, value) for began, k, value in body["arrivals"] if k == kind and value]
+        ttft.plot(*zip(*points, strict=True), ".", markersize=3, label=kind) if points else None
+    ttft.set_yscale("log")
+    ttft.set_ylabel("TTFT, s")
+    ttft.set_xlabel("seconds")
+    ttft.legend(loc="upper right")
+    figure.savefig(path)
