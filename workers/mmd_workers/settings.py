@@ -16,7 +16,7 @@ class WorkerSettings:
     """Identity and addresses of this process. `incarnation` is new at every start.
 
     `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it. `nats_inbox`: prefix of the
-    subjects on which replies come, where the NATS server lets this user listen.
+    subjects on which replies come, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
     """
 
     pipeline: PipelineConfig
@@ -27,11 +27,13 @@ class WorkerSettings:
     threads: int
     annotations: str = ""
     nats_inbox: str = "_INBOX"
+    grace_seconds: float = 120.0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_NATS_INBOX.
+        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_NATS_INBOX,
+        MMD_GRACE_SECONDS.
 
         Raises:
             RuntimeError: a variable is missing; the message names it.
@@ -54,4 +56,5 @@ class WorkerSettings:
             threads=int(os.environ.get("MMD_THREADS", "0")),
             annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
             nats_inbox=os.environ.get("MMD_NATS_INBOX", "_INBOX"),
+            grace_seconds=float(os.environ.get("MMD_GRACE_SECONDS", "120")),
         )

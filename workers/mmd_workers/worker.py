@@ -567,8 +567,7 @@ class Worker:
         self.state = "drained"
 
     def _grace_seconds(self) -> float:
-        pool = getattr(self.spec, self.pool)
-        return max(1.0, float(pool.template.termination_grace_period_seconds) - DRAIN_RESERVE_SECONDS)
+        return max(1.0, self.settings.grace_seconds - DRAIN_RESERVE_SECONDS)
 
     def _empty(self) -> bool:
         encoding = self.encoder is not None and not self.encoder.drained

@@ -187,6 +187,7 @@ def _environment(scope: Scope, part: Pool | GatewaySpec, port: int, nats_user: s
         {"name": "MMD_HTTP_PORT", "value": str(port)},
         *nats_environment(scope, nats_user),
         {"name": "MMD_THREADS", "value": str(threads(part.resources))},
+        {"name": "MMD_GRACE_SECONDS", "value": str(part.template.termination_grace_period_seconds)},
         *_hub_environment(scope.spec),
     ]
     own = [{"name": e.name, "value": e.value} for e in part.template.env]

@@ -120,7 +120,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         await server.start()
         _log.info("gateway %s serves %s on port %d", settings.pod, spec.model.id, settings.http_port)
         await stop.wait()
-        await _drain(gateway, heartbeater, spec.gateway.template.termination_grace_period_seconds)
+        await _drain(gateway, heartbeater, settings.grace_seconds)
     finally:
         for task in watching:
             task.cancel()
@@ -179,7 +179,7 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: Demand) -> 
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 
-async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: int) -> None:
+async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float) -> None:
     gateway.draining = True
     await heartbeater.beat()
     if not gateway.running:
