@@ -5,6 +5,8 @@ Conditions are keyed by type; numbers with fractions are milli integers, as ever
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
@@ -69,6 +71,44 @@ class ScalingDecision(ApiModel):
     """The same for people."""
 
 
+LARGEST_MILLI = 10**15
+PerSecondMilli = Annotated[int, Field(ge=1, le=LARGEST_MILLI)]
+
+
+class PoolThroughput(ApiModel):
+    """What one replica does in a second, times 1000, as its pods measured it; what none has met yet is left out.
+
+    Kept here so that an operator that starts anew knows it before its pods have work again.
+    """
+
+    time: AwareDatetime
+    """When these numbers were taken; newer ones that differ by less than a tenth are not written."""
+    image_milli: PerSecondMilli | None = None
+    """Encode work of images (patches)."""
+    video_milli: PerSecondMilli | None = None
+    """Encode work of videos (patches)."""
+    audio_milli: PerSecondMilli | None = None
+    """Encode work of sounds (frames)."""
+    tokens_milli: PerSecondMilli | None = None
+    """Prompt tokens."""
+
+    @classmethod
+    def of(cls, rates: Mapping[str, float], time: datetime) -> PoolThroughput:
+        """From rates a second by kind (image, video, audio, tokens); other kinds are left out."""
+        known = {kind: rates[kind] for kind in _KINDS if rates.get(kind, 0.0) >= 0.001}
+        milli = {f"{kind}_milli": min(LARGEST_MILLI, round(1000 * rate)) for kind, rate in known.items()}
+        return cls(time=time, **milli)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """By kind, a second."""
+        found = {kind: getattr(self, f"{kind}_milli") for kind in _KINDS}
+        return {kind: milli / 1000 for kind, milli in found.items() if milli is not None}
+
+
+_KINDS = ("image", "video", "audio", "tokens")
+
+
 class PoolStatus(ApiModel):
     """Pods of one pool over all its revisions; `revision` is the one that takes new requests."""
 
@@ -82,6 +122,8 @@ class PoolStatus(ApiModel):
     """Pipeline revision that takes new requests."""
     last_decision: ScalingDecision | None = None
     """Last change of size."""
+    throughput: PoolThroughput | None = None
+    """What one replica does, as measured."""
 
 
 class PoolsStatus(ApiModel):

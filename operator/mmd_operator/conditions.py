@@ -14,6 +14,7 @@ from mmd_api.status import (
     MultimodalDeploymentStatus,
     PoolsStatus,
     PoolStatus,
+    PoolThroughput,
     ScalingDecision,
 )
 from mmd_operator.observed import Observed, Workload
@@ -44,6 +45,7 @@ class Scaling:
     """What the status says of it. `missing`: whose numbers are missing, so that nothing is lowered; `limited`: decisions cut hard."""
 
     decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
     pools: tuple[PoolName, ...] = ()
     shadow: tuple[PoolName, ...] = ()
     missing: tuple[str, ...] = ()
@@ -170,6 +172,7 @@ def _pool_status(facts: Facts, pool: PoolName, serving: str | None) -> PoolStatu
         ),
         revision=serving if serving in sets else None,
         last_decision=facts.scaling.decisions.get(pool),
+        throughput=facts.scaling.throughput.get(pool),
     )
 
 

@@ -9,6 +9,7 @@ from kubernetes.aio import client
 
 from mmd_api.pools import POOL_NAMES
 from mmd_api.resource import GROUP, PLURAL, VERSION
+from mmd_api.status import PoolThroughput
 from mmd_operator.cluster import UNREACHABLE, words_of
 from mmd_operator.serve import api_client
 
@@ -49,6 +50,8 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         said.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
         if (last := found.get("lastDecision")) is not None:
             said.append(f"  {last['time']}  {last['message']}")
+        if (measured := found.get("throughput")) is not None:
+            said.append(f"  {measured['time']}  one replica does {_throughput(measured)}")
     if bottleneck := status.get("bottleneck"):
         said.append(f"bottleneck: {bottleneck}")
     conditions = {c["type"]: c for c in status.get("conditions", ())}
@@ -56,3 +59,11 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         if (c := conditions.get(kind)) is not None:
             said.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
     return said
+
+
+def _throughput(measured: Mapping[str, Any]) -> str:
+    """`1,200 tokens/s`, `60,000 video work/s`."""
+    rates = PoolThroughput.model_validate(measured).rates
+    return ", ".join(
+        f"{rate:,.0f} {kind if kind == 'tokens' else f'{kind} work'}/s" for kind, rate in rates.items()
+    )

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from mmd_api.pools import POOL_NAMES, PoolName
 from mmd_api.spec import MultimodalDeploymentSpec, Pool
-from mmd_api.status import ScalingDecision
+from mmd_api.status import PoolThroughput, ScalingDecision
 from mmd_operator.ask import Asker, NoAnswerError
 from mmd_operator.autoscaling import (
     GATEWAY_PATH,
@@ -39,6 +39,8 @@ from mmd_operator.observed import Child, Observed, PodView
 from mmd_operator.resources.naming import GATEWAY_PORT, WORKER_PORT
 
 TICK_SECONDS = 2.0
+THROUGHPUT_STEP = 0.1
+"""A measured throughput is written anew when it has changed by this share."""
 STEADY_TICKS = 3
 """What is said of metrics and of the bottleneck changes when it has been so for this many ticks."""
 Body = Mapping[str, Any]
@@ -134,19 +136,20 @@ class PoolScaling:
         return events, self.report != before
 
     def remember(self, status: Body) -> None:
-        """After a start: the last decisions stand in the status."""
+        """After a start: the last decisions and what a replica does stand in the status."""
         found: dict[PoolName, ScalingDecision] = {}
         for name in POOL_NAMES:
             last = status.get("pools", {}).get(name, {}).get("lastDecision")
             if last is not None:
                 found[name] = ScalingDecision.model_validate(last)
-        self.report = replace(self.report, decisions=found)
+        self.report = replace(self.report, decisions=found, throughput=_throughput_in(status))
 
     def _scaler_for(self, spec: MultimodalDeploymentSpec) -> Scaler:
         if self._scaler is None or self._spec is not spec:
             policy = DeploymentPolicy.of(spec)
             if self._scaler is None:
-                self._scaler = Scaler(policy)
+                known = {name: kept.rates for name, kept in self.report.throughput.items()}
+                self._scaler = Scaler(policy, known)
             self._scaler.policy, self._spec = policy, spec
             for name, rules in policy.pools.items():
                 self.bounds[name] = (rules.min_replicas, rules.max_replicas)
@@ -257,6 +260,7 @@ class PoolScaling:
         pool = self._settled("bottleneck", bottleneck.pool if bottleneck else None)
         self.report = Scaling(
             decisions=decisions,
+            throughput=_refreshed(self.report.throughput, verdict),
             pools=scaled,
             shadow=tuple(n for n in scaled if not verdict.decisions[n].act),
             missing=cast("tuple[str, ...]", settled if settled is not ... else self.report.missing),
@@ -280,6 +284,31 @@ class PoolScaling:
         count = count + 1 if last == value else 1
         self._steady[what] = (value, count)
         return value if count >= STEADY_TICKS else ...
+
+
+def _throughput_in(status: Body) -> dict[PoolName, PoolThroughput]:
+    found = {name: status.get("pools", {}).get(name, {}).get("throughput") for name in POOL_NAMES}
+    return {name: PoolThroughput.model_validate(kept) for name, kept in found.items() if kept is not None}
+
+
+def _refreshed(kept: Mapping[PoolName, PoolThroughput], verdict: Verdict) -> dict[PoolName, PoolThroughput]:
+    """With what was measured since, where it differs enough to be worth a write."""
+    fresh: dict[PoolName, PoolThroughput] = {}
+    for name, decision in verdict.decisions.items():
+        now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
+        before = kept.get(name)
+        if before is not None and not _differ(before.rates, now.rates):
+            fresh[name] = before
+        elif now.rates:
+            fresh[name] = now
+    return fresh
+
+
+def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    return any(
+        kind not in before or abs(rate - before[kind]) > THROUGHPUT_STEP * before[kind]
+        for kind, rate in now.items()
+    )
 
 
 def _hard(decision: Decision) -> str | None:

@@ -56,9 +56,12 @@ class Moves:
 class Scaler:
     """Holds what must be remembered between ticks. One that has just begun lowers nothing before it has seen a whole window."""
 
-    def __init__(self, policy: DeploymentPolicy) -> None:
+    def __init__(
+        self, policy: DeploymentPolicy, throughput: Mapping[PoolName, Mapping[str, float]] | None = None
+    ) -> None:
+        """`throughput`: what one replica of a pool does in a second, by kind of work, as known from before; fresh loads replace it."""
         self.policy = policy
-        self._histories: dict[PoolName, History] = {}
+        self._histories = {name: History(throughput=rates) for name, rates in (throughput or {}).items()}
         self._workers: dict[str, tuple[float, WorkerReport]] = {}
         self._gateways: dict[str, tuple[float, GatewayReport]] = {}
 

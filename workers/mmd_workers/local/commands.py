@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -230,7 +230,17 @@ def status(
         )
         return
     table = Table(title=f"{running.name} at {running.gateway_url}", title_justify="left")
-    for heading in ("pod", "roles", "state", "encode work", "waiting tokens", "sequences", "KV blocks used"):
+    headings = (
+        "pod",
+        "roles",
+        "state",
+        "encode work",
+        "waiting tokens",
+        "sequences",
+        "KV blocks used",
+        "measured",
+    )
+    for heading in headings:
         table.add_column(heading)
     for facts in pods:
         load = facts.get("load", {})
@@ -245,10 +255,18 @@ def status(
             if load.get("decode_max_sequences")
             else "",
             f"{used}/{load['kv_blocks_total']}" if load.get("kv_blocks_total") else "",
+            _measured(load),
         )
     console.print(table)
     for decision in running.decisions.values():
         console.print(decision, highlight=False, soft_wrap=True)
+
+
+def _measured(load: Mapping[str, Any]) -> str:
+    """What the pod has found that it does in a second, by kind of work."""
+    rates = [f"{rate:,.0f} {kind}/s" for kind, rate in load.get("encode_work_per_second", {}).items()]
+    tokens = load.get("prefill_tokens_per_second", 0.0)
+    return ", ".join([*rates, *([f"{tokens:,.0f} tokens/s"] if tokens else [])])
 
 
 def trace(
