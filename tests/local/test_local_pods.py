@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mmd_api.spec import Resources
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod, RenderError, local_pods
 
@@ -57,3 +58,22 @@ def test_a_secret_is_what_our_own_environment_has_for_it(
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(RenderError, match="set HF_TOKEN in the environment"):
         pods_of("gpu.yaml", tmp_path)
+
+
+def test_pods_stand_back_in_proportion_to_what_they_ask_of_the_processor(tmp_path: Path) -> None:
+    deployment = up.load(EXAMPLES / "demo.yaml")
+    shares = {"encoder": "250m", "prefill": "1", "decode": "2"}
+    pools = {
+        name: getattr(deployment.spec, name).model_copy(update={"resources": Resources(cpu=cpu)})
+        for name, cpu in shares.items()
+    }
+    deployment = deployment.model_copy(update={"spec": deployment.spec.model_copy(update=pools)})
+    pods = local_pods(up.objects_of(deployment), tmp_path, "nats://127.0.0.1:1", gateway_port=0, threads=1)
+    nice = {pod.component: pod.nice for pod in pods}
+    assert nice["decode"] == 0
+    for pool, share in (("encoder", 8), ("prefill", 2)):
+        assert 1.25 ** nice[pool] == pytest.approx(share, rel=0.13)  # half a step of nice
+
+
+def test_nobody_stands_back_where_nobody_asks_for_processors(tmp_path: Path) -> None:
+    assert {pod.nice for pod in pods_of("demo.yaml", tmp_path)} == {0}

@@ -5,6 +5,7 @@ Reads the very objects that the operator would apply; knows nothing of how they 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 from mmd_workers.errors import MmdError
 
 LOOPBACK = "127.0.0.1"
+LARGEST_NICE = 19
+NICE_STEP = 1.25  # Linux: a process of nice n weighs this much more than one of n + 1
 COMPONENT_LABEL = "app.kubernetes.io/component"
 
 
@@ -26,7 +29,10 @@ class RenderError(MmdError):
 
 @dataclass(frozen=True, slots=True)
 class LocalPod:
-    """One process to run: name of the pod, its component (gateway, encoder, prefill, decode), command line and environment."""
+    """One process to run: name of the pod, its component (gateway, encoder, prefill, decode), command line and environment.
+
+    `nice`: how far it stands back when cores are scarce, 0 (not at all) to 19.
+    """
 
     name: str
     component: str
@@ -34,6 +40,7 @@ class LocalPod:
     environment: dict[str, str]
     http_port: int
     grace_seconds: float
+    nice: int = 0
 
     @property
     def http_url(self) -> str:
@@ -116,7 +123,25 @@ def _local_pod(
         environment=environment,
         http_port=port,
         grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
+        nice=_nice(workload, objects),
     )
+
+
+def _nice(workload: dict[str, Any], objects: list[dict[str, Any]]) -> int:
+    """From CPU requests, the shares of scarce cores that a cluster would give: each step of nice takes a fifth of a process's weight.
+
+    The pods that ask for most, and those that ask for nothing, stand back for nobody.
+    """
+    asked = [cores for o in objects if o["kind"] in ("Deployment", "StatefulSet") and (cores := _cores(o))]
+    own = _cores(workload)
+    return min(LARGEST_NICE, round(math.log(max(asked) / own, NICE_STEP))) if own else 0
+
+
+def _cores(workload: dict[str, Any]) -> float:
+    """What the pods of a workload ask for; 0: nothing."""
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    asked = str(container.get("resources", {}).get("requests", {}).get("cpu", 0))
+    return float(asked[:-1]) / 1000 if asked.endswith("m") else float(asked)
 
 
 def _write_mounts(

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from mmd_workers.local.pods import LocalPod
 from mmd_workers.wire.server import die_with_parent
@@ -17,6 +19,7 @@ from mmd_workers.wire.server import die_with_parent
 BACKOFF_SECONDS = (0.5, 30.0)
 STEADY_SECONDS = 60.0  # a process that ran this long starts its backoff anew
 MAX_LINE_BYTES = 16_384
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(_begin, pod.nice),
             limit=MAX_LINE_BYTES,
         )
         assert child.process.stdout is not None
@@ -116,6 +119,15 @@ class Supervisor:
         if child.process is not None and child.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, number)
+
+
+def _begin(nice: int) -> None:
+    """In a child before it becomes its pod. Linux may weigh whole sessions against each other: then the session's own nice counts."""
+    die_with_parent()
+    if nice:
+        os.nice(nice)
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text(str(nice))
 
 
 def _command(command: list[str]) -> list[str]:
