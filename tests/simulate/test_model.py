@@ -53,7 +53,10 @@ def test_waiting_before_one_encoder_is_that_of_an_md1_queue():
     arrivals -= arrivals[0]
     calibration = Calibration.load(None)
     encoder = calibration.encoder.model_copy(
-        update={"overhead_seconds": 0.0, "work_per_second": {"image": 1.0, "video": 10.0, "audio": 1.0}}
+        update={
+            "overhead_seconds": {"image": 0.0, "video": 0.0, "audio": 0.0},
+            "work_per_second": {"image": 1.0, "video": 10.0, "audio": 1.0},
+        }
     )
     calibration = numbers(encoder=encoder, media={"image": 1.0, "video": 1.0, "audio": 1.0})
     outcome = static(
@@ -67,7 +70,7 @@ def test_a_request_alone_takes_the_sum_of_its_phases():
     calibration = Calibration.load(None)
     outcome = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.array([0.0])), calibration)
     encode = (
-        calibration.encoder.overhead_seconds
+        calibration.encoder.overhead_seconds["video"]
         + calibration.media["video"] / calibration.encoder.work_per_second["video"]
     )
     prefill = calibration.prefill.overhead_seconds + 16 / calibration.prefill.tokens_per_second

@@ -1,7 +1,7 @@
 """Measured numbers of real workers, as the model of the pipeline takes them: read from a small YAML file, every field with its unit.
 
-Throughputs can be taken from the loads that live pods report (`Calibration.measured`); start-up, step and transfer times
-come from timelines of requests.
+Throughputs can be taken from the loads that live pods report (`Calibration.measured`); what stages take beside their work, from
+timelines of requests (`observed`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from mmd_operator.autoscaling import PodLoad
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
+Kind = Literal["text", "image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("text", "image", "video", "audio")
+HEAVIEST_FIRST: tuple[Modality, ...] = ("video", "audio", "image")
+Factor = Annotated[float, Field(gt=0, le=1000)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e12)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
@@ -30,10 +34,13 @@ class _Part(BaseModel):
 
 
 class EncoderNumbers(_Part):
-    """One encoder replica: time from asking for a pod to its being ready, time per medium beside the work, work units a second."""
+    """One encoder replica: time from asking for a pod to its being ready, media that it has in hand at once, time of a medium before
+    the tower (reading, decoding; side by side for all in hand), work units a second in the tower (one medium after the other).
+    """
 
     start_seconds: Seconds
-    overhead_seconds: Seconds
+    media_at_once: Annotated[int, Field(ge=1, le=4096)]
+    overhead_seconds: dict[Modality, Seconds]
     work_per_second: dict[Modality, Rate]
 
 
@@ -62,7 +69,11 @@ class TransferNumbers(_Part):
 
 
 class Calibration(_Part):
-    """What one replica of each pool does, and the encoder work of one medium of each kind, for traces that give none."""
+    """What one replica of each pool does, and the encoder work of one medium of each kind, for traces that give none.
+
+    `spread`: equally likely factors, by the heaviest medium of a request; it draws one for all of its stages before the first token (no
+    two are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named take what is typical.
+    """
 
     encoder: EncoderNumbers
     prefill: PrefillNumbers
@@ -70,6 +81,7 @@ class Calibration(_Part):
     media: dict[Modality, Annotated[float, Field(ge=0, le=1e12)]]
     transfer: TransferNumbers
     gateway_seconds: Seconds
+    spread: dict[Kind, Annotated[list[Factor], Field(min_length=1, max_length=1000)]] = {}
 
     @classmethod
     def load(cls, path: str | Path | None) -> Calibration:
@@ -93,6 +105,7 @@ class Calibration(_Part):
             for field, given in (
                 ("media", calibration.media),
                 ("encoder.workPerSecond", calibration.encoder.work_per_second),
+                ("encoder.overheadSeconds", calibration.encoder.overhead_seconds),
             )
             for modality in MODALITIES
             if modality not in given
@@ -100,6 +113,10 @@ class Calibration(_Part):
         if faults:
             raise InvalidDeploymentError(faults)
         return calibration
+
+    def to_yaml(self) -> str:
+        """As `load` reads it."""
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
     def measured(self, loads: Mapping[PoolName, PodLoad]) -> Calibration:
         """With the throughputs, KV blocks and step time that one busy pod of each pool reported, where it has measured them."""

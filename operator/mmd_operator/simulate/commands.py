@@ -36,6 +36,15 @@ def register_simulate(app: typer.Typer) -> None:
         calibration: Annotated[
             Path | None, typer.Option(help="Measured numbers (YAML); else assumed ones.")
         ] = None,
+        calibrate: Annotated[
+            str | None,
+            typer.Option(
+                help="URL of a gateway that has answered requests: measure there; --calibration fills the gaps."
+            ),
+        ] = None,
+        save_calibration: Annotated[
+            Path | None, typer.Option(help="Write the numbers in use (YAML), for --calibration.")
+        ] = None,
         compare: Annotated[
             bool, typer.Option(help="Also under an HPA on CPU, KEDA on queues, a static split.")
         ] = False,
@@ -58,6 +67,7 @@ def register_simulate(app: typer.Typer) -> None:
         except ImportError as error:
             _fail(f"{error}; install it with: pip install 'multimodal-operator[simulate]'")
         from mmd_operator.simulate.calibration import Calibration
+        from mmd_operator.simulate.observed import NotObservedError, calibrated, look
         from mmd_operator.simulate.report import plot as draw
         from mmd_operator.simulate.report import table
         from mmd_operator.simulate.runs import Planner
@@ -75,8 +85,14 @@ def register_simulate(app: typer.Typer) -> None:
             fail_with_faults({file: error})
         try:
             numbers = Calibration.load(calibration)
+            if calibrate is not None:
+                numbers = calibrated(look(calibrate), spec, numbers)
+            if save_calibration is not None:
+                save_calibration.write_text(numbers.to_yaml(), encoding="utf-8")
         except InvalidDeploymentError as error:
             fail_with_faults({str(calibration): error})
+        except (NotObservedError, OSError) as error:
+            _fail(str(error))
         try:
             requests = load_trace(trace) if trace else GENERATORS[generate or ""](rate, seconds, seed)
         except TraceError as error:
@@ -104,8 +120,10 @@ def register_simulate(app: typer.Typer) -> None:
             typer.echo(json.dumps(result))
             return
         _print(table(requests, runs))
-        if calibration is None:
-            typer.echo("Numbers of the workers are assumed; pass measured ones with --calibration.")
+        if calibration is None and calibrate is None:
+            typer.echo(
+                "Numbers of the workers are assumed; measure a running gateway's with --calibrate URL."
+            )
         if runs[0].bottleneck_share:
             shares = ", ".join(f"{pool} {share:.0%}" for pool, share in runs[0].bottleneck_share.items())
             typer.echo(f"Bottleneck, share of the time: {shares}")

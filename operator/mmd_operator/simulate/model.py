@@ -1,6 +1,7 @@
 """The pipeline as queues and servers under a clock that jumps from event to event, with a scaler asked at every tick.
 
-Encoders take media from one queue (as from JetStream). A prefill replica takes the next request once a decode replica has
+Encoders take media from one queue (as from JetStream), several at once: they are read and decoded side by side, and the tower runs one
+after the other. A prefill replica takes the next request once a decode replica has
 room for it (reserve, then produce). A decode replica steps all its sequences together: progress is counted in steps, whose
 length depends on how many there are, so a sequence costs two events however long it is. A pool that the spec leaves out is
 served by the next one downstream, which then shares its time. Knows the spec, a calibration and a scaler; no cluster.
@@ -29,12 +30,14 @@ from mmd_operator.autoscaling import (
     PodState,
     PoolSamples,
 )
-from mmd_operator.simulate.calibration import MODALITIES, Calibration
+from mmd_operator.simulate.calibration import KINDS, MODALITIES, Calibration
 from mmd_operator.simulate.traces import Trace
 
 BUSY_WINDOW_SECONDS = 10.0
+SPREAD_SEED = 20_240_501
+"""Of the factors that requests draw: the same trace gives the same run."""
 TTFT_WINDOW_SECONDS = 30.0
-_ENCODED, _PREFILLED, _STEPPED, _READY, _TICK = range(5)
+_DECODED, _ENCODED, _PREFILLED, _STEPPED, _READY, _TICK = range(6)
 
 
 class Scaler(Protocol):
@@ -86,12 +89,14 @@ class _Pod:
         "job",
         "kv_used",
         "marks",
+        "media",
         "number",
         "places",
         "ready",
         "step_seconds",
         "steps",
         "steps_at",
+        "tower",
         "version",
     )
 
@@ -100,12 +105,14 @@ class _Pod:
         self.created = now
         self.ready = False
         self.draining = False
-        self.job = -1  # what the encode or prefill side of the pod works on
+        self.job = -1  # the medium in the tower, or the request in prefill
+        self.media = [0, 0, 0]  # in hand, by modality
+        self.tower: deque[int] = deque()  # media that wait for the tower
         self.busy_since = 0.0
         self.busy_total = 0.0
         self.marks: deque[float] = deque([0.0], maxlen=marks)
         self.batch: list[tuple[float, int]] = []  # (step at which it ends, request)
-        self.places = 0  # sequences decoding or on their way from prefill
+        self.places = 0  # media in hand; sequences decoding or on their way from prefill
         self.kv_used = 0
         self.steps = 0.0
         self.steps_at = now
@@ -159,6 +166,7 @@ class Pipeline:
         self._sequence = 0
         self.now = 0.0
         self._prepare_requests(trace)
+        self._media_at_once = calibration.encoder.media_at_once
         self._max_sequences = spec.decode.max_sequences
         self._kv_blocks = calibration.decode.kv_blocks
         self._step = calibration.decode.step_seconds
@@ -198,29 +206,39 @@ class Pipeline:
     def _prepare_requests(self, trace: Trace) -> None:
         encoder, prefill, count = self.calibration.encoder, self.calibration.prefill, len(trace)
         self._work = [self.calibration.media[m] for m in MODALITIES]
-        self._medium_seconds = [
-            encoder.overhead_seconds + self.calibration.media[m] / encoder.work_per_second[m]
-            for m in MODALITIES
-        ]
+        self._overhead_seconds = [encoder.overhead_seconds[m] for m in MODALITIES]
+        self._tower_seconds = [self.calibration.media[m] / encoder.work_per_second[m] for m in MODALITIES]
+        alone = np.array(self._overhead_seconds) + np.array(self._tower_seconds)
         media = np.stack([trace.media[m] for m in MODALITIES], axis=1)
         block = self.spec.decode.kv_block_tokens
         kv = -(-(trace.context_tokens + trace.output_tokens) // block)
         seconds = prefill.overhead_seconds + trace.context_tokens / prefill.tokens_per_second
         if self.spec.encoder is None:
-            seconds = seconds + media @ np.array(self._medium_seconds)
+            seconds = seconds + media @ alone
+        factors = self._drawn_factors(trace)
+        self._factor: list[float] = factors.tolist()
         self._arrivals: list[float] = trace.arrivals.tolist()
         self._media: list[list[int]] = media.tolist()
         self._media_left: list[int] = media.sum(axis=1).tolist()
         self._context: list[int] = trace.context_tokens.tolist()
         self._output: list[int] = trace.output_tokens.tolist()
         self._kv: list[int] = kv.tolist()
-        self._prefill_seconds: list[float] = seconds.tolist()
+        self._prefill_seconds: list[float] = (seconds * factors).tolist()
         self._queued_at = [0.0] * count
         self._target: list[_Pod | None] = [None] * count
         self._first_token = [math.nan] * count
         self._ttft = [math.nan] * count
         self._itl = [math.nan] * count
         self._done = bytearray(count)
+
+    def _drawn_factors(self, trace: Trace) -> npt.NDArray[np.float64]:
+        """[requests]"""
+        factors = np.ones(len(trace))
+        for kind, mine in trace.kinds().items():
+            if (spread := self.calibration.spread.get(kind)) is not None:
+                rng = np.random.default_rng([SPREAD_SEED, KINDS.index(kind)])
+                factors[mine] = rng.choice(np.array(spread), int(mine.sum()))
+        return factors
 
     # --- the clock --------------------------------------------------------------------------------------------
 
@@ -256,7 +274,9 @@ class Pipeline:
                     self._stepped(pod)
                 continue
             self.now = now
-            if kind == _ENCODED:
+            if kind == _DECODED:
+                self._decoded(pod, argument)
+            elif kind == _ENCODED:
                 self._encoded(pod)
             elif kind == _PREFILLED:
                 self._prefilled(pod)
@@ -322,16 +342,25 @@ class Pipeline:
 
     def _start_encoding(self, pool: _PoolState) -> None:
         queue = self._encode_queue
-        while queue and (pod := self._idle(pool)) is not None:
+        while queue and (pod := self._least_busy(pool)) is not None:
             request, modality = queue.popleft()
             self._encode_waiting[modality] -= 1
             if self._expired(request):
-                heapq.heappush(pool.idle, (pod.number, pod))
                 continue
             pool.waited_seconds += self.now - self._queued_at[request]
-            pod.job = request * 3 + modality
-            pod.busy_since = self.now
-            self._push(self.now + self._medium_seconds[modality], _ENCODED, pod, 0)
+            pod.places += 1
+            pod.media[modality] += 1
+            medium = request * 3 + modality
+            seconds = self._overhead_seconds[modality] * self._factor[request]
+            self._push(self.now + seconds, _DECODED, pod, medium)
+
+    def _least_busy(self, pool: _PoolState) -> _Pod | None:
+        """The encoder with the fewest media in hand that takes one more."""
+        best, fewest = None, self._media_at_once
+        for pod in pool.pods:
+            if pod.places < fewest and pod.ready and not pod.draining:
+                best, fewest = pod, pod.places
+        return best
 
     def _idle(self, pool: _PoolState) -> _Pod | None:
         """The free pod with the lowest number: the highest leave first."""
@@ -341,10 +370,29 @@ class Pipeline:
                 return pod
         return None
 
+    def _decoded(self, pod: _Pod, medium: int) -> None:
+        """A medium is read and decoded, and waits for the tower."""
+        pod.tower.append(medium)
+        self._start_tower(pod)
+
+    def _start_tower(self, pod: _Pod) -> None:
+        if pod.job < 0 and pod.tower:
+            pod.job = pod.tower.popleft()
+            pod.busy_since = self.now
+            request, modality = divmod(pod.job, 3)
+            seconds = self._tower_seconds[modality] * self._factor[request]
+            self._push(self.now + seconds, _ENCODED, pod, 0)
+
     def _encoded(self, pod: _Pod) -> None:
         assert self._encoders is not None
-        request = pod.job // 3
-        self._free(self._encoders, pod)
+        request, modality = divmod(pod.job, 3)
+        pod.media[modality] -= 1
+        pod.busy_total += self.now - pod.busy_since
+        pod.job = -1
+        pod.places -= 1
+        self._start_tower(pod)
+        if pod.draining:
+            self._leave_if_empty(self._encoders, pod)
         self._media_left[request] -= 1
         if self._media_left[request] == 0 and not self._done[request]:
             self._queue_prefill(request)
@@ -431,6 +479,7 @@ class Pipeline:
         if self._encoders is not None and any(self._media[request]):
             delay += transfer.seconds_per_medium
         self._first_token[request] = self.now
+        delay *= self._factor[request]
         self._ttft[request] = ttft = self.now - self._arrivals[request] + delay
         self._ttft_by_tick[-1].append(ttft)
         target = self._target[request]
@@ -555,7 +604,7 @@ class Pipeline:
     def queue_length(self, name: PoolName) -> int:
         """Messages that wait for a pool or are worked on in it."""
         if name == "encoder":
-            return len(self._encode_queue) + sum(pod.job >= 0 for pod in self.pools[name].pods)
+            return len(self._encode_queue) + sum(pod.places for pod in self.pools[name].pods)
         if name == "prefill":
             return len(self._prefill_queue) + sum(pod.job >= 0 for pod in self.pools[name].pods)
         waiting = len(self._prefill_queue) if self._prefills is None else 0
@@ -596,8 +645,8 @@ class Pipeline:
             tokens = self._prefill_waiting_tokens * share + (self._context[pod.job] if pod.job >= 0 else 0)
             if encodes:
                 queued = {m: w * share for m, w in self._media_work(self._prefill_waiting_media).items()}
-        elif encodes and pod.job >= 0:
-            queued = {MODALITIES[pod.job % 3]: self._work[pod.job % 3]}
+        elif encodes:
+            queued = self._media_work(pod.media)
         decodes = "decode" in roles
         return PodLoad(
             encode_queued_work=queued,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmd_operator.simulate.calibration import MODALITIES, Modality
+from mmd_operator.simulate.calibration import HEAVIEST_FIRST, MODALITIES, Kind, Modality
 
 AZURE_COLUMNS = ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens")
 LARGEST_COUNT = 100_000_000
@@ -47,6 +47,15 @@ class Trace:
     def seconds(self) -> float:
         """From the first arrival to the last."""
         return float(self.arrivals[-1]) if len(self) else 0.0
+
+    def kinds(self) -> dict[Kind, npt.NDArray[np.bool_]]:
+        """Which requests [requests] are of each kind: that of the heaviest medium, or text."""
+        left = np.ones(len(self), dtype=bool)
+        kinds: dict[Kind, npt.NDArray[np.bool_]] = {}
+        for modality in HEAVIEST_FIRST:
+            kinds[modality] = left & (self.media[modality] > 0)
+            left &= ~kinds[modality]
+        return {"text": left, **kinds}
 
     def between(self, start: float, end: float) -> Trace:
         """The requests of a stretch of time, counted from its beginning."""

@@ -1,0 +1,107 @@
+"""Requests that come when they come, whether or not earlier ones are answered: real files, streamed answers, times to the first token.
+
+Times count from the moment at which a request was due, so that a client that falls behind cannot hide a slow server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from mmd_workers.local import samples
+from mmd_workers.local.client import media_part
+
+Kind = Literal["text", "image", "video", "audio"]
+WORDS = ("red", "green", "blue", "circle", "square", "triangle", "left", "right", "up", "down", "high", "low", "tone", "video")  # fmt: skip
+LATE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: due `at` seconds after the start; `body` is the JSON to post."""
+
+    at: float
+    kind: Kind
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came back. `ttft_seconds` is None where nothing did; `error` says why."""
+
+    at: float
+    kind: Kind
+    request_id: str
+    ttft_seconds: float | None
+    error: str = ""
+
+
+def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
+    """A fresh file (no cache knows it), and a text that begins unlike any other."""
+    rng = np.random.default_rng([seed, 7])
+    text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
+    parts: list[dict[str, Any]] = []
+    if kind != "text":
+        sample = samples.draw(kind, seed)
+        parts.append(media_part(kind, sample.bytes, sample.mime))
+    body = {
+        "model": "builtin/demo",
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    return Ask(at, kind, json.dumps(body).encode())
+
+
+def mixed(rate: float, seconds: float, seed: int, shares: dict[Kind, float]) -> list[Ask]:
+    """Poisson arrivals of `rate` requests a second; kinds by their shares, lengths log-normal."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.sort(rng.random(rng.poisson(rate * seconds)) * seconds)
+    kinds: list[Kind] = list(shares)
+    chosen = rng.choice(len(kinds), len(arrivals), p=list(shares.values()))
+    words = np.clip(rng.lognormal(3.4, 0.7, len(arrivals)), 4, 150).astype(int)
+    tokens = np.clip(rng.lognormal(2.8, 0.5, len(arrivals)), 2, 64).astype(int)
+    return [
+        ask(kinds[kind], float(at), 1_000_000 * seed + number, int(words[number]), int(tokens[number]))
+        for number, (at, kind) in enumerate(zip(arrivals, chosen, strict=True))
+    ]
+
+
+def steady(kind: Kind, every: float, seconds: float, seed: int, words: int, tokens: int) -> list[Ask]:
+    """One request of a kind every so many seconds."""
+    count = int(seconds / every)
+    return [ask(kind, number * every, 1_000_000 * seed + number, words, tokens) for number in range(count)]
+
+
+async def drive(url: str, asks: list[Ask]) -> list[Answered]:
+    """Post each request when it is due; returns when all are answered, in the order they were given."""
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
+    async with httpx.AsyncClient(base_url=url, timeout=LATE_SECONDS, limits=limits) as client:
+        begin = time.perf_counter() + 0.2
+        return list(await asyncio.gather(*(_one(client, asked, begin) for asked in asks)))
+
+
+async def _one(client: httpx.AsyncClient, asked: Ask, begin: float) -> Answered:
+    due = begin + asked.at
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    first, name = None, ""
+    headers = {"content-type": "application/json"}
+    try:
+        async with client.stream("POST", "/v1/chat/completions", content=asked.body, headers=headers) as got:
+            name = got.headers.get("x-request-id", "")
+            async for data in got.aiter_bytes():
+                if first is None and b'"content"' in data:
+                    first = time.perf_counter() - due
+                if b'"error"' in data or got.status_code != 200:
+                    return Answered(asked.at, asked.kind, name, None, data[:300].decode(errors="replace"))
+    except httpx.HTTPError as error:
+        return Answered(asked.at, asked.kind, name, None, repr(error))
+    return Answered(asked.at, asked.kind, name, first, "" if first is not None else "no token came")

@@ -1,0 +1,278 @@
+"""Measured numbers read off a running deployment: the timelines of recent requests that its gateway keeps, and the loads of its workers.
+
+Rates are those that workers publish. What a stage takes beside its work is what its requests took beyond that, at the median, so
+that a machine's hiccups move nothing but the spread. Knows the gateway's JSON; no wire, no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mmd_api.pools import PoolName, Role
+from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_operator.autoscaling import PodLoad
+from mmd_operator.simulate.calibration import MODALITIES, Calibration, Modality
+from mmd_operator.simulate.model import Pipeline
+from mmd_operator.simulate.policies import Static
+from mmd_operator.simulate.traces import Trace
+
+LEAST_REQUESTS = 30
+"""Fewer say nothing about a median, let alone a spread."""
+MOST_REQUESTS = 512
+ANSWER_SECONDS = 10.0
+SPREAD_POINTS = 100
+JOBS_PER_BATCH_PLACE = 2
+"""An encoder takes twice as many jobs from the queue as its tower has places in a batch: some are decoded while others run."""
+_POOL_OF: dict[Role, PoolName] = {"encode": "encoder", "prefill": "prefill", "decode": "decode"}
+
+
+class NotObservedError(ValueError):
+    """A deployment that cannot be calibrated from; the message says why and what to do."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Phase(_Part):
+    pod: str
+    name: str
+    start: float
+    end: float
+    detail: dict[str, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.end - self.start)
+
+
+class _Usage(_Part):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Medium(_Part):
+    modality: Modality
+
+
+class SeenRequest(_Part):
+    """A finished request, as the gateway remembers it. Times are Unix seconds."""
+
+    request_id: str
+    arrived: float
+    first_token: float
+    last_token: float
+    code: str
+    usage: _Usage
+    media: list[_Medium] = []
+    attempts: list[dict[str, Any]] = []
+    phases: list[_Phase] = []
+
+    @property
+    def ttft_seconds(self) -> float:
+        """From its arrival at the gateway to its first token there."""
+        return self.first_token - self.arrived
+
+    def phase(self, name: str) -> _Phase | None:
+        """The first phase of a name."""
+        return next((p for p in self.phases if p.name == name), None)
+
+    def media_of(self, modality: Modality) -> int:
+        """How many of its media are of this modality."""
+        return sum(medium.modality == modality for medium in self.media)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Finished requests in the order of their arrival, and one pod's load for each pool that has any."""
+
+    requests: tuple[SeenRequest, ...]
+    loads: Mapping[PoolName, PodLoad]
+
+    @property
+    def trace(self) -> Trace:
+        """The requests, to be run again."""
+        first = self.requests[0].arrived if self.requests else 0.0
+        counts = {m: np.array([r.media_of(m) for r in self.requests], dtype=np.int64) for m in MODALITIES}
+        return Trace(
+            "observed",
+            np.array([r.arrived - first for r in self.requests]),
+            counts,
+            np.array([r.usage.prompt_tokens for r in self.requests], dtype=np.int64),
+            np.array([r.usage.completion_tokens for r in self.requests], dtype=np.int64),
+        )
+
+    @property
+    def since(self) -> datetime:
+        """When the first request came."""
+        return datetime.fromtimestamp(self.requests[0].arrived, UTC)
+
+
+def look(url: str) -> Seen:
+    """Ask a gateway for the requests that it remembers and the loads that its workers report.
+
+    Raises:
+        NotObservedError: no gateway answers there, or too few requests were answered.
+    """
+    url = url.rstrip("/")
+    names = [entry["request_id"] for entry in _get(f"{url}/debug/requests?limit={MOST_REQUESTS}")["requests"]]
+    timelines = (_get(f"{url}/debug/requests/{name}") for name in names)
+    return seen(timelines, _get(f"{url}/debug/state"))
+
+
+def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Seen:
+    """From the gateway's `/debug/requests/...` and `/debug/state`. Requests that failed, were placed twice or still run are left out.
+
+    Raises:
+        NotObservedError: fewer than `LEAST_REQUESTS` are left.
+    """
+    requests = []
+    for timeline in timelines:
+        if timeline.get("code") != "ok" or not timeline.get("last_token") or len(timeline["attempts"]) != 1:
+            continue
+        try:
+            request = SeenRequest.model_validate(timeline)
+        except ValidationError as error:
+            raise NotObservedError(f"the gateway's timelines are of another version: {error}") from error
+        if request.phase("prefill") is not None:
+            requests.append(request)
+    if len(requests) < LEAST_REQUESTS:
+        raise NotObservedError(
+            f"the gateway remembers {len(requests)} answered requests and at least {LEAST_REQUESTS} are needed: put load on it first"
+        )
+    loads: dict[PoolName, PodLoad] = {}
+    for pod in state["pods"]:
+        load = PodLoad(**{name: pod["load"][name] for name in PodLoad.__slots__ if name in pod["load"]})
+        for role in pod["roles"]:
+            loads.setdefault(_POOL_OF[role], load)
+    return Seen(tuple(sorted(requests, key=lambda r: r.arrived)), loads)
+
+
+def calibrated(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
+    """`base` with everything that was measured: of start-up times and of modalities that did not come, nothing was.
+
+    The spread is what the same requests take in the model, beside what they took: so waiting is not counted twice.
+    """
+    typical = _typical(found, spec, base.measured(found.loads))
+    sizes = dict.fromkeys(_POOL_OF.values(), 1)
+    modelled = Pipeline(spec, found.trace, typical, Static(), start_sizes=sizes).run().ttft_seconds
+    factors = np.array([r.ttft_seconds for r in found.requests]) / modelled
+    points = (np.arange(SPREAD_POINTS) + 0.5) / SPREAD_POINTS
+    spread = {
+        kind: [round(float(factor), 3) for factor in np.quantile(factors[mine], points)]
+        for kind, mine in found.trace.kinds().items()
+        if mine.any()
+    }
+    return typical.model_copy(update={"spread": spread})
+
+
+def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
+    """Medians of what each stage takes beside its work, of requests that nothing else was in the way of."""
+    prefills = [p for r in found.requests if (p := r.phase("prefill")) is not None]
+    free = {id(p) for p in _alone(prefills)}
+    text = [r for r in found.requests if not r.media and id(r.phase("prefill")) in free]
+    if len(text) < LEAST_REQUESTS // 3:
+        raise NotObservedError(
+            f"{len(text)} text requests had prefill to themselves and {LEAST_REQUESTS // 3} are needed: send more, or more slowly"
+        )
+    rate = base.prefill.tokens_per_second
+    prefill_overhead = _median(max(0.0, _prefill(r) - r.usage.prompt_tokens / rate) for r in text)
+    gateway = _median(max(0.0, r.ttft_seconds - _prefill(r)) for r in text)
+
+    encodes = [p for r in found.requests for p in r.phases if p.name == "encode" and "tower_ms" in p.detail]
+    free |= {id(p) for p in _alone(encodes)}
+    tower, overhead = dict(base.media), dict(base.encoder.overhead_seconds)
+    beside: list[float] = []
+    for modality in MODALITIES:
+        mine = [p for p in encodes if p.detail.get("modality") == modality]
+        if not mine:
+            continue
+        tower_seconds = _median(p.detail["tower_ms"] / 1000 for p in mine)
+        tower[modality] = tower_seconds * base.encoder.work_per_second[modality]
+        quiet = [p for p in mine if id(p) in free] or mine
+        overhead[modality] = _median(max(0.0, p.seconds - p.detail["tower_ms"] / 1000) for p in quiet)
+        single = [r for r in found.requests if len(r.media) == 1 and r.media_of(modality) == 1]
+        beside += [
+            r.ttft_seconds - encode.seconds - _prefill(r) - gateway
+            for r in single
+            if (encode := r.phase("encode")) is not None
+            and id(encode) in free
+            and id(r.phase("prefill")) in free
+        ]
+    step, each = _steps(found.requests, base.decode.step_seconds)
+    at_once = JOBS_PER_BATCH_PLACE * spec.encoder.batching.max_items if spec.encoder else 1
+    encoder = base.encoder.model_copy(update={"overhead_seconds": overhead, "media_at_once": at_once})
+    prefill = base.prefill.model_copy(update={"overhead_seconds": prefill_overhead})
+    decode = base.decode.model_copy(update={"step_seconds": step, "step_seconds_per_sequence": each})
+    transfer = base.transfer.model_copy(
+        update={
+            "seconds_per_medium": max(0.0, _median(beside)) if beside else base.transfer.seconds_per_medium
+        }
+    )
+    return base.model_copy(
+        update={
+            "encoder": encoder, "prefill": prefill, "decode": decode, "media": tower, "transfer": transfer,
+            "gateway_seconds": gateway, "spread": {},
+        }
+    )  # fmt: skip
+
+
+def _prefill(request: SeenRequest) -> float:
+    phase = request.phase("prefill")
+    assert phase is not None
+    return phase.seconds
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
+
+
+def _alone(phases: Sequence[_Phase]) -> list[_Phase]:
+    """Those that no other phase of the same pod overlaps."""
+    alone = []
+    for pod in {p.pod for p in phases}:
+        mine = sorted((p for p in phases if p.pod == pod), key=lambda p: p.start)
+        latest = -np.inf
+        for phase, after in zip(mine, [*mine[1:], None], strict=True):
+            if phase.start >= latest and (after is None or after.start >= phase.end):
+                alone.append(phase)
+            latest = max(latest, phase.end)
+    return alone
+
+
+def _steps(requests: Sequence[SeenRequest], step: float) -> tuple[float, float]:
+    """Length of a decode step beside its sequences, and what each of them adds: a line through all answers, by least squares.
+
+    Where the line makes no sense, `step` is the whole length.
+    """
+    long = [r for r in requests if r.usage.completion_tokens > 1 and r.last_token > r.first_token]
+    if len(long) < LEAST_REQUESTS // 3:
+        return step, 0.0
+    starts, ends = np.array([r.first_token for r in long]), np.array([r.last_token for r in long])
+    itl = (ends - starts) / np.array([r.usage.completion_tokens - 1 for r in long])
+    shared = np.clip(np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts), 0, None).sum(
+        axis=1
+    )
+    sequences = shared / (ends - starts)
+    each = float(np.polyfit(sequences, itl, 1)[0]) if np.ptp(sequences) > 0 else 0.0
+    alone = float(np.median(itl - each * sequences))
+    return (alone, each) if each >= 0 and alone > 0 else (float(np.median(itl)), 0.0)
+
+
+def _get(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 - the user's own URL
+            return json.load(answer)
+    except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
+        raise NotObservedError(
+            f"no gateway answers at {url} ({error}): give the URL of one that runs"
+        ) from error
