@@ -313,7 +313,7 @@ async def test_more_requests_than_allowed_are_told_to_wait(launch: Launch) -> No
         await asking
 
 
-async def test_a_draining_gateway_finishes_what_it_has_and_takes_nothing_new(launch: Launch) -> None:
+async def test_a_draining_gateway_refuses_nobody_and_closes_connections(launch: Launch) -> None:
     gateway = await launch()
     go = asyncio.Event()
 
@@ -328,8 +328,9 @@ async def test_a_draining_gateway_finishes_what_it_has_and_takes_nothing_new(lau
     async with asyncio.timeout(5):
         while (await gateway.http.get("/ready")).status_code != 503:
             await asyncio.sleep(0.01)
-    refused = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
-    assert refused.status_code == 503
     go.set()
     assert await asking == TEXT
+    late = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    assert late.json()["choices"][0]["message"]["content"] == TEXT
+    assert late.headers["connection"] == "close"
     await asyncio.wait_for(gateway.task, 10)

@@ -6,6 +6,8 @@ from mmd_api.subjects import GATEWAY_USER
 from mmd_operator.resources.naming import GATEWAY_PORT, Manifest, Scope
 from mmd_operator.resources.pods import worker_pod
 
+LEAVE_SERVICE_SECONDS = 4
+
 
 def gateway_objects(scope: Scope) -> list[Manifest]:
     """Service and Deployment. The gateway's replicas are the spec's: no scaler owns them."""
@@ -20,6 +22,13 @@ def gateway_objects(scope: Scope) -> list[Manifest]:
             "ports": [{"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
+    template = worker_pod(
+        scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER
+    )
+    # Nodes hear a moment later that the pod leaves the Service: until then it goes on as if nothing were.
+    template["spec"]["containers"][0]["lifecycle"] = {
+        "preStop": {"exec": {"command": ["sleep", str(LEAVE_SERVICE_SECONDS)]}}
+    }
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -28,9 +37,7 @@ def gateway_objects(scope: Scope) -> list[Manifest]:
             "replicas": scope.spec.gateway.replicas,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": scope.selector("gateway")},
-            "template": worker_pod(
-                scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER
-            ),
+            "template": template,
         },
     }
     return [service, deployment]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any, get_args
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -72,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Gateway:
-    """Everything that requests share. `draining`: no new requests; those in hand go on."""
+    """Everything that requests share. `draining`: about to end; connections are closed after their next answer."""
 
     model: str
     max_body_bytes: int
@@ -91,19 +93,16 @@ class Gateway:
     started: float = field(default_factory=time.time)
     draining: bool = False
     running: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    last_request: float = -math.inf
 
     @contextlib.contextmanager
     def admit(self) -> Any:
         """Count a request in and out.
 
         Raises:
-            ApiError: 429, too many at once; 503, on the way out.
+            ApiError: 429, too many at once.
         """
-        if self.draining:
-            raise ApiError(
-                503, "this gateway is shutting down: retry", code="overloaded", retry_after_seconds=1.0
-            )
+        self.last_request = time.monotonic()
         if self.running >= self.max_concurrent_requests:
             raise ApiError(
                 429,
@@ -113,13 +112,10 @@ class Gateway:
                 retry_after_seconds=1.0,
             )
         self.running += 1
-        self.idle.clear()
         try:
             yield
         finally:
             self.running -= 1
-            if not self.running:
-                self.idle.set()
 
     def model_len(self) -> int:
         """The longest sequence that every ready worker takes; 0: nobody has said."""
@@ -129,6 +125,22 @@ class Gateway:
             if beat.max_model_len and "prefill" in beat.roles
         ]
         return min(lengths, default=0)
+
+
+class _FarewellMiddleware:
+    """While the gateway drains, every answer closes its connection: the next request of that client opens one to another pod."""
+
+    def __init__(self, app: Any, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
+        async def closing(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and self._gateway.draining:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, closing)
 
 
 @dataclass(slots=True)
@@ -556,6 +568,7 @@ def build_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat], web_page: bo
         return JSONResponse(fault.body(), status)
 
     return Starlette(
+        middleware=[Middleware(_FarewellMiddleware, gateway=gateway)],
         routes=[
             Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
             Route("/v1/models", models),

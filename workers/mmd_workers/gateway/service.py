@@ -39,6 +39,8 @@ HOLD_BODIES = 4  # largest bodies that the media budget has room for
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
 QUEUE_PERIOD_SECONDS = 0.5
+QUIET_SECONDS = 2.0  # without a new request: then clients have found another gateway
+DRAIN_CHECK_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -180,14 +182,15 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: Demand) -> 
 
 
 async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float) -> None:
+    """Finish what is in hand, and what clients still send over connections that they have: nobody is refused on the way out."""
     gateway.draining = True
     await heartbeater.beat()
-    if not gateway.running:
-        return
-    _log.info("draining: %d requests in hand", gateway.running)
+    if gateway.running:
+        _log.info("draining: %d requests in hand", gateway.running)
     try:
         async with asyncio.timeout(max(1, grace_seconds - DRAIN_RESERVE_SECONDS)):
-            await gateway.idle.wait()
+            while gateway.running or time.monotonic() - gateway.last_request < QUIET_SECONDS:
+                await asyncio.sleep(DRAIN_CHECK_SECONDS)
     except TimeoutError:
         _log.warning("the grace period is over with %d requests in hand: they are cut off", gateway.running)
 
