@@ -104,7 +104,7 @@ class Story:
                 self.record("storm")
             (REPORT / "storm.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
             storm.picture(REPORT / "storm.png", body)
-            said = ("requests", "lost", "duplicated", "wrong", "text_isolation", "largest")
+            said = ("requests", "lost", "duplicated", "wrong", "largest")
             step.note = ", ".join(f"{key} {body[key]}" for key in said)
             for kind, figures in body["ttft"].items():
                 console.print(f"  TTFT {kind}: {figures}", markup=False)

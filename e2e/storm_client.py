@@ -21,15 +21,16 @@ from mmd_workers.local.samples import Kind, Sample, draw
 
 DISTINCT = 24  # files of each kind; a video is another file each time, with the same frames
 FIRST_SEED = 70_000
-CALM_SECONDS = 20.0
-TEXT_PAUSE_SECONDS = 0.4
-ASKERS: dict[Kind, int] = {"video": 8, "image": 2, "audio": 1}
+CALM_SECONDS = 15.0
+TEXT_PAUSE_SECONDS = 0.3
+TEXTS_AT_ONCE = 16
+ASKERS: dict[Kind, int] = {"video": 12, "image": 2, "audio": 1}
 TEXT_TOKENS, TOKENS = 32, 12
 MODEL = "builtin/demo"
 
 
 class Storm:
-    """Askers of each kind, one question after the other each; text at a steady pace, however long answers take."""
+    """Askers of each kind, one question after the other each; text at a steady pace while few of its answers are late."""
 
     def __init__(self, url: str, requests: int) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=320, max_retries=0)
@@ -42,7 +43,9 @@ class Storm:
         texts: set[asyncio.Task[None]] = set()
         askers: list[asyncio.Task[None]] = []
         while self._left > 0:
-            texts.add(asyncio.create_task(self._ask("text", "calm" if not askers else "storm")))
+            texts = {text for text in texts if not text.done()}
+            if len(texts) < TEXTS_AT_ONCE:
+                texts.add(asyncio.create_task(self._ask("text", "calm" if not askers else "storm")))
             await asyncio.sleep(TEXT_PAUSE_SECONDS)
             if not askers and time.monotonic() > calm:
                 print(json.dumps({"storm_begins": time.time()}), flush=True)
