@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from local_deployment import Deployment, until
-from observed_fixture import ask, content, load, scrape
+from observed_fixture import content, load, scrape
 from prometheus_server import Prometheus, hurried
 
 from mmd_workers.local.pods import LocalPod
@@ -61,10 +61,17 @@ def frozen(deployment: Deployment, pod: LocalPod) -> Iterator[None]:
 
 
 @contextmanager
-def clients() -> Iterator[Callable[..., Future[Any]]]:
-    """Many clients at once; those that still wait at the end are told so."""
+def clients(deployment: Deployment) -> Iterator[Callable[..., Future[Any]]]:
+    """Many clients at once; the block ends when all have their answer."""
+    client = deployment.client()
+    defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+
+    def one(what: list[dict[str, Any]] | str, options: dict[str, Any]) -> Any:
+        messages: Any = [{"role": "user", "content": what}]
+        return client.chat.completions.create(model="builtin/demo", messages=messages, **defaults | options)
+
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        yield threads.submit
+        yield lambda what, **options: threads.submit(one, what, options)
 
 
 def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 30) -> dict[str, Any]:
@@ -87,16 +94,16 @@ def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Depl
     """Its queue grows, scrapes get no answer, and when it goes on its requests have missed their promise."""
     (encoder,) = observed.pods("encoder")
     begun = time.time()
-    with clients() as submit:
+    with clients(observed) as submit:
         asked: list[Future[Any]] = []
 
         def pour(alert: str) -> bool:
-            asked.extend(submit(ask, observed, content(another_video())) for _ in range(4))
+            asked.extend(submit(content(another_video())) for _ in range(4))
             return bool(prometheus.firing(alert, begun))
 
         with frozen(observed, encoder):
-            until(lambda: pour("MmdPodNotScraped"), 30, "scrapes without an answer are an alert")
-            until(lambda: pour("MmdBacklogGrows"), 30, "the backlog is an alert")
+            until(lambda: pour("MmdPodNotScraped"), 60, "scrapes without an answer are an alert")
+            until(lambda: pour("MmdBacklogGrows"), 60, "the backlog is an alert")
         assert {one["pod"] for one in prometheus.firing("MmdPodNotScraped", begun)} == {encoder.name}
         assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} == {"encode"}
         until_firing(prometheus, "MmdSloBurnsFast", begun, 90)
@@ -108,8 +115,8 @@ def test_decoders_without_free_kv(prometheus: Prometheus, observed: Deployment) 
     """More long answers than there is KV for: all come, some later."""
     begun = time.time()
     story = {"max_tokens": 1000, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
-    with clients() as submit:
-        stories = [submit(ask, observed, f"Tell story {number}.", **story) for number in range(36)]
+    with clients(observed) as submit:
+        stories = [submit(f"Tell story {number}.", **story) for number in range(36)]
         full = until_firing(prometheus, "MmdKvSaturated", begun)
         assert full["pod"] in {pod.name for pod in observed.pods("decode")}
         assert all(job.result(timeout=240) for job in stories)
@@ -119,11 +126,8 @@ def test_decoders_without_free_kv(prometheus: Prometheus, observed: Deployment) 
 def test_a_decoder_that_dies_with_kv_on_its_way_to_it(prometheus: Prometheus, observed: Deployment) -> None:
     begun = time.time()
     decoder = observed.pods("decode")[0]
-    with clients() as submit:
-        asked = [
-            submit(ask, observed, f"{number}: {LONG_QUESTION}", max_tokens=4)
-            for number in range(AT_ONCE // 10)
-        ]
+    with clients(observed) as submit:
+        asked = [submit(f"{number}: {LONG_QUESTION}", max_tokens=4) for number in range(AT_ONCE // 10)]
         until(lambda: inbound(decoder) >= 2, 30, "KV is on its way there")
         observed.kill(decoder)
         assert until_firing(prometheus, "MmdTransfersFail", begun)["link"] == "kv"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -90,28 +91,36 @@ def test_rules_are_loaded_and_nothing_is_wrong_while_all_is_well(prometheus: Pro
 def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, observed: Deployment) -> None:
     """An encoder and a decoder are killed with work in their hands, the message server restarts, a picture is half there."""
     encoder, decoder = observed.pods("encoder")[0], observed.pods("decode")[0]
-    enough = threading.Event()
+    enough, seeds = threading.Event(), itertools.count(71_000)
 
-    def keep_asking() -> bool:
-        answered = [bool(ask_long(observed))]
+    def keep_asking(one: Callable[[], str]) -> bool:
+        answered = [one()]
         while not enough.is_set():
-            answered.append(bool(ask_long(observed)))
+            answered.append(one())
         return all(answered)
 
-    with ThreadPoolExecutor(40) as threads:
-        long = [threads.submit(keep_asking) for _ in range(4)]
-        videos = [threads.submit(ask, observed, content(draw("video", 71_000 + n))) for n in range(32)]
-        until(lambda: any(job.done() for job in videos), 60, "videos are being encoded")
-        until(lambda: observed.state(decoder)["load"]["decode_running"] > 0, 20, "sequences decode there")
-        observed.kill(decoder)
-        observed.kill(encoder)
-        enough.set()
+    def about_a_video() -> str:
+        return str(ask(observed, content(draw("video", next(seeds)))).id)
+
+    def in_their_hands() -> bool:
+        loads = [observed.state(pod)["load"] for pod in (encoder, decoder)]
+        return sum(loads[0]["encode_queued_work"].values()) > 0 and loads[1]["decode_running"] > 0
+
+    with ThreadPoolExecutor(20) as threads:
+        asked = [threads.submit(keep_asking, lambda: ask_long(observed)) for _ in range(4)]
+        asked += [threads.submit(keep_asking, about_a_video) for _ in range(16)]
+        try:
+            until(in_their_hands, 60, "both have work in their hands")
+            observed.kill(encoder)
+            observed.kill(decoder)
+        finally:
+            enough.set()
         until(
             lambda: bool(prometheus.query('ALERTS{alertname="MmdPodNotScraped"}')),
             20,
             "pods that do not answer are news",
         )
-        assert all(job.result(timeout=150) for job in (*long, *videos))
+        assert all(job.result(timeout=150) for job in asked)
     observed.wait_ready(encoder, 120)
     observed.wait_ready(decoder, 120)
     observed.restart_nats()
@@ -141,10 +150,9 @@ def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, 
     assert prometheus.value(lost) == 0, "a request was lost"
 
 
-def ask_long(deployment: Deployment) -> Any:
-    return ask(
-        deployment, "Tell a story.", max_tokens=1500, temperature=1.0, extra_body={"ignore_eos": True}
-    ).id
+def ask_long(deployment: Deployment) -> str:
+    options = {"max_tokens": 1500, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+    return str(ask(deployment, "Tell a story.", **options).id)
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
