@@ -103,9 +103,6 @@ async def running(
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it
             threads = threads or _threads_per_worker(objects)
             pods = local_pods(objects, Path(folder), nats.url, port, threads)
-            for pod in pods:
-                supervisor.start(pod)
-            await _until_ready(pods, supervisor, progress, ready_seconds)
             gateway = next(pod for pod in pods if pod.component == "gateway")
             local = LocalDeployment(name, deployment.spec.model.id, gateway.http_url, pods, supervisor, nats)
 
@@ -121,16 +118,21 @@ async def running(
                     )
                 )
 
-            note = tell({})
-            scaler = LocalScaler(
-                deployment, objects, pods, supervisor, Path(folder), nats.url, threads, log_line, tell
-            )
-            scaling = asyncio.create_task(_scale(scaler), name="autoscaler")
+            for pod in pods:
+                supervisor.start(pod)
+            note = tell({})  # from now on `mmd status` shows how far each pod is
             try:
-                yield local
+                await _until_ready(pods, supervisor, progress, ready_seconds)
+                scaler = LocalScaler(
+                    deployment, objects, pods, supervisor, Path(folder), nats.url, threads, log_line, tell
+                )
+                scaling = asyncio.create_task(_scale(scaler), name="autoscaler")
+                try:
+                    yield local
+                finally:
+                    scaling.cancel()
+                    await asyncio.gather(scaling, return_exceptions=True)
             finally:
-                scaling.cancel()
-                await asyncio.gather(scaling, return_exceptions=True)
                 note.unlink(missing_ok=True)
         finally:
             gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
