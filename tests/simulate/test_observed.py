@@ -140,6 +140,30 @@ def test_failed_repeated_and_unfinished_requests_teach_nothing():
     assert len(seen([*requests(), *bad], STATE).requests) == 90
 
 
+def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model():
+    """Of each pair the second comes while the first one's answer is still being written, and takes half as long again."""
+    pairs = []
+    for n in range(120):
+        made = timeline(n, 1.0 if n % 2 == 0 else 1.5)
+        earlier = 0.7 if n % 2 else 0.0  # before that second of its own
+        for name in ("arrived", "first_token", "last_token"):
+            made[name] -= earlier
+        for phase in made["phases"]:
+            phase["start"], phase["end"] = phase["start"] - earlier, phase["end"] - earlier
+        made["last_token"] = made["first_token"] + 0.5
+        made["usage"]["completion_tokens"] = 251
+        pairs.append(made)
+    spec, found = load(str(SPEC)).spec, seen(pairs, STATE)
+    numbers = calibrated(found, spec, Calibration.load(None))
+    assert numbers.contention == pytest.approx(0.5, rel=0.1)
+    modelled = Pipeline(spec, found.trace, numbers, Static()).run().ttft_seconds
+    took = np.array([r.ttft_seconds for r in found.requests])
+    assert modelled.mean() == pytest.approx(took.mean(), rel=0.05)
+    assert modelled[1::2].mean() / modelled[::2].mean() == pytest.approx(
+        took[1::2].mean() / took[::2].mean(), rel=0.1
+    )
+
+
 @pytest.mark.parametrize(
     ("timelines", "words"),
     [

@@ -73,6 +73,8 @@ class Calibration(_Part):
 
     `spread`: equally likely factors, by the heaviest medium of a request; it draws one for all of its stages before the first token (no
     two are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named take what is typical.
+    `contention`: by this share every other request under way lengthens the stages of one that arrives, where replicas share cores; 0
+    where each has its own.
     """
 
     encoder: EncoderNumbers
@@ -82,6 +84,7 @@ class Calibration(_Part):
     transfer: TransferNumbers
     gateway_seconds: Seconds
     spread: dict[Kind, Annotated[list[Factor], Field(min_length=1, max_length=1000)]] = {}
+    contention: Annotated[float, Field(ge=0, le=100)] = 0.0
 
     @classmethod
     def load(cls, path: str | Path | None) -> Calibration:

@@ -223,7 +223,7 @@ class Pipeline:
         self._context: list[int] = trace.context_tokens.tolist()
         self._output: list[int] = trace.output_tokens.tolist()
         self._kv: list[int] = kv.tolist()
-        self._prefill_seconds: list[float] = (seconds * factors).tolist()
+        self._prefill_seconds: list[float] = seconds.tolist()
         self._queued_at = [0.0] * count
         self._target: list[_Pod | None] = [None] * count
         self._first_token = [math.nan] * count
@@ -313,6 +313,7 @@ class Pipeline:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def _arrive(self, request: int) -> None:
+        self._factor[request] *= 1 + self.calibration.contention * (self._in_flight - 1)
         if self._kv[request] > self._kv_blocks:
             self._lose(request, "too large")
         elif self._encoders is not None and self._media_left[request]:
@@ -438,7 +439,7 @@ class Pipeline:
             target.kv_used += self._kv[request]
             self._target[request] = target
             pod.job, pod.busy_since = request, self.now
-            seconds = self._prefill_seconds[request]
+            seconds = self._prefill_seconds[request] * self._factor[request]
             if prefills is None and pod.batch:
                 steps = math.ceil(seconds / self._chunk)
                 seconds += steps * (self._step + self._step_each * len(pod.batch))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mmd_api.pools import PoolName, Role
@@ -160,19 +161,40 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
 def calibrated(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
     """`base` with everything that was measured: of start-up times and of modalities that did not come, nothing was.
 
-    The spread is what the same requests take in the model, beside what they took: so waiting is not counted twice.
+    Contention and spread are what the same requests take in the model, beside what they took: so waiting is not counted twice.
     """
     typical = _typical(found, spec, base.measured(found.loads))
     sizes = dict.fromkeys(_POOL_OF.values(), 1)
     modelled = Pipeline(spec, found.trace, typical, Static(), start_sizes=sizes).run().ttft_seconds
     factors = np.array([r.ttft_seconds for r in found.requests]) / modelled
+    others = _others_under_way(found.requests)
+    contention = _contention(others, factors)
+    factors /= 1 + contention * others
     points = (np.arange(SPREAD_POINTS) + 0.5) / SPREAD_POINTS
     spread = {
         kind: [round(float(factor), 3) for factor in np.quantile(factors[mine], points)]
         for kind, mine in found.trace.kinds().items()
         if mine.any()
     }
-    return typical.model_copy(update={"spread": spread})
+    return typical.model_copy(update={"spread": spread, "contention": round(contention, 4)})
+
+
+def _others_under_way(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
+    """[requests]: how many were being answered when each one arrived."""
+    arrivals, ends = np.array([r.arrived for r in requests]), np.sort([r.last_token for r in requests])
+    before = np.arange(len(requests)) - np.searchsorted(ends, arrivals)
+    return np.maximum(before, 0)
+
+
+def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
+    """The slope of a line through the median factors of requests that had as many others beside them, as a share of its start."""
+    counts = [n for n in np.unique(others) if (others == n).sum() >= LEAST_REQUESTS // 3]
+    if len(counts) < 2:
+        return 0.0
+    medians = [np.median(factors[others == n]) for n in counts]
+    weights = [np.sqrt((others == n).sum()) for n in counts]
+    slope, start = np.polyfit(counts, medians, 1, w=weights)
+    return max(0.0, float(slope / start)) if start > 0 else 0.0
 
 
 def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
@@ -221,7 +243,7 @@ def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> 
     return base.model_copy(
         update={
             "encoder": encoder, "prefill": prefill, "decode": decode, "media": tower, "transfer": transfer,
-            "gateway_seconds": gateway, "spread": {},
+            "gateway_seconds": gateway, "spread": {}, "contention": 0.0,
         }
     )  # fmt: skip
 
