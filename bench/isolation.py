@@ -62,17 +62,25 @@ def resource(layout: str) -> dict[str, Any]:
 
 
 def processor_seconds(local: up.LocalDeployment) -> dict[str, float]:
-    """Of each pod with all processes that it started (a pod has a session of its own)."""
+    """Of each pod with all processes that it started, and of this one, which asks."""
     pods = {child.pid: name for name, child in local.supervisor.children.items()}
-    used: dict[str, float] = defaultdict(float)
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
-        if (pod := pods.get(int(fields[3]))) is not None:
-            used[pod] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return dict(used)
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    of_pods: dict[str, float] = defaultdict(float, client=used[os.getpid()])
+    for pid, seconds in used.items():
+        while pid and pid not in pods:
+            pid = parents.get(pid, 0)
+        if pid in pods:
+            of_pods[pods[pid]] += seconds
+    return dict(of_pods)
 
 
 async def phases(url: str, answered: list[Answered]) -> dict[str, list[float]]:
@@ -187,7 +195,7 @@ def table(found: dict[str, Any]) -> Table:
 
     for layout, run in found.items():
         cores = ", ".join(
-            f"{pod.removeprefix(f'bench-{layout.lower()}-')} {n:.2f}"
+            f"{pod.removeprefix(f'bench-{layout.lower()}-').split('-')[0]} {n:.2f}"
             for pod, n in run["storm"]["cores_used"].items()
         )
         made.add_row(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from mmd_api.spec import Resources
 from mmd_workers.local import up
 from mmd_workers.local.pods import LocalPod, RenderError, local_pods
+from mmd_workers.local.supervisor import Supervisor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -77,3 +81,16 @@ def test_pods_stand_back_in_proportion_to_what_they_ask_of_the_processor(tmp_pat
 
 def test_nobody_stands_back_where_nobody_asks_for_processors(tmp_path: Path) -> None:
     assert {pod.nice for pod in pods_of("demo.yaml", tmp_path)} == {0}
+
+
+async def test_a_process_runs_at_its_pods_nice(tmp_path: Path) -> None:
+    printed: asyncio.Queue[str] = asyncio.Queue()
+    supervisor = Supervisor(lambda _, line: printed.put_nowait(line))
+    code = "import os, time; print(os.getpriority(os.PRIO_PROCESS, 0)); time.sleep(60)"
+    pod = LocalPod("e-0", "encoder", [sys.executable, "-c", code], {}, 0, grace_seconds=5.0, nice=7)
+    supervisor.start(pod)
+    try:
+        async with asyncio.timeout(30):
+            assert await printed.get() == str(os.getpriority(os.PRIO_PROCESS, 0) + 7)
+    finally:
+        await supervisor.stop()
