@@ -182,8 +182,8 @@ def calibrated(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -
 def _others_under_way(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
     """[requests]: how many were being answered when each one arrived."""
     arrivals, ends = np.array([r.arrived for r in requests]), np.sort([r.last_token for r in requests])
-    before = np.arange(len(requests)) - np.searchsorted(ends, arrivals)
-    return np.maximum(before, 0)
+    before: npt.NDArray[np.int64] = np.arange(len(requests)) - np.searchsorted(ends, arrivals)
+    return before.clip(min=0)
 
 
 def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
