@@ -158,3 +158,35 @@ def test_a_calibration_file_with_faults_names_each(tmp_path: Path):
     with pytest.raises(InvalidDeploymentError) as refused:
         Calibration.load(file)
     assert {"encoder.startSeconds", "prefill"} <= {fault.field for fault in refused.value.faults}
+
+
+def test_requests_on_shared_cores_take_longer_for_each_that_is_under_way_and_no_two_alike():
+    trace = one_video_each(np.array([0.0, 0.001]))
+    alone, shared = (
+        static(
+            spec(encoder=GPU, prefill=GPU), trace, numbers(contention=c), encoder=2, prefill=2
+        ).ttft_seconds
+        for c in (0.0, 0.5)
+    )
+    assert shared[0] == pytest.approx(alone[0])
+    assert shared[1] == pytest.approx(1.5 * alone[1], rel=0.01)
+    many = one_video_each(np.arange(400) * 100.0)
+    spread = static(
+        spec(encoder=GPU, prefill=GPU), many, numbers(spread={"video": [0.5, 2.0], "text": [9.0]})
+    )
+    factors = spread.ttft_seconds / alone[0]
+    assert set(factors.round(2)) == {0.5, 2.0}
+    assert np.mean(factors > 1) == pytest.approx(0.5, abs=0.1)
+
+
+def test_an_encoder_reads_several_media_side_by_side_and_its_tower_takes_them_one_by_one():
+    """Four videos at once: read together in one second, then a second each in the tower."""
+    read, tower = {"image": 0.0, "video": 1.0, "audio": 0.0}, {"image": 1.0, "video": 1.0, "audio": 1.0}
+    base = Calibration.load(None)
+    encoder = base.encoder.model_copy(
+        update={"overhead_seconds": read, "work_per_second": tower, "media_at_once": 4}
+    )
+    one_each = numbers(encoder=encoder, media=tower)
+    outcome = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.zeros(4)), one_each, prefill=4)
+    assert np.diff(outcome.ttft_seconds) == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
+    assert outcome.ttft_seconds[0] == pytest.approx(2.0, abs=0.1)
