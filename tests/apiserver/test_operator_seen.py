@@ -107,7 +107,7 @@ def seen(
     folder = tmp_path_factory.mktemp("seen")
     namespace, port = Namespace.create(api, "operator-seen"), free_port()
     operator = OperatorProcess(control_plane.kubeconfig(), namespace.name, folder, health_port=port)
-    rules = hurried(folder / "rules.yaml", windows=30, waits=300)
+    rules = hurried(folder / "rules.yaml", windows=10, waits=300)
     discovery = Discovery(namespace, folder / "pods.json")
     config = configuration(port, rules, discovery.file)
     operator.start()

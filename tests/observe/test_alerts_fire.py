@@ -1,6 +1,6 @@
 """Alerts in state firing on a real Prometheus after real faults of a real deployment, and no request lost in any of them.
 
-The rules are the chart's with shorter times: windows by 30 (`[5m]` is ten seconds, `[1h]` two minutes), `for` by 300. Thresholds are
+The rules are the chart's with shorter times: windows by 10 (`[5m]` is half a minute, `[1h]` six), `for` by 300. Thresholds are
 as they are.
 """
 
@@ -36,7 +36,7 @@ NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("firing")
-    rules = hurried(folder / "rules.yaml", windows=30, waits=300)
+    rules = hurried(folder / "rules.yaml", windows=10, waits=300)
     with Prometheus.of_gateway(folder, observed.local.gateway_url, rules) as server:
         server.until_scraped(len(observed.local.pods))
         yield server
