@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 STOPPING = "this worker is stopping; the decode can be done elsewhere"
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 
@@ -56,6 +57,17 @@ class _Decoder:
             raise _ProcessLostError
         reply: dict[str, Any] = json.loads(message)
         return reply
+
+    async def ended(self) -> int:
+        """Exit status of a process that left its socket; killed where it does not go.
+
+        To kill it at once would reap it behind asyncio's back, which then reports 255 in place of the true status.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                return await self.process.wait()
+        self.kill()
+        return await self.process.wait()
 
     def kill(self) -> None:
         if self.process.returncode is None:
@@ -188,10 +200,12 @@ class DecodePool:
                 "spec.gateway.media.decodeTimeoutSeconds"
             ) from error
         except _ProcessLostError as error:
-            slot.discard()
+            try:
+                status = await decoder.ended()
+            finally:
+                slot.discard()
             if self._closed:
                 raise OverloadedError(STOPPING) from error
-            status = await decoder.process.wait()
             log.warning("decode process %d ended with %s", decoder.process.pid, _how(status))
             raise BadMediaError(
                 f"the decoder died on this medium ({_how(status)}); send it re-encoded"
