@@ -57,7 +57,7 @@ class Story:
             self.install_chart()
         with self.steps.step("deployment is Ready") as step:
             self.make_namespace(NAMESPACE)
-            self.apply_demo()
+            self.apply(DEMO)
             self.wait_ready(seconds=420)
             step.note = self.kubectl("get", "mmd", "demo", "--no-headers").strip()
         with self.steps.step("client started"):
@@ -93,7 +93,7 @@ class Story:
 
     def weather_storm(self, requests: int) -> None:
         with self.steps.step("a deployment that scales is Ready"):
-            self.kubectl("apply", "--filename=-", stdin=storm.deployment(self.images()))
+            self.apply(storm.MANIFEST)
             self.wait_ready(seconds=300, name=storm.NAME)
         with self.steps.step("a storm: pools grow, shrink, roll and crash, and no request is lost") as step:
             url = f"http://{storm.NAME}-gateway.{NAMESPACE}.svc:8000"
@@ -152,20 +152,15 @@ class Story:
         )
         until("an operator holds the lease", 60, lambda: self.leader() in self.operator_pods())
 
-    def apply_demo(self) -> None:
-        demo = yaml.safe_load(DEMO.read_text())
-        if images := self.images():
-            demo["spec"]["image"] = images
-        self.kubectl("apply", "--filename=-", stdin=yaml.safe_dump(demo))
-
-    def images(self) -> dict[str, str]:
-        """`spec.image` of a deployment; empty: the defaults are what the nodes have."""
-        if not self.registry:
-            return {}
-        return {
-            "worker": f"{self.prefix}multimodal-worker:{TAG}",
-            "nats": f"{self.prefix}multimodal-nats:{TAG}",
-        }
+    def apply(self, manifest: Path) -> None:
+        """A deployment, with the images of this run where nodes pull them from a registry."""
+        deployment = yaml.safe_load(manifest.read_text())
+        if self.registry:
+            deployment["spec"]["image"] = {
+                "worker": f"{self.prefix}multimodal-worker:{TAG}",
+                "nats": f"{self.prefix}multimodal-nats:{TAG}",
+            }
+        self.kubectl("apply", "--filename=-", stdin=yaml.safe_dump(deployment))
 
     def kill(self, pod: str) -> bool:
         """SIGKILL a pod's container from outside, as the kernel would; False where the nodes are out of reach."""

@@ -5,7 +5,6 @@ Every answer must be that of `generate` of the whole model; the report counts wh
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import sys
@@ -19,7 +18,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from matplotlib.figure import Figure
 from shell import FailedError, until
 from steps import console
@@ -32,10 +30,14 @@ sys.path += [
     str(REPOSITORY / "tests" / "model"),
 ]
 
+import oracle  # noqa: E402  that of tests/pipeline
 import report  # noqa: E402  bench's
 import storm_client  # noqa: E402
 
+from mmd_workers.local.samples import draw  # noqa: E402
+
 NAME = "storm"
+MANIFEST = HERE / "storm.yaml"
 POOLS = ("encoder", "prefill", "decode")
 REQUESTS = 2400
 PAUSE_SECONDS = 10.0
@@ -195,10 +197,10 @@ class Storm:
     def _report(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         begins = next(line["storm_begins"] for line in lines if "storm_begins" in line)
         asked = [line for line in lines if "kind" in line]
-        oracle = Oracle()
+        right = Oracle()
         lost = [a for a in asked if a["error"] or a["ends"] == 0]
         duplicated = [a for a in asked if a["ends"] > 1]
-        wrong = [a for a in asked if a not in lost and a["text"] != oracle.answer(a["kind"], a["seed"])]
+        wrong = [a for a in asked if a not in lost and a["text"] != right.answer(a["kind"], a["seed"])]
         ttft = {
             f"{kind} {phase}": {"requests": len(values)}
             | {point: round(value, 3) for point, value in report.percentiles(values).items()}
@@ -220,9 +222,7 @@ class Storm:
             "moments": self.watch.moments,
             "replicas": self.watch.rows,
             "arrivals": [(round(a["began"] - self.watch.began, 2), a["kind"], a["ttft"]) for a in asked],
-            "examples": [
-                {**a, "expected": oracle.answer(a["kind"], a["seed"])} for a in [*lost, *wrong][:20]
-            ],
+            "examples": [{**a, "expected": right.answer(a["kind"], a["seed"])} for a in [*lost, *wrong][:20]],
         }
 
 
@@ -230,11 +230,6 @@ class Oracle:
     """Answers of the whole model in this process, each computed once."""
 
     def __init__(self) -> None:
-        if importlib.util.find_spec("oracle") is None:
-            raise FailedError("tests/pipeline/oracle.py is not there")
-        import oracle
-
-        self._answer = oracle.answer
         self._model = Path(str(resources.files("mmd_workers.model") / "demo"))
         self._known: dict[tuple[str, int], str] = {}
 
@@ -246,17 +241,9 @@ class Oracle:
     def _compute(self, kind: str, seed: int) -> str:
         if kind == "text":
             question: Any = [storm_client.text_question(seed)]
-            return str(self._answer(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
-        sample = storm_client.sample_of(kind, seed)
-        return str(self._answer(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
-
-
-def deployment(images: dict[str, str]) -> str:
-    """The manifest, with the images of this run."""
-    manifest = yaml.safe_load((HERE / "storm.yaml").read_text())
-    if images:
-        manifest["spec"]["image"] = images
-    return yaml.safe_dump(manifest)
+            return str(oracle.answer(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
+        sample = draw(kind, seed)  # type: ignore[arg-type]
+        return str(oracle.answer(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
 
 
 def picture(path: Path, body: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 
 from mmd_workers.local.client import media_part
-from mmd_workers.local.samples import Kind, Sample, draw
+from mmd_workers.local.samples import Kind, draw
 
 DISTINCT = 24  # files of each kind; a video is another file each time, with the same frames
 FIRST_SEED = 70_000
@@ -106,10 +106,6 @@ def text_question(seed: int) -> str:
 def as_another_file(number: int) -> bytes:
     """A box that players skip: other bytes, so nothing has it in a cache."""
     return struct.pack(">I4sq", 16, b"free", number)
-
-
-def sample_of(kind: str, seed: int) -> Sample:
-    return draw(kind, seed)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

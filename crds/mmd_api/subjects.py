@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from mmd_api.pools import Role
 
 GATEWAY_USER = "gateway"
+DEFAULT_INBOX = "_INBOX"
+"""Prefix of reply subjects where every user may listen."""
 _ROLES: dict[str, tuple[Role, ...]] = {
     "encode": ("encode",),
     "prefill": ("prefill",),
@@ -124,7 +126,7 @@ def user_of(roles: Sequence[Role]) -> str:
 
 def inbox_of(user: str) -> str:
     """Prefix of the reply subjects of a user: only that user may listen there."""
-    return f"_INBOX.{user}"
+    return f"{DEFAULT_INBOX}.{user}"
 
 
 def permissions_of(user: str, namespace: str, name: str) -> Permissions:
@@ -134,7 +136,8 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
     gateway makes streams: whoever can make one can read every subject through it.
     """
     to = Subjects(namespace, name, "*")
-    publish = {"_INBOX.>", to.heartbeat("*")}
+    kv = {to.kv_offer("*"), to.kv_chunk("*"), to.kv_commit("*"), to.kv_release("*")}
+    publish = {f"{DEFAULT_INBOX}.>", to.heartbeat("*")}
     subscribe = {f"{inbox_of(user)}.>", to.heartbeat("*"), to.cancel}
     if user == GATEWAY_USER:
         publish |= {to.prefill("*"), to.cancel, *_QUEUE_MAKERS, *_QUEUE_READERS}
@@ -149,11 +152,10 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
         else:
             publish |= {to.tokens("*"), to.failures("*")}
         if role == "prefill":
-            publish |= {to.encode_work("*", "*")}
-            publish |= {to.kv_offer("*"), to.kv_chunk("*"), to.kv_commit("*"), to.kv_release("*")}
+            publish |= {to.encode_work("*", "*"), *kv}
             subscribe |= {to.prefill("*"), to.embedding("*"), to.encode_failed("*")}
         if role == "decode":
-            subscribe |= {to.kv_offer("*"), to.kv_chunk("*"), to.kv_commit("*"), to.kv_release("*")}
+            subscribe |= kv
     return _permissions(publish, subscribe)
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_deployment import Deployment, until
+from local_deployment import Deployment, comes, until
 from observed_fixture import content, load, scrape
 from prometheus_server import Prometheus, hurried
 
@@ -72,16 +72,6 @@ def clients(deployment: Deployment) -> Iterator[Callable[..., Future[Any]]]:
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
         yield lambda what, **options: threads.submit(one, what, options)
-
-
-def comes(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it holds within this time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.2)
-    return False
 
 
 def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 30) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from local_deployment import Deployment, until
+from local_deployment import Deployment, comes, until
 from observed_fixture import ask, content, load
 from prometheus_server import Prometheus
 
@@ -160,13 +160,12 @@ def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, 
 
 def redelivered(deployment: Deployment) -> bool:
     """Whether an encoder is given a job that another began, within the time that the queue waits for a word of it, and some."""
-    end = time.monotonic() + REDELIVERY_SECONDS
-    while time.monotonic() < end:
-        for pod in deployment.pods("encoder"):
-            if "mmd_encode_redeliveries_total{" in httpx.get(f"{pod.http_url}/metrics").text:
-                return True
-        time.sleep(0.2)
-    return False
+
+    def counted() -> bool:
+        served = [httpx.get(f"{pod.http_url}/metrics").text for pod in deployment.pods("encoder")]
+        return any("mmd_encode_redeliveries_total{" in text for text in served)
+
+    return comes(counted, REDELIVERY_SECONDS)
 
 
 def ask_long(deployment: Deployment) -> str:

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from mmd_api.pipeline import PipelineConfig
+from mmd_api.subjects import DEFAULT_INBOX
 
 CONFIG_ENV = "MMD_PIPELINE_CONFIG"
 
@@ -26,7 +27,7 @@ class WorkerSettings:
     nats_url: str
     threads: int
     annotations: str = ""
-    nats_inbox: str = "_INBOX"
+    nats_inbox: str = DEFAULT_INBOX
     grace_seconds: float = 120.0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
@@ -55,6 +56,6 @@ class WorkerSettings:
             nats_url=need("MMD_NATS_URL"),
             threads=int(os.environ.get("MMD_THREADS", "0")),
             annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
-            nats_inbox=os.environ.get("MMD_NATS_INBOX", "_INBOX"),
+            nats_inbox=os.environ.get("MMD_NATS_INBOX", DEFAULT_INBOX),
             grace_seconds=float(os.environ.get("MMD_GRACE_SECONDS", "120")),
         )

@@ -21,7 +21,7 @@ from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from mmd_api.subjects import Subjects
+from mmd_api.subjects import DEFAULT_INBOX, Subjects
 from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.wire.codec import Frame, WireError, pack, pack_frame, unpack, unpack_frame
 
@@ -36,7 +36,6 @@ PENDING_BYTES = 64 << 20
 CONCURRENT_REQUESTS = 256
 RECONNECT_SECONDS = (0.05, 0.5)
 _LOG_KINDS = 1024
-DEFAULT_INBOX = "_INBOX"
 _REFUSED_HEADER = "Mmd-Refused"
 
 _log = logging.getLogger(__name__)

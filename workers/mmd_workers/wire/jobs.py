@@ -238,8 +238,9 @@ class EncodeQueue:
 
         Raises:
             OverloadedError: the queue is full.
-            DeadlineError: the server did not confirm (the job may have been queued; publishing again is safe).
-            PeerLostError: no server, one without JetStream, or the gateway has not made the queue (again) yet.
+            DeadlineError: the server did not confirm: it is slow, or the gateway has not made the queue (again) yet. The job may have
+                been queued; publishing again is safe.
+            PeerLostError: no server, or one without JetStream.
         """
         try:
             answer = await self._publish(job)
