@@ -38,7 +38,8 @@ from mmd_workers.local.samples import draw  # noqa: E402
 
 NAME = "storm"
 MANIFEST = HERE / "storm.yaml"
-POOLS = ("encoder", "prefill", "decode")
+LARGEST = {"encoder": 3, "prefill": 2, "decode": 2}
+POOLS = tuple(LARGEST)
 REQUESTS = 2400
 PAUSE_SECONDS = 10.0
 WHOLE_TRIES = 20  # of two seconds: then the next trouble comes upon what is not whole again
@@ -50,12 +51,17 @@ Kubectl = Callable[..., str]
 
 @dataclass
 class Watch:
-    """Replicas asked for and ready by pool, over all revisions, every few seconds."""
+    """Replicas asked for and ready by pool, over all revisions, every few seconds.
+
+    `largest`: the most replicas that one StatefulSet of the pool was asked to have, so that the old beside the new of a
+    rollout does not count as growth.
+    """
 
     kubectl: Kubectl
     began: float = field(default_factory=time.time)
     rows: list[dict[str, Any]] = field(default_factory=list)
     moments: list[tuple[float, str]] = field(default_factory=list)
+    largest: Counter[str] = field(default_factory=Counter)
 
     def look(self) -> dict[str, list[int]]:
         sets = json.loads(
@@ -67,7 +73,9 @@ class Watch:
         for found in sets:
             pool = found["metadata"]["labels"]["app.kubernetes.io/component"]
             if pool in sizes:
-                sizes[pool][0] += found["spec"]["replicas"]
+                wanted = found["spec"]["replicas"]
+                self.largest[pool] = max(self.largest[pool], wanted)
+                sizes[pool][0] += wanted
                 sizes[pool][1] += found.get("status", {}).get("readyReplicas", 0)
         self.rows.append({"seconds": round(time.time() - self.began, 1)} | sizes)
         return sizes
@@ -217,7 +225,7 @@ class Storm:
             "wrong": len(wrong),
             "by_kind": Counter(a["kind"] for a in asked),
             "ttft": ttft,
-            "largest": {pool: max(row[pool][1] for row in self.watch.rows) for pool in POOLS},
+            "largest": self.watch.largest,
             "storm_began_seconds": round(begins - self.watch.began, 1),
             "moments": self.watch.moments,
             "replicas": self.watch.rows,

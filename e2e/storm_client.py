@@ -25,7 +25,7 @@ CALM_SECONDS = 15.0
 TEXT_PAUSE_SECONDS = 0.3
 TEXTS_AT_ONCE = 16
 ASKERS: dict[Kind, int] = {"video": 12, "image": 2, "audio": 1}
-TEXT_TOKENS, TOKENS = 32, 12
+TEXT_TOKENS, TOKENS = 64, 12
 MODEL = "builtin/demo"
 
 

@@ -409,11 +409,3 @@ class Heartbeat:
     max_model_len: int = 0
     prefix_blocks: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """To one pod: `drain` (stop taking work, hand over or finish, report) or `state`. The reply is a Heartbeat."""
-
-    action: Literal["drain", "state"]
-    deadline: float
