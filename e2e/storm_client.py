@@ -81,7 +81,7 @@ class Storm:
                         text += choice.delta.content
                     ends += choice.finish_reason is not None
         except Exception as trouble:  # noqa: BLE001 - whatever it is, the request is lost, and that is what is counted
-            error = f"{type(trouble).__name__}: {trouble}"[:300]
+            error = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
         ended = time.time()
         facts = {"kind": kind, "seed": seed, "phase": phase, "began": began, "text": text, "ends": ends}
         seconds = {"ttft": first - began if first else None, "total": ended - began}

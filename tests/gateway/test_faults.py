@@ -245,6 +245,18 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
     await assert_nothing_is_left(gateway)
 
 
+async def test_a_pod_that_leaves_is_not_full_and_its_requests_wait_for_the_one_that_comes(
+    launch: Launch,
+) -> None:
+    gateway = await launch()
+    leaving = await gateway.worker(TEXT, refuse=Placed("", False, "draining", "this pod is draining"))
+    asking = asyncio.create_task(ask(gateway))
+    await leaving.until(lambda: len(leaving.requests) > 1)
+    await gateway.worker(TEXT)
+    assert await asking == TEXT
+    await assert_nothing_is_left(gateway)
+
+
 async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))

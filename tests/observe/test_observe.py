@@ -8,6 +8,7 @@ import re
 import time
 
 import httpx
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -135,6 +136,15 @@ async def test_the_server_tells_alive_ready_metrics_and_state():
     with pytest.raises(httpx.ConnectError):
         async with httpx.AsyncClient() as client:
             await client.get(f"http://127.0.0.1:{server.port}/livez")
+
+
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
+    """Or a request that leaves when the server closes is lost."""
+    server = HttpServer.of_routes([], "127.0.0.1", 0)
+    await server.start()
+    assert server._server is not None
+    assert server._server.config.timeout_keep_alive > openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    await server.stop()
 
 
 async def test_a_port_that_is_taken_is_an_error_at_start():

@@ -328,6 +328,8 @@ class Dispatcher:
                 return
             sequence.attempt.lost = f"{pod} refused: {placed.code} {placed.message}"
             state.unplace()
+            if placed.code == "draining":
+                unreachable.add(pod)  # it is not full, it leaves: another comes in its place
             if pod in unreachable:
                 continue
             refusal = error_of(placed.code, f"{placed.message} (refused by {pod})")

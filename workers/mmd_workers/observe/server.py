@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 3.0
+KEEP_ALIVE_SECONDS = 620
+"""An idle connection is closed by whoever loses patience first, and a request that is just then on its way is lost: so this is
+longer than the patience of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_SECONDS),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
             )
         )
         self._task = asyncio.create_task(self._server.serve([listening]), name="http-server")
