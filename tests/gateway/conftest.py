@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.subjects import Subjects
-from mmd_workers.gateway.service import serve
+from mmd_workers.gateway import service
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
@@ -104,7 +104,9 @@ Launch = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture
-async def launch(nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path) -> AsyncIterator[Launch]:
+async def launch(
+    nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Launch]:
     running: list[Running] = []
 
     async def start(**gateway) -> Running:
@@ -118,7 +120,7 @@ async def launch(nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path) 
             threads=1,
         )
         stop = asyncio.Event()
-        task = asyncio.create_task(serve(settings, stop))
+        task = asyncio.create_task(service.serve(settings, stop))
         url = f"http://127.0.0.1:{settings.http_port}"
         http = httpx.AsyncClient(base_url=url, timeout=30)
         async with asyncio.timeout(30):
@@ -143,6 +145,7 @@ async def launch(nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path) 
         return one
 
     yield start
+    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
     for one in running:
         one.stop.set()
         await asyncio.wait_for(one.task, 20)
