@@ -19,6 +19,7 @@ from mmd_operator.resources.naming import (
 )
 
 USER_ID = 65532
+PROBE_TIMEOUT_SECONDS = 5
 SHARED_MEMORY_LIMIT = "1Gi"
 HUB_CACHE = "/var/cache/huggingface"
 POD_FACTS = "/etc/pod"
@@ -124,7 +125,7 @@ def probe(path: str, *, period: int, failures: int, port: str = "http") -> Manif
     return {
         "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
         "periodSeconds": period,
-        "timeoutSeconds": 2,
+        "timeoutSeconds": PROBE_TIMEOUT_SECONDS,
         "failureThreshold": failures,
     }
 
