@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import storm
@@ -15,6 +16,7 @@ import yaml
 from clusters import Cluster, Current, Kind, need
 from images import IMAGES, TAG, Buildah, Builder, Docker, builder, docker_runs
 from own_cluster import OwnCluster
+from panels import Panels
 from rich.markup import escape
 from shell import FailedError, run, until
 from steps import Step, Steps, console
@@ -98,8 +100,11 @@ class Story:
         with self.steps.step("a storm: pools grow, shrink, roll and crash, and no request is lost") as step:
             url = f"http://{storm.NAME}-gateway.{NAMESPACE}.svc:8000"
             run = storm.Storm(self.kubectl, url, self.kill, self.change_leader, requests)
+            command, environment = self.tool("kubectl")
+            panels = Panels([command], environment, NAMESPACE, storm.NAME)
             try:
-                body = run.run()
+                with tempfile.TemporaryDirectory() as folder, panels.looking(Path(folder)):
+                    body = run.run()
             finally:
                 self.record("storm")
             (REPORT / "storm.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
@@ -112,6 +117,12 @@ class Story:
                 raise FailedError(f"not every request was answered well: {body['examples'][:5]}")
             if body["largest"] != storm.LARGEST:
                 raise FailedError(f"pools did not follow the storm: {body['largest']}, not {storm.LARGEST}")
+        with self.steps.step("every panel of the dashboards had data") as step:
+            step.note = f"{panels.asked} queries; of trouble {len(panels.troubles)} silent"
+            if panels.silent:
+                raise FailedError(
+                    "no data for\n" + "\n".join(f"{title}: {expr}" for title, expr in panels.silent)
+                )
         with self.steps.step("the storm's deployment deleted"):
             self.kubectl("delete", "mmd", storm.NAME, "--timeout=240s", seconds=250)
 
@@ -303,9 +314,13 @@ class Story:
     def helm(self, *arguments: str | Path, seconds: float = 60) -> str:
         return self._tool("helm", f"--namespace={OPERATOR_NAMESPACE}", *arguments, seconds=seconds)
 
-    def _tool(self, name: str, *arguments: str | Path, stdin: str | None = None, seconds: float) -> str:
+    def tool(self, name: str) -> tuple[str | Path, dict[str, str]]:
+        """A program that speaks to this cluster, and what its environment must have."""
         program = self.cluster.tools / name if self.cluster.tools else name
-        environment = {"KUBECONFIG": str(self.cluster.kubeconfig), "HOME": str(CACHE)}
+        return program, {"KUBECONFIG": str(self.cluster.kubeconfig), "HOME": str(CACHE)}
+
+    def _tool(self, name: str, *arguments: str | Path, stdin: str | None = None, seconds: float) -> str:
+        program, environment = self.tool(name)
         return run(program, *arguments, stdin=stdin, seconds=seconds, env=environment)
 
 

@@ -28,6 +28,7 @@ sys.path += [
     str(REPOSITORY / "bench"),
     str(REPOSITORY / "tests" / "pipeline"),
     str(REPOSITORY / "tests" / "model"),
+    str(REPOSITORY / "tests"),
 ]
 
 import oracle  # noqa: E402  that of tests/pipeline
@@ -225,7 +226,7 @@ class Storm:
             "wrong": len(wrong),
             "by_kind": Counter(a["kind"] for a in asked),
             "ttft": ttft,
-            "largest": self.watch.largest,
+            "largest": dict(self.watch.largest),
             "storm_began_seconds": round(begins - self.watch.began, 1),
             "moments": self.watch.moments,
             "replicas": self.watch.rows,

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,28 @@ def documented_job() -> dict[str, Any]:
     (job,) = yaml.safe_load(block)["scrape_configs"]
     found: dict[str, Any] = job
     return found
+
+
+def discovered(pods: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Plays Prometheus's discovery of pods, which Debian leaves out: a group of targets for a file, made from pods as the API
+    server gives them. Every pod with an address, once for each port, under the labels that Prometheus documents for role pod.
+    """
+    return [group for pod in pods if pod["status"].get("podIP") for group in _groups(pod)]
+
+
+def _groups(pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    facts = pod["metadata"]
+    labels = {"namespace": facts["namespace"], "pod_name": facts["name"]}
+    for kind in ("label", "annotation"):
+        for name, value in facts.get(f"{kind}s", {}).items():
+            labels[f"pod_{kind}_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)] = value
+    for port in pod["spec"]["containers"][0].get("ports", ()):
+        of_port = {
+            "pod_container_port_name": port.get("name", ""),
+            "pod_container_port_number": str(port["containerPort"]),
+        }
+        meta = {f"__meta_kubernetes_{name}": value for name, value in (labels | of_port).items()}
+        yield {"targets": [f"{pod['status']['podIP']}:{port['containerPort']}"], "labels": meta}
 
 
 def hurried(path: Path, windows: float, waits: float) -> Path:

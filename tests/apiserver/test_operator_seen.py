@@ -18,7 +18,7 @@ from control_plane import ControlPlane, free_port
 from fleet import Fleet
 from kubernetes import client
 from operator_process import OperatorProcess
-from prometheus_server import Prometheus, documented_job, hurried
+from prometheus_server import Prometheus, discovered, documented_job, hurried
 from standin import Namespace
 from test_lifecycle import is_gone
 from test_scaling import BUSY, IDLE, asked, says, scaled
@@ -47,35 +47,20 @@ def configuration(operator_port: int, rules: Path, discovered: Path) -> str:
 
 
 class Discovery:
-    """Plays Prometheus's discovery of pods, which Debian leaves out: every pod of the API server with an address, once for each
-    port, under the labels that Prometheus documents for role pod."""
+    """Tells Prometheus of the namespace's pods by a file."""
 
     def __init__(self, namespace: Namespace, file: Path) -> None:
         self._namespace, self.file = namespace, file
         file.write_text("[]")
 
     def write(self) -> None:
-        pods = self._namespace.core.list_namespaced_pod(self._namespace.name).items
-        groups = [group for pod in pods if pod.status.pod_ip for group in self._groups(pod)]
-        after = json.dumps(groups)
+        core = self._namespace.core
+        pods = core.api_client.sanitize_for_serialization(core.list_namespaced_pod(self._namespace.name))
+        after = json.dumps(discovered(pods["items"]))
         if after != self.file.read_text():
             part = self.file.with_suffix(".part")
             part.write_text(after)
             part.rename(self.file)
-
-    @staticmethod
-    def _groups(pod: Any) -> Iterator[dict[str, Any]]:
-        labels = {"namespace": pod.metadata.namespace, "pod_name": pod.metadata.name}
-        for kind, values in (("label", pod.metadata.labels), ("annotation", pod.metadata.annotations)):
-            for name, value in (values or {}).items():
-                labels[f"pod_{kind}_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)] = value
-        for port in pod.spec.containers[0].ports or ():
-            of_port = {
-                "pod_container_port_name": port.name,
-                "pod_container_port_number": str(port.container_port),
-            }
-            meta = {f"__meta_kubernetes_{name}": value for name, value in (labels | of_port).items()}
-            yield {"targets": [f"{pod.status.pod_ip}:{port.container_port}"], "labels": meta}
 
 
 class Seen:

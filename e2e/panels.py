@@ -1,0 +1,118 @@
+"""What the dashboards show of the cluster: a Prometheus with the documented job, and every query of every panel.
+
+Pods are asked through the API server (`kubectl proxy`), so that it goes wherever kubectl goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from shell import FailedError, shown
+
+from mmd_workers.observe.boards import BOARDS, filled
+
+SCRAPE_SECONDS = 3
+WINDOW = "1m"
+PROXY_SECONDS = 20
+Query = tuple[str, str]
+"""The title of a panel and a PromQL expression."""
+
+
+class Panels:
+    """Looks while the block lasts. `answered` and `silent` part the queries that load and scaling must move."""
+
+    def __init__(
+        self, kubectl: list[str | Path], environment: Mapping[str, str], namespace: str, deployment: str
+    ) -> None:
+        self._kubectl, self._environment = kubectl, dict(environment)
+        self.silent: set[Query] = set()
+        self.troubles: set[Query] = set()
+        for board in BOARDS:
+            for panel in board.panels():
+                for query in panel.queries:
+                    expr = filled(query.expr, namespace, deployment, WINDOW)
+                    queries = self.troubles if query.moves == "trouble" else self.silent
+                    queries.add((panel.title, expr))
+        self.asked = len(self.silent)
+
+    @contextmanager
+    def looking(self, folder: Path) -> Iterator[None]:
+        """Scrape and ask until the block ends, and once more then."""
+        from prometheus_server import Prometheus, documented_job
+
+        found = folder / "pods.json"
+        found.write_text("[]")
+        with self._proxy() as port:
+            config = {
+                "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "3s"},
+                "scrape_configs": [_by_proxy(documented_job(), found, port)],
+            }
+            with Prometheus(folder, yaml.safe_dump(config, sort_keys=False)) as prometheus:
+                over = threading.Event()
+                arguments = (prometheus.answers, found, f"http://127.0.0.1:{port}", over)
+                thread = threading.Thread(target=self._look, args=arguments, name="panels", daemon=True)
+                thread.start()
+                try:
+                    yield
+                finally:
+                    over.set()
+                    thread.join(60)
+
+    def _look(self, answers: Callable[[str], bool], found: Path, api: str, over: threading.Event) -> None:
+        from prometheus_server import discovered
+
+        while not over.wait(SCRAPE_SECONDS):
+            with suppress(httpx.HTTPError):
+                pods = httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"]
+                part = found.with_suffix(".part")
+                part.write_text(json.dumps(discovered(pods)))
+                part.rename(found)
+                self.silent -= {query for query in self.silent if answers(query[1])}
+                self.troubles -= {query for query in self.troubles if answers(query[1])}
+
+    @contextmanager
+    def _proxy(self) -> Iterator[int]:
+        command = [*self._kubectl, "proxy", "--port=0", "--address=127.0.0.1"]
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self._environment},
+        )
+        try:
+            assert child.stdout is not None
+            silence = threading.Timer(PROXY_SECONDS, child.kill)
+            silence.start()
+            words = child.stdout.readline()
+            silence.cancel()
+            if "127.0.0.1:" not in words:
+                raise FailedError(f"{shown(command)} does not listen: {words.strip()}")
+            yield int(words.rsplit(":", 1)[1])
+        finally:
+            child.terminate()
+            child.wait(10)
+
+
+def _by_proxy(job: dict[str, Any], found: Path, port: int) -> dict[str, Any]:
+    """The documented job, its pods from a file (Debian's Prometheus has no discovery of its own) and asked through the proxy."""
+    del job["kubernetes_sd_configs"]
+    job["file_sd_configs"] = [{"files": [str(found)], "refresh_interval": "2s"}]
+    path = {
+        "source_labels": ["namespace", "pod", "__meta_kubernetes_pod_container_port_number"],
+        "separator": "/",
+        "regex": "(.+)/(.+)/(.+)",
+        "replacement": "/api/v1/namespaces/$1/pods/$2:$3/proxy/metrics",
+        "target_label": "__metrics_path__",
+    }
+    address = {"replacement": f"127.0.0.1:{port}", "target_label": "__address__"}
+    return {**job, "relabel_configs": [*job["relabel_configs"], path, address]}
