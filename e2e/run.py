@@ -69,9 +69,11 @@ class Story:
         self.record("ready")
 
     def disturb(self) -> None:
-        with self.steps.step("chart upgraded, workers untouched"):
+        with self.steps.step("chart upgraded to serve one namespace, workers untouched"):
             before = self.worker_pods()
-            self.install_chart("--set=logLevel=Debug")
+            self.install_chart(f"--set=namespaces={{{NAMESPACE}}}")
+            if rights := self.cluster_wide_rights():
+                raise FailedError(f"an operator of one namespace still has {rights}")
             if before != self.worker_pods():
                 raise FailedError(
                     f"an upgrade of the operator replaced pods: {before} → {self.worker_pods()}"
@@ -132,9 +134,7 @@ class Story:
         with self.steps.step("chart uninstalled, the CRD kept"):
             self.helm("uninstall", RELEASE, "--wait", seconds=120)
             self.kubectl("get", "crd", CRD)
-            if left := self.kubectl(
-                "get", "clusterroles", "--output=name", "--selector", f"app.kubernetes.io/instance={RELEASE}"
-            ):
+            if left := self.cluster_wide_rights():
                 raise FailedError(f"helm uninstall left {left}")
         with self.steps.step("installed and removed by kubectl apply -k"):
             config = self.kustomization()
@@ -154,6 +154,12 @@ class Story:
         image = (f"--set=image.repository={self.prefix}multimodal-operator", f"--set=image.tag={TAG}")
         self.helm("upgrade", "--install", RELEASE, CHART, *image, *options)
         self.wait_operator()
+
+    def cluster_wide_rights(self) -> str:
+        selector = f"app.kubernetes.io/instance={RELEASE}"
+        return self.kubectl(
+            "get", "clusterroles,clusterrolebindings", "--output=name", "--selector", selector
+        )
 
     def wait_operator(self) -> None:
         self.kubectl(
@@ -330,6 +336,7 @@ def choose(name: str, registry: str) -> tuple[Cluster, Builder]:
     Raises:
         FailedError: this machine can do neither; the message says what to install.
     """
+    need("prometheus")
     if name == "current":
         need("kubectl", "helm")
         return Current(registry), builder(CACHE)
