@@ -20,8 +20,8 @@ class NoDeploymentError(Exception):
     """There is nothing to explain; the message says why."""
 
 
-async def explained(namespace: str, name: str) -> list[str]:
-    """The lines for a deployment on the cluster of the kubeconfig.
+async def status_of(namespace: str, name: str) -> dict[str, Any]:
+    """The status of a deployment on the cluster of the kubeconfig.
 
     Raises:
         NoDeploymentError: it does not exist, may not be read, or the API server does not answer.
@@ -34,7 +34,8 @@ async def explained(namespace: str, name: str) -> list[str]:
             raise NoDeploymentError(words_of(error)) from error
         except UNREACHABLE as error:
             raise NoDeploymentError(f"the API server does not answer ({error!r})") from error
-    return lines(body.get("status", {}))
+    status: dict[str, Any] = body.get("status", {})
+    return status
 
 
 def lines(status: Mapping[str, Any]) -> list[str]:

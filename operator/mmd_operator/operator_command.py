@@ -6,6 +6,7 @@ kopf and the Kubernetes client are imported only when a command runs.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from typing import Annotated
@@ -20,16 +21,20 @@ def register(app: typer.Typer) -> None:
     def explain(
         name: Annotated[str, typer.Argument(help="Name of the MultimodalDeployment.")],
         namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
+        as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     ) -> None:
         """Say why the pools of a deployment on a cluster have the sizes they have."""
-        from mmd_operator.explain import NoDeploymentError, explained
+        from mmd_operator.explain import NoDeploymentError, lines, status_of
 
         try:
-            lines = asyncio.run(explained(namespace, name))
+            status = asyncio.run(status_of(namespace, name))
         except NoDeploymentError as error:
             typer.echo(f"mmd explain: {error}", err=True)
             raise typer.Exit(1) from error
-        for line in lines:
+        if as_json:
+            typer.echo(json.dumps({"lines": lines(status), "status": status}, indent=1))
+            return
+        for line in lines(status):
             typer.echo(line)
 
     @app.command()

@@ -1,3 +1,4 @@
+import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_a_bad_file_does_not_hide_a_good_one(tmp_path):
     assert result.exit_code == 1
     assert f"{good}: sample is valid" in result.stdout
     assert f"{bad}: " in result.stderr
+
+
+def test_programs_get_what_is_wrong_as_json(tmp_path):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(yaml.safe_dump(base_manifest()))
+    bad.write_text(yaml.safe_dump(merge(base_manifest(), {"spec": {"decode": {"gpus": -1}}})))
+    result = mmd("validate", "--json", "-f", str(good), "-f", str(bad))
+    assert result.exit_code == 1
+    fine, wrong = json.loads(result.stdout)
+    assert (fine["valid"], fine["names"], fine["faults"]) == (True, [base_manifest()["metadata"]["name"]], [])
+    assert (wrong["file"], wrong["valid"]) == (str(bad), False)
+    assert wrong["faults"] == [{"field": "spec.decode.gpus", "message": "-1 is too small; set at least 0"}]
 
 
 def test_standard_input_is_a_file_too():

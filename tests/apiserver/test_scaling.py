@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -90,6 +91,9 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     assert "encoder: 3 of 3 ready" in explained
     assert "encoder goes from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
     assert "bottleneck: Encoder" in explained
+    for_programs = json.loads(mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name, "--json"))
+    assert for_programs["status"]["pools"]["encoder"]["lastDecision"]["toReplicas"] == 3
+    assert "bottleneck: Encoder" in for_programs["lines"]
 
     first, second, third = fleet.of("encoder")
     second.held = third.held = True

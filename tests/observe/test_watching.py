@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from local_deployment import Deployment, until
-from observed_fixture import ask, load
+from observed_fixture import ask, content, load
 from prometheus_server import RULES, Prometheus, program
 from typer.testing import CliRunner
 
-from mmd_workers.local import slo_report, top, watching
+from mmd_api import cli
+from mmd_workers.local import slo_report, top
+from mmd_workers.local.samples import draw
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
 def mmd(*arguments: str) -> str:
-    app = typer.Typer()
-    watching.register(app)
-    ran = CliRunner().invoke(app, list(arguments))
+    ran = CliRunner().invoke(cli.build().app, list(arguments))
     assert ran.exit_code == 0, ran.output
     return ran.output
 
@@ -79,9 +78,7 @@ def test_a_report_of_nothing_says_so() -> None:
 
 
 def test_a_gateway_that_is_not_there_is_said_in_a_sentence() -> None:
-    app = typer.Typer()
-    watching.register(app)
-    ran = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--json"])
+    ran = CliRunner().invoke(cli.build().app, ["top", "--url", "http://127.0.0.1:9", "--json"])
     assert ran.exit_code == 1
     assert "no gateway answers" in ran.output
 
@@ -114,6 +111,28 @@ class TestServed:
         screen = mmd("top", "--once", "--url", observed.local.gateway_url, "--seconds", "0.3")
         assert all(name[:40] in screen for name in shown)
         assert "requests/s" in screen
+
+    def test_the_timeline_of_a_request_is_shown_phase_by_phase(self, observed: Deployment) -> None:
+        request = ask(observed, content(draw("video", 94_000))).id
+        url = observed.local.gateway_url
+        timeline = json.loads(mmd("trace", request, "--json", "--url", url))
+        phases = {phase["name"].replace("_", " ") for phase in timeline["phases"]}
+        assert {"encode", "prefill", "decode"} <= phases
+        shown = mmd("trace", request, "--url", url)
+        assert request in shown
+        rows = [
+            [cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line
+        ]
+        assert {row[0] for row in rows if row[0]} == phases
+        begins = [float(row[2]) for row in rows if row[0]]
+        assert begins == sorted(begins)
+        encoder = next(row[1] for row in rows if row[0] == "encode")
+        assert encoder.startswith(observed.pods("encoder")[0].name[:8])
+
+    def test_a_request_that_is_not_remembered_is_said_to_be(self, observed: Deployment) -> None:
+        ran = CliRunner().invoke(cli.build().app, ["trace", "nobody", "--url", observed.local.gateway_url])
+        assert ran.exit_code == 1
+        assert "nobody" in ran.output
 
     def test_a_report_is_written_from_what_the_gateway_remembers(
         self, observed: Deployment, tmp_path: Path

@@ -141,17 +141,10 @@ def content(sample: Sample) -> list[dict[str, Any]]:
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
     """Poll a condition of another process until it holds."""
-    assert comes(condition, seconds), f"not within {seconds} s: {what}"
-
-
-def comes(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll a condition of another process: whether it holds within this time."""
     end = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() >= end:
-            return False
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.05)
-    return True
 
 
 def write(path: Path, spec: dict[str, Any], name: str = "test") -> Path:
