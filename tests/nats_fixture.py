@@ -19,7 +19,7 @@ _counter = itertools.count()
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path_factory.mktemp("nats")).start()
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def own_nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsSe
     """A server that the test may stop, kill and start again."""
     server = NatsServer(tmp_path_factory.mktemp("own-nats")).start()
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from mmd_workers.wire.messages import GenerateRequest, Placed
 
 from .conftest import Launch, Running
 from .scripted import ScriptedWorker, answer_well, say_nothing
+from .test_chat import png, url
 
 HELLO = [{"role": "user", "content": "hello"}]
 MODEL = "builtin/demo"
@@ -137,6 +138,25 @@ async def test_a_pod_that_forgot_a_request_and_idles_loses_it_to_another_try(
     worker = await gateway.worker(TEXT, half_then(say_nothing))
     assert await ask(gateway) == TEXT
     assert len(worker.requests) == 2
+
+
+async def test_a_request_with_a_medium_is_missed_as_soon_when_all_its_tokens_were_lost(
+    launch: Launch, impatient: None
+) -> None:
+    gateway = await launch()
+
+    async def lose_all(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await (answer_well if request.attempt else say_nothing)(worker, request)
+
+    worker = await gateway.worker(TEXT, lose_all)
+    picture = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
+    async with asyncio.timeout(20):
+        answer = await gateway.openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}]
+        )
+    assert answer.choices[0].message.content == TEXT
+    assert len(worker.requests) == 2
+    await assert_nothing_is_left(gateway)
 
 
 async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) -> None:
@@ -282,8 +302,7 @@ async def test_a_silent_worker_costs_no_more_than_the_deadline(launch: Launch) -
     with pytest.raises(openai.InternalServerError, match="deadline") as caught:
         await ask(gateway)
     assert caught.value.status_code == 504
-    await worker.until(lambda: bool(worker.cancels))
-    assert not worker.running
+    await worker.until(lambda: bool(worker.cancels) and not worker.running)
     await assert_nothing_is_left(gateway)
 
 

@@ -134,7 +134,6 @@ class Dispatcher:
         router: Router,
         gateway: str,
         max_retries: int,
-        encode_seconds: float,
         metrics: Metrics,
     ) -> None:
         self._bus = bus
@@ -142,7 +141,6 @@ class Dispatcher:
         self._router = router
         self._gateway = gateway
         self._max_retries = max_retries
-        self._encode_seconds = encode_seconds
         self._metrics = metrics
         self._live: dict[str, Sequence] = {}
         self._subscriptions: list[Subscription] = []
@@ -371,11 +369,8 @@ class Dispatcher:
             return Lost("silent", f"no token came for {SILENCE_SECONDS:.0f} s", certain)
         idle = all(self._is_idle(pod, moved) for pod in state.possible_holders())
         sequence.idle_since = (sequence.idle_since or now) if idle else None
-        patience = IDLE_SECONDS
-        if state.spec.features and not state.started:
-            patience += self._encode_seconds  # a pod that only waits for encoders may look idle
-        if sequence.idle_since is not None and now - max(sequence.idle_since, moved) > patience:
-            return Lost("forgotten", f"its pods report no work for {patience:.0f} s", certain)
+        if sequence.idle_since is not None and now - max(sequence.idle_since, moved) > IDLE_SECONDS:
+            return Lost("forgotten", f"its pods report no work for {IDLE_SECONDS:.0f} s", certain)
         return None
 
     def _is_idle(self, pod: str, since: float) -> bool:

@@ -64,12 +64,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
         random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
     )
-    encode_seconds = spec.encoder.job_timeout_seconds if spec.encoder is not None else 120
     metrics = _metrics(pipeline)
     tracing = Tracing(settings.pod, pipeline.name, pipeline.namespace, spec.observability.otlp_endpoint)
-    dispatcher = Dispatcher(
-        bus, directory, router, settings.pod, spec.gateway.max_retries, encode_seconds, metrics
-    )
+    dispatcher = Dispatcher(bus, directory, router, settings.pod, spec.gateway.max_retries, metrics)
     max_body_bytes = spec.gateway.max_body_mebibytes << 20
     hold = MediaHold(HOLD_BODIES * max_body_bytes)
     demand = Demand(spec.slo.percentile)
