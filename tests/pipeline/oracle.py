@@ -28,6 +28,11 @@ def served(folder: Path) -> zoo.Served:
 
 def answer(folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False) -> str:
     """The greedy answer of the whole model in one process, cut at the model's end token as a server would."""
+    return _answer(folder, tuple(question), max_tokens, ignore_eos)
+
+
+@functools.lru_cache(maxsize=4096)
+def _answer(folder: Path, question: tuple[str | File, ...], max_tokens: int, ignore_eos: bool) -> str:
     whole = served(folder)
     parts: list[str | zoo.Medium] = []
     media = []
