@@ -24,7 +24,7 @@ demo: install ## Start the whole pipeline on this machine and ask it about an im
 
 test: install ## Run every test that needs no cluster (the first time, Go builds the API server for it: minutes)
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install ## Style, types and the walls between packages
 	$(BIN)/ruff check .
