@@ -5,7 +5,6 @@ Pods are asked through the API server (`kubectl proxy`), so that it goes whereve
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import httpx
 import yaml
-from shell import FailedError, shown
+from shell import FailedError, beside, shown
 
 from mmd_workers.observe.boards import BOARDS, filled
 
@@ -28,7 +27,7 @@ Query = tuple[str, str]
 
 
 class Panels:
-    """Looks while the block lasts. `answered` and `silent` part the queries that load and scaling must move."""
+    """`silent` are the queries without an answer so far that load or scaling must move, `troubles` those that only trouble moves."""
 
     def __init__(
         self, kubectl: list[str | Path], environment: Mapping[str, str], namespace: str, deployment: str
@@ -46,38 +45,28 @@ class Panels:
 
     @contextmanager
     def looking(self, folder: Path) -> Iterator[None]:
-        """Scrape and ask until the block ends, and once more then."""
-        from prometheus_server import Prometheus, documented_job
+        """Scrape and ask until the block ends."""
+        from prometheus_server import Prometheus, documented_job, tell
 
         found = folder / "pods.json"
-        found.write_text("[]")
+        tell(found, [])
         with self._proxy() as port:
             config = {
                 "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "3s"},
                 "scrape_configs": [_by_proxy(documented_job(), found, port)],
             }
             with Prometheus(folder, yaml.safe_dump(config, sort_keys=False)) as prometheus:
-                over = threading.Event()
-                arguments = (prometheus.answers, found, f"http://127.0.0.1:{port}", over)
-                thread = threading.Thread(target=self._look, args=arguments, name="panels", daemon=True)
-                thread.start()
-                try:
+                api = f"http://127.0.0.1:{port}"
+                with beside("panels", lambda: self._look(prometheus.answers, found, api), SCRAPE_SECONDS):
                     yield
-                finally:
-                    over.set()
-                    thread.join(60)
 
-    def _look(self, answers: Callable[[str], bool], found: Path, api: str, over: threading.Event) -> None:
-        from prometheus_server import discovered
+    def _look(self, answers: Callable[[str], bool], found: Path, api: str) -> None:
+        from prometheus_server import tell
 
-        while not over.wait(SCRAPE_SECONDS):
-            with suppress(httpx.HTTPError):
-                pods = httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"]
-                part = found.with_suffix(".part")
-                part.write_text(json.dumps(discovered(pods)))
-                part.rename(found)
-                self.silent -= {query for query in self.silent if answers(query[1])}
-                self.troubles -= {query for query in self.troubles if answers(query[1])}
+        with suppress(httpx.HTTPError):
+            tell(found, httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"])
+            self.silent -= {query for query in self.silent if answers(query[1])}
+            self.troubles -= {query for query in self.troubles if answers(query[1])}
 
     @contextmanager
     def _proxy(self) -> Iterator[int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -111,6 +113,24 @@ def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: fl
             trouble = f": {error}"
         time.sleep(pause_seconds)
     raise FailedError(f"after {seconds:.0f} s still not so: {what}{trouble}")
+
+
+@contextmanager
+def beside(name: str, look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
+    """Look again and again on a thread of its own, after a pause each time, until the block ends."""
+    over = threading.Event()
+
+    def again() -> None:
+        while not over.wait(pause_seconds):
+            look()
+
+    thread = threading.Thread(target=again, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(60)
 
 
 class Processes:

@@ -11,15 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from shell import FailedError, until
+from shell import FailedError, beside, until
 from steps import console
 
 HERE = Path(__file__).parent
@@ -85,24 +84,12 @@ class Watch:
         self.moments.append((round(time.time() - self.began, 1), words))
         console.print(f"  {self.moments[-1][0]:6.1f} s  {words}", markup=False)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(2.0):
-                try:
-                    self.look()
-                except FailedError as error:
-                    console.print(f"  not seen: {error}", markup=False)
-
-        thread = threading.Thread(target=watch, name="watch", daemon=True)
-        thread.start()
+    def look_again(self) -> None:
+        """One look; where it fails the next one may not."""
         try:
-            yield
-        finally:
-            over.set()
-            thread.join(60)
+            self.look()
+        except FailedError as error:
+            console.print(f"  not seen: {error}", markup=False)
 
 
 class Storm:
@@ -127,7 +114,7 @@ class Storm:
         until("encoders have gone to zero", 180, lambda: self.watch.look()["encoder"] == [0, 0])
         client = threading.Thread(target=self._ask, name="client", daemon=True)
         self.watch.note("the client begins: text alone")
-        with self.watch.running():
+        with beside("watch", self.watch.look_again, 2.0):
             client.start()
             self._disturb(client)
             client.join(DEADLINE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -48,6 +49,15 @@ def discovered(pods: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     server gives them. Every pod with an address, once for each port, under the labels that Prometheus documents for role pod.
     """
     return [group for pod in pods if pod["status"].get("podIP") for group in _groups(pod)]
+
+
+def tell(file: Path, pods: Iterable[Mapping[str, Any]]) -> None:
+    """Put the targets of these pods into a file that Prometheus watches, all at once."""
+    after = json.dumps(discovered(pods))
+    if not file.exists() or after != file.read_text():
+        part = file.with_suffix(".part")
+        part.write_text(after)
+        part.rename(file)
 
 
 def _groups(pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ what is said of a deployment ends with it. Pods are found by the rules that docs
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from control_plane import ControlPlane, free_port
 from fleet import Fleet
 from kubernetes import client
 from operator_process import OperatorProcess
-from prometheus_server import Prometheus, discovered, documented_job, hurried
+from prometheus_server import Prometheus, documented_job, hurried, tell
 from standin import Namespace
 from test_lifecycle import is_gone
 from test_scaling import BUSY, IDLE, asked, says, scaled
@@ -51,16 +50,12 @@ class Discovery:
 
     def __init__(self, namespace: Namespace, file: Path) -> None:
         self._namespace, self.file = namespace, file
-        file.write_text("[]")
+        tell(file, [])
 
     def write(self) -> None:
         core = self._namespace.core
         pods = core.api_client.sanitize_for_serialization(core.list_namespaced_pod(self._namespace.name))
-        after = json.dumps(discovered(pods["items"]))
-        if after != self.file.read_text():
-            part = self.file.with_suffix(".part")
-            part.write_text(after)
-            part.rename(self.file)
+        tell(self.file, pods["items"])
 
 
 class Seen:
