@@ -108,15 +108,10 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
         stories_failed=sum(job.exception() is not None for job in long))  # fmt: skip
     time.sleep(15)
 
-    stopped = threading.Event()
-    loop = deployment._loop
-    assert loop is not None
-    loop.call_soon_threadsafe(lambda: (deployment.local.nats.kill(), stopped.set()))
-    stopped.wait(10)
-    cut = time.time()
-    time.sleep(8)
-    say("NATS gone", pods_without_connection=value(panel("Pods without a connection").queries[0].expr))
-    loop.call_soon_threadsafe(deployment.local.nats.start)
+    with deployment.without_nats():
+        cut = time.time()
+        time.sleep(8)
+        say("NATS gone", pods_without_connection=value(panel("Pods without a connection").queries[0].expr))
     until(
         lambda: value("sum(mmd_nats_connected) == count(mmd_nats_connected)") > 0,
         60,

@@ -1,11 +1,12 @@
 """Time to the first token of text while videos pour in: one process for all beside one process for each stage, on the same cores.
 
-    python bench/isolation.py [--videos 8] [--every 0.2] [--seconds 60]
+    python bench/isolation.py [--videos 3] [--texts 4] [--seconds 60]
 
-Each layout answers a steady stream of text alone, and the same stream with a storm of videos beside it (open loop: neither waits for
-answers). The ratio of the two p99 is what text pays for the videos of others. All four take turns of some seconds, again and again, so that
-whatever else this machine does falls on all alike. Where text pays is read off the gateway's timelines, and the processor time of
-every pod off the kernel.
+Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
+waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
+them, each another file. The ratio of the two p99 is what text pays for the videos of others. All take turns of some seconds, again
+and again, so that whatever else this machine does falls on all alike. Where text pays is read off the gateway's timelines, and the
+processor time of every pod off the kernel.
 """
 
 from __future__ import annotations
@@ -13,36 +14,45 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import yaml
-from openloop import Answered, Ask, drive, mixed, steady
+from openloop import Answered, Ask, arrivals, ask, asked, drive
+from PIL import Image
 from report import keep, percentiles
 from rich.console import Console
 from rich.table import Table
 
-from mmd_workers.local import up
+from mmd_workers.local import samples, up
+from mmd_workers.local.client import media_part
 
 KV = {"kvCacheMebibytes": 64}
 POOLS: dict[str, dict[str, Any]] = {
     "E-P-D": {
-        "encoder": {"cacheMebibytes": 64, "resources": {"cpu": "100m"}},
+        "encoder": {"cacheMebibytes": 64, "resources": {"cpu": "10m"}},
         "prefill": {**KV, "resources": {"cpu": "1"}},
         "decode": {**KV, "maxSequences": 32, "resources": {"cpu": "1"}},
     },
     "monolithic": {"decode": {**KV, "maxSequences": 32, "resources": {"cpu": "2"}}},
 }
-"""Processor shares as a cluster would give them: text goes first, encoders take what is left."""
-WORDS, TOKENS = 30, 8
+"""Processor shares as a cluster would give them: text goes first, encoders have what is left."""
+WORDS = {"short": 30, "long": 400}
+TOKENS = 8
+ROLES = ("client", "gateway", "encoder", "prefill", "decode")
+FILES, SIZE = 8, (1280, 720)
 TURN_SECONDS = 12.0
-console = Console()
+console = Console(width=150)
 
 
 def resource(layout: str) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def processor_seconds(local: up.LocalDeployment) -> dict[str, float]:
 
 
 async def phases(url: str, answered: list[Answered]) -> dict[str, list[float]]:
-    """Milliseconds that requests spent in each phase, as the gateway remembers them."""
+    """Milliseconds that requests spent in each phase, as the gateway remembers them; `outside`: before it knew of them, and after."""
     found: dict[str, list[float]] = defaultdict(list)
     async with httpx.AsyncClient(base_url=url) as client:
         for one in answered:
@@ -97,6 +107,8 @@ async def phases(url: str, answered: list[Answered]) -> dict[str, list[float]]:
             for name in ("queue", "prefill", "kv_transfer", "ttft"):
                 if name in timeline["timings"]:
                     found[name].append(timeline["timings"][name])
+            if one.ttft_seconds is not None and "ttft" in timeline["timings"]:
+                found["outside"].append(1000 * one.ttft_seconds - timeline["timings"]["ttft"])
     return found
 
 
@@ -139,10 +151,42 @@ class Stretch:
         }
 
 
+def phone_videos() -> list[bytes]:
+    """MP4 files of four seconds."""
+
+    def one(seed: int) -> bytes:
+        _, frames = samples.draw_video(np.random.default_rng(seed))
+        large = [
+            np.asarray(Image.fromarray(frame).resize(SIZE, Image.Resampling.BILINEAR)) for frame in frames
+        ]
+        return samples.encode_video(np.stack(large), crf=23)
+
+    return [one(seed) for seed in range(FILES)]
+
+
+@dataclass
+class Storm:
+    """Questions about videos; no two are of the same file."""
+
+    rate: float
+    files: list[bytes]
+    asked: Iterator[int] = field(default_factory=itertools.count)
+
+    def turn(self, seed: int) -> list[Ask]:
+        times = arrivals(self.rate, TURN_SECONDS, np.random.default_rng(seed))
+        return [self._ask(at, next(self.asked)) for at in times]
+
+    def _ask(self, at: float, number: int) -> Ask:
+        file = samples.as_another_file(self.files[number % len(self.files)], number)
+        question = {"type": "text", "text": "What happens in the video?"}
+        return asked("video", at, [media_part("video", file, "video/mp4"), question], TOKENS)
+
+
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both layouts, alone and in the storm, in turns."""
+    """Both layouts with texts of each length, alone and in the storm, in turns."""
     turns = max(1, round(options.seconds / TURN_SECONDS))
-    found = {layout: {"quiet": Stretch(), "storm": Stretch()} for layout in POOLS}
+    found = {(layout, length): (Stretch(), Stretch()) for layout in POOLS for length in WORDS}
+    storm = Storm(options.videos, phone_videos())
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         running = {}
@@ -152,23 +196,23 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             running[layout] = await stack.enter_async_context(
                 up.running(up.load(file), log_line=lambda *_: None)
             )
-            warm = mixed(4, 5, options.seed, {"text": 0.6, "video": 0.4})
-            await drive(running[layout].gateway_url, warm)
+            await drive(running[layout].gateway_url, texts(options, 1, 2, WORDS["long"]) + storm.turn(1))
         for turn in range(turns):
-            for number, (layout, stretches) in enumerate(found.items()):
+            for number, ((layout, length), (quiet, stormy)) in enumerate(found.items()):
                 seed = 1000 * options.seed + 10 * turn + number
-                await stretches["quiet"].turn(running[layout], texts(options, seed))
-                storm = mixed(options.videos, TURN_SECONDS, seed, {"video": 1.0})
-                await stretches["storm"].turn(running[layout], texts(options, seed + 500) + storm)
+                url, words = running[layout], WORDS[length]
+                await quiet.turn(url, texts(options, seed, seed, words))
+                await stormy.turn(url, texts(options, seed, seed + 500, words) + storm.turn(seed + 500))
     return {
-        layout: told(**{name: s.report() for name, s in stretches.items()})
-        for layout, stretches in found.items()
+        f"{layout}, {length} texts": told(quiet.report(), stormy.report())
+        for (layout, length), (quiet, stormy) in found.items()
     }
 
 
-def texts(options: argparse.Namespace, seed: int) -> list[Ask]:
-    """One turn of text."""
-    return steady("text", options.every, TURN_SECONDS, seed, WORDS, TOKENS)
+def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> list[Ask]:
+    """One turn of texts that nobody has asked before, at the moments that one seed gives."""
+    times = arrivals(options.texts, TURN_SECONDS, np.random.default_rng(moments))
+    return [ask("text", at, 1_000_000 * seed + n, words, TOKENS) for n, at in enumerate(times)]
 
 
 def told(quiet: dict[str, Any], storm: dict[str, Any]) -> dict[str, Any]:
@@ -194,10 +238,8 @@ def table(found: dict[str, Any]) -> Table:
         return " / ".join(f"{1000 * value:.0f}" for value in times.values())
 
     for layout, run in found.items():
-        cores = ", ".join(
-            f"{pod.removeprefix(f'bench-{layout.lower()}-').split('-')[0]} {n:.2f}"
-            for pod, n in run["storm"]["cores_used"].items()
-        )
+        used = run["storm"]["cores_used"].items()
+        cores = ", ".join(f"{role} {n:.2f}" for pod, n in used for role in ROLES if role in pod)
         made.add_row(
             layout,
             ms(run["quiet"]["text"]["ttft_seconds"]),
@@ -214,8 +256,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--videos", type=float, default=8.0, help="a second")
-    parser.add_argument("--every", type=float, default=0.2, help="seconds between texts")
+    parser.add_argument("--videos", type=float, default=3.0, help="a second")
+    parser.add_argument("--texts", type=float, default=4.0, help="a second")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="isolation")

@@ -50,9 +50,14 @@ def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
     if kind != "text":
         sample = samples.draw(kind, seed)
         parts.append(media_part(kind, sample.bytes, sample.mime))
+    return asked(kind, at, [*parts, {"type": "text", "text": text}], tokens)
+
+
+def asked(kind: Kind, at: float, content: list[dict[str, Any]], tokens: int) -> Ask:
+    """One message, answered by exactly so many tokens."""
     body = {
         "model": "builtin/demo",
-        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+        "messages": [{"role": "user", "content": content}],
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
@@ -64,21 +69,20 @@ def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
 def mixed(rate: float, seconds: float, seed: int, shares: dict[Kind, float]) -> list[Ask]:
     """Poisson arrivals of `rate` requests a second; kinds by their shares, lengths log-normal."""
     rng = np.random.default_rng(seed)
-    arrivals = np.sort(rng.random(rng.poisson(rate * seconds)) * seconds)
+    times = arrivals(rate, seconds, rng)
     kinds: list[Kind] = list(shares)
-    chosen = rng.choice(len(kinds), len(arrivals), p=list(shares.values()))
-    words = np.clip(rng.lognormal(3.4, 0.7, len(arrivals)), 4, 150).astype(int)
-    tokens = np.clip(rng.lognormal(2.8, 0.5, len(arrivals)), 2, 64).astype(int)
+    chosen = rng.choice(len(kinds), len(times), p=list(shares.values()))
+    words = np.clip(rng.lognormal(3.4, 0.7, len(times)), 4, 150).astype(int)
+    tokens = np.clip(rng.lognormal(2.8, 0.5, len(times)), 2, 64).astype(int)
     return [
-        ask(kinds[kind], float(at), 1_000_000 * seed + number, int(words[number]), int(tokens[number]))
-        for number, (at, kind) in enumerate(zip(arrivals, chosen, strict=True))
+        ask(kinds[kind], at, 1_000_000 * seed + number, int(words[number]), int(tokens[number]))
+        for number, (at, kind) in enumerate(zip(times, chosen, strict=True))
     ]
 
 
-def steady(kind: Kind, every: float, seconds: float, seed: int, words: int, tokens: int) -> list[Ask]:
-    """One request of a kind every so many seconds."""
-    count = int(seconds / every)
-    return [ask(kind, number * every, 1_000_000 * seed + number, words, tokens) for number in range(count)]
+def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> list[float]:
+    """Poisson arrivals of `rate` a second, in order."""
+    return [float(at) for at in np.sort(rng.random(rng.poisson(rate * seconds)) * seconds)]
 
 
 async def drive(url: str, asks: list[Ask]) -> list[Answered]:

@@ -56,6 +56,8 @@ SYSCTLS = (
     *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
 )
 """What kubelet, kube-proxy and the bridge change."""
+CONTAINERD_STARTS = "server is not initialized yet"
+"""What kubelet ends with while containerd answers already, but not to Kubernetes: it looks through the images it has."""
 MADE = (Path("/var/lib/kubelet"), Path("/var/log/containers"), Path("/run/containerd"), Path("/var/lib/cni"))
 """Folders that kubelet, containerd and the network plugins make wherever they are told to live."""
 
@@ -365,6 +367,7 @@ state = "{RUN / "containerd"}"
 
     def _wait_ready(self) -> None:
         def ready() -> bool:
+            self._processes.revive("kubelet", CONTAINERD_STARTS)
             self._processes.must_run()
             condition = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
             return self._kubectl("get", "node", NODE, "-o", condition) == "True"

@@ -1,4 +1,5 @@
-"""What the dashboards show of the cluster: a Prometheus with the documented job, and every query of every panel.
+"""What the dashboards and alerts show of the cluster: a Prometheus with the documented job, the chart's rules in shorter times,
+and every query of every panel.
 
 Pods are asked through the API server (`kubectl proxy`), so that it goes wherever kubectl goes.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,13 +24,16 @@ from mmd_workers.observe.boards import BOARDS, filled
 
 SCRAPE_SECONDS = 3
 WINDOW = "1m"
+WINDOWS, WAITS = 10, 300  # what windows and waiting times of the rules are divided by
 PROXY_SECONDS = 20
 Query = tuple[str, str]
 """The title of a panel and a PromQL expression."""
 
 
 class Panels:
-    """`silent` are the queries without an answer so far that load or scaling must move, `troubles` those that only trouble moves."""
+    """`silent` are the queries without an answer so far that load or scaling must move, `troubles` those that only trouble moves;
+    `fired` counts the series of each alert that has been firing.
+    """
 
     def __init__(
         self, kubectl: list[str | Path], environment: Mapping[str, str], namespace: str, deployment: str
@@ -35,6 +41,7 @@ class Panels:
         self._kubectl, self._environment = kubectl, dict(environment)
         self.silent: set[Query] = set()
         self.troubles: set[Query] = set()
+        self.fired: Counter[str] = Counter()
         for board in BOARDS:
             for panel in board.panels():
                 for query in panel.queries:
@@ -46,19 +53,23 @@ class Panels:
     @contextmanager
     def looking(self, folder: Path) -> Iterator[None]:
         """Scrape and ask until the block ends."""
-        from prometheus_server import Prometheus, documented_job, tell
+        from prometheus_server import Prometheus, documented_job, hurried, tell
 
+        began = time.time()
         found = folder / "pods.json"
         tell(found, [])
         with self._proxy() as port:
             config = {
-                "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "3s"},
+                "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
+                "rule_files": [str(hurried(folder / "rules.yaml", WINDOWS, WAITS))],
                 "scrape_configs": [_by_proxy(documented_job(), found, port)],
             }
             with Prometheus(folder, yaml.safe_dump(config, sort_keys=False)) as prometheus:
                 api = f"http://127.0.0.1:{port}"
                 with beside("panels", lambda: self._look(prometheus.answers, found, api), SCRAPE_SECONDS):
                     yield
+                for alert in prometheus.all_firing(since=began):
+                    self.fired[alert["alertname"]] += 1
 
     def _look(self, answers: Callable[[str], bool], found: Path, api: str) -> None:
         from prometheus_server import tell

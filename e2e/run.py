@@ -31,7 +31,8 @@ RELEASE = "multimodal-operator"
 OPERATOR_NAMESPACE = "multimodal-system"
 NAMESPACE = "e2e"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-OWNED = "serving.multimodal.dev/deployment=demo"
+OWNED_BY = "serving.multimodal.dev/deployment"
+OWNED = f"{OWNED_BY}=demo"
 KINDS = "pods,services,secrets,configmaps,statefulsets,deployments,poddisruptionbudgets,networkpolicies"
 CRD = "multimodaldeployments.serving.multimodal.dev"
 
@@ -109,6 +110,7 @@ class Story:
                     body = run.run()
             finally:
                 self.record("storm")
+            body["alerts"] = dict(panels.fired)
             (REPORT / "storm.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
             storm.picture(REPORT / "storm.png", body)
             said = ("requests", "lost", "duplicated", "wrong", "largest")
@@ -125,8 +127,14 @@ class Story:
                 raise FailedError(
                     "no data for\n" + "\n".join(f"{title}: {expr}" for title, expr in panels.silent)
                 )
+        with self.steps.step("alerts told of the rollout and of nothing lost") as step:
+            step.note = ", ".join(f"{alert} {count}" for alert, count in sorted(panels.fired.items()))
+            if "MmdRevisionMix" not in panels.fired or "MmdRequestsLost" in panels.fired:
+                raise FailedError(f"fired: {step.note}")
         with self.steps.step("the storm's deployment deleted"):
             self.kubectl("delete", "mmd", storm.NAME, "--timeout=240s", seconds=250)
+            # its pods too: a namespace with pods that still end is deleted only after their grace
+            until("nothing of it is left", 120, lambda: not self.owned(storm.NAME))
 
     def remove(self) -> None:
         with self.steps.step("namespace deleted"):
@@ -205,6 +213,7 @@ class Story:
             "image": f"{self.prefix}multimodal-worker:{TAG}",
             "imagePullPolicy": "IfNotPresent",
             "command": ["sleep", "infinity"],
+            "resources": {"requests": {"cpu": "200m"}},  # one that starves asks little, and sees answers late
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -262,8 +271,8 @@ class Story:
         pods = json.loads(self.kubectl("get", "pods", "--output=json", "--selector", selector))["items"]
         return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
 
-    def owned(self) -> list[str]:
-        return self.kubectl("get", KINDS, "--output=name", "--selector", OWNED).split()
+    def owned(self, name: str = "demo") -> list[str]:
+        return self.kubectl("get", KINDS, "--output=name", "--selector", f"{OWNED_BY}={name}").split()
 
     def kustomization(self) -> Path:
         """The one in the repository, or one over it with the registry's image."""
@@ -363,7 +372,7 @@ def main() -> int:
     parser.add_argument(
         "--stop", action="store_true", help="remove what --keep, or a run that was killed, left"
     )
-    parser.add_argument("--requests", type=int, default=storm.REQUESTS, help="requests of the storm")
+    parser.add_argument("--requests", type=int, default=storm.REQUESTS, help="fewest requests of the storm")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     REPORT.mkdir(parents=True, exist_ok=True)

@@ -152,6 +152,14 @@ class Processes:
         self._children[name] = child
         (self.ids / f"{name}.pid").write_text(str(child.pid))
 
+    def revive(self, name: str, saying: str) -> None:
+        """Start a server again that ended with these words, as an init system would."""
+        child = self._children[name]
+        if child.poll() is not None and saying in tail(
+            (self.logs / f"{name}.log").read_text(errors="replace")
+        ):
+            self.start(name, *child.args)
+
     def must_run(self) -> None:
         """Raises:
         FailedError: one has ended; the message ends with its last words.

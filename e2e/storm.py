@@ -5,6 +5,7 @@ Every answer must be that of `generate` of the whole model; the report counts wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -30,7 +31,6 @@ sys.path += [
     str(REPOSITORY / "tests"),
 ]
 
-import oracle  # noqa: E402  that of tests/pipeline
 import report  # noqa: E402  bench's
 import storm_client  # noqa: E402
 
@@ -40,9 +40,11 @@ NAME = "storm"
 MANIFEST = HERE / "storm.yaml"
 LARGEST = {"encoder": 3, "prefill": 2, "decode": 2}
 POOLS = tuple(LARGEST)
-REQUESTS = 2400
+REQUESTS = 2000
 PAUSE_SECONDS = 10.0
-WHOLE_TRIES = 20  # of two seconds: then the next trouble comes upon what is not whole again
+LATER_PAUSE_SECONDS = 20.0
+"""Between the troubles that are drawn, when each kind has come once."""
+WHOLE_TRIES = 6  # of two seconds: then the next trouble comes upon what is not whole again
 DEADLINE_SECONDS = 1500.0
 SETTLE_SECONDS = 240.0
 COLOURS = {"encoder": "#d95f02", "prefill": "#1b9e77", "decode": "#7570b3"}
@@ -121,11 +123,16 @@ class Storm:
             if client.is_alive():
                 raise FailedError(f"requests had not ended after {DEADLINE_SECONDS:.0f} s")
             self.watch.note("every request has ended")
+            if isinstance(self._output, FailedError):
+                raise self._output
+            answers = self._judge([json.loads(line) for line in self._output.splitlines()])
             until("pools are back at their smallest", SETTLE_SECONDS, self._small, pause_seconds=1)
             self.watch.note("pools are back at their smallest")
-        if isinstance(self._output, FailedError):
-            raise self._output
-        return self._report([json.loads(line) for line in self._output.splitlines()])
+        return answers | {
+            "largest": dict(self.watch.largest),
+            "moments": self.watch.moments,
+            "replicas": self.watch.rows,
+        }
 
     def _ask(self) -> None:
         code = Path(storm_client.__file__).read_text()
@@ -136,7 +143,10 @@ class Storm:
             self._output = error
 
     def _disturb(self, client: threading.Thread) -> None:
-        """One trouble after the other, beginning when encoders have woken, until the client has all its answers."""
+        """One trouble after the other, beginning when encoders have woken, until the client has all its answers.
+
+        It is told that it has asked enough some seconds after each of the first has come.
+        """
         until(
             "encoders have woken", 180, lambda: self.watch.look()["encoder"][1] > 0 or not client.is_alive()
         )
@@ -147,9 +157,10 @@ class Storm:
             lambda: f"the operator is killed: {self._change_leader()}",
             lambda: self._end("prefill", force=True),
         ]
-        number = 0
-        while True:
-            client.join(PAUSE_SECONDS)
+        for number in itertools.count():
+            client.join(PAUSE_SECONDS if number <= len(troubles) else LATER_PAUSE_SECONDS)
+            if number == len(troubles):
+                self._kubectl("exec", "client", "--", "touch", str(storm_client.ENOUGH))
             for _ in range(WHOLE_TRIES):
                 if not client.is_alive():
                     return
@@ -160,7 +171,6 @@ class Storm:
                 self.watch.note(troubles[number]())
             else:
                 self.watch.note(self._end(self._random.choice(POOLS), force=self._random.random() < 0.5))
-            number += 1
 
     def _roll_out(self) -> str:
         patch = json.dumps({"spec": {"decode": {"kvBlockTokens": 32}}})
@@ -190,7 +200,8 @@ class Storm:
             "decode": 1,
         }
 
-    def _report(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    def _judge(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """What became of every request, for the report."""
         begins = next(line["storm_begins"] for line in lines if "storm_begins" in line)
         asked = [line for line in lines if "kind" in line]
         right = Oracle()
@@ -213,10 +224,7 @@ class Storm:
             "wrong": len(wrong),
             "by_kind": Counter(a["kind"] for a in asked),
             "ttft": ttft,
-            "largest": dict(self.watch.largest),
             "storm_began_seconds": round(begins - self.watch.began, 1),
-            "moments": self.watch.moments,
-            "replicas": self.watch.rows,
             "arrivals": [(round(a["began"] - self.watch.began, 2), a["kind"], a["ttft"]) for a in asked],
             "examples": [{**a, "expected": right.answer(a["kind"], a["seed"])} for a in [*lost, *wrong][:20]],
         }
@@ -226,6 +234,9 @@ class Oracle:
     """Answers of the whole model in this process, each computed once."""
 
     def __init__(self) -> None:
+        import oracle  # that of tests/pipeline; PyTorch comes with it, which no step before needs
+
+        self._generated = oracle.answer
         self._model = Path(str(resources.files("mmd_workers.model") / "demo"))
         self._known: dict[tuple[str, int], str] = {}
 
@@ -237,9 +248,9 @@ class Oracle:
     def _compute(self, kind: str, seed: int) -> str:
         if kind == "text":
             question: Any = [storm_client.text_question(seed)]
-            return str(oracle.answer(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
+            return str(self._generated(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
         sample = draw(kind, seed)  # type: ignore[arg-type]
-        return str(oracle.answer(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
+        return str(self._generated(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
 
 
 def picture(path: Path, body: dict[str, Any]) -> None:

@@ -159,8 +159,12 @@ class Prometheus:
 
     def firing(self, alert: str, since: float) -> list[dict[str, Any]]:
         """The labels of an alert that has been in state firing at some time since then (Unix seconds)."""
+        return [one for one in self.all_firing(since) if one["alertname"] == alert]
+
+    def all_firing(self, since: float) -> list[dict[str, Any]]:
+        """The labels of every alert that has been in state firing at some time since then (Unix seconds)."""
         seconds = max(1, math.ceil(time.time() - since))
-        found = self.query(f'max_over_time(ALERTS{{alertname="{alert}",alertstate="firing"}}[{seconds}s])')
+        found = self.query(f'max_over_time(ALERTS{{alertstate="firing"}}[{seconds}s])')
         return [one["metric"] for one in found]
 
     def until_scraped(self, pods: int) -> None:

@@ -116,7 +116,8 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: list[Rule]) 
         return node | ({"default": _without_null(raw["default"])} if "default" in raw else {})
     if "anyOf" in raw:
         (only,) = (choice for choice in raw["anyOf"] if choice.get("type") != "null")
-        outer = {key: value for key, value in raw.items() if key not in ("anyOf", "default", "title")}
+        without = ("anyOf", "title") if raw.get("default") is not None else ("anyOf", "title", "default")
+        outer = {key: value for key, value in raw.items() if key not in without}
         return _structural(only | outer, definitions, rules)
     node = {key: raw[key] for key in _KEPT if key in raw}
     if "description" in node:

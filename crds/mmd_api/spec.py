@@ -364,6 +364,13 @@ class GatewaySpec(ApiModel):
     """Whether the gateway serves its own page at /."""
 
 
+class NatsResources(Resources):
+    """CPU and memory of the message bus, without which no pool can work."""
+
+    cpu: CpuQuantity | None = "250m"
+    """Cores asked for: every pool stands still while the bus starves."""
+
+
 class NatsSpec(ApiModel):
     """The message bus: managed by the operator, or an existing one at `url`.
 
@@ -378,7 +385,7 @@ class NatsSpec(ApiModel):
     """Secret with `username` and `password` for it."""
     storage_mebibytes: Annotated[int, Field(ge=64, le=1_048_576)] = 1024
     """JetStream storage of the managed server."""
-    resources: Resources = Resources()
+    resources: NatsResources = NatsResources()
     """CPU and memory of the managed server."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
         namespace: Annotated[
             str | None, typer.Option("--namespace", "-n", help="Namespace; else the file's, else default.")
         ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="One List, for programs.")] = False,
     ) -> None:
         """Print every Kubernetes object that the operator would apply, as YAML."""
         try:
@@ -36,7 +38,10 @@ def register(app: typer.Typer) -> None:
             ]
         except InvalidDeploymentError as error:
             fail_with_faults({file: error})
-        typer.echo(to_yaml(objects), nl=False)
+        if as_json:
+            typer.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=1))
+        else:
+            typer.echo(to_yaml(objects), nl=False)
 
 
 class _PlainDumper(yaml.SafeDumper):

@@ -65,12 +65,14 @@ def next_step(
         and not child.deleting
         and (switched and whole if child.revision in (None, revision) else child.revision not in in_use)
     ]
+    sizes = _sizes(spec, {revision, serving}, observed, uid)
+    left = bool(remove or sizes)
     return Step(
-        stage=_stage(serving, revision, whole=whole, switched=switched, left=bool(remove), in_use=in_use),
+        stage=_stage(serving, revision, whole=whole, switched=switched, left=left, in_use=in_use),
         revision=revision,
         serving=serving,
         apply=tuple(_starting_size(m, spec, serving, observed) for m in apply),
-        sizes=_sizes(spec, {revision, serving}, observed, uid),
+        sizes=sizes,
         remove=tuple(remove),
     )
 

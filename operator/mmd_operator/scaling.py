@@ -264,7 +264,7 @@ class PoolScaling:
             pools=scaled,
             shadow=tuple(n for n in scaled if not verdict.decisions[n].act),
             missing=cast("tuple[str, ...]", settled if settled is not ... else self.report.missing),
-            limited=tuple(f"{d.pool} at {d.current}" for d in hard),
+            limited=tuple(f"{d.pool} at {d.replicas}" for d in hard),
             limit=_hard(hard[0]) if hard else None,
             bottleneck=cast("PoolName | None", pool if pool is not ... else self.report.bottleneck),
         )

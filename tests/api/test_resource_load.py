@@ -96,7 +96,7 @@ def test_two_deployments_where_one_is_wanted(file):
         ("just words", "is no mapping"),
         ("!!python/object/apply:os.system [id]", "no valid YAML"),
         ("apiVersion: v1\nkind: Secret\n", "holds no MultimodalDeployment"),
-        ("[" * 5000, "nested too deeply"),
+        pytest.param("[" * 5000, "nested too deeply", id="deep"),
     ],
 )
 def test_a_file_that_is_no_deployment_is_refused_with_a_reason(file, text, words):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 from kubernetes import client
 from standin import Namespace, eventually
 
@@ -38,14 +41,16 @@ class FakePod:
     asked: bool = False
     answer: bytes | None = None
     """Instead of a true answer."""
+    real: str = ""
+    """The address of a process that answers instead, as the pod of this name."""
 
     def __post_init__(self) -> None:
         pod = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = pod.body() if pod.answer is None else pod.answer
-                self.send_response(200)
+                status, body = pod.reply(self.path)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -72,16 +77,35 @@ class FakePod:
             said |= {"state": self.state, "load": self.load}
         return json.dumps(said).encode()
 
+    def reply(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        if self.real:
+            return self._real_reply(path)
+        return 200, self.body() if self.answer is None else self.answer
+
+    def _real_reply(self, path: str) -> tuple[int, bytes]:
+        """The process's own, but for a gateway's name, which ends differently in a cluster."""
+        try:
+            reply = httpx.get(f"{self.real}{path}", timeout=5)
+        except httpx.HTTPError:
+            return 504, b""
+        body = reply.content
+        if self.port == GATEWAY_PORT:
+            body = re.sub(rb'"pod":\s*"[^"]*"', b'"pod":"%s"' % self.name.encode(), body)
+        return reply.status_code, body
+
     def stop(self) -> None:
         self.server.shutdown()
         self.server.server_close()
 
 
 class Fleet:
-    """Plays StatefulSet controller, kubelet and workers. `refused`: pods that no node has room for."""
+    """Plays StatefulSet controller, kubelet and workers. `unschedulable`: pods that no node has room for; `real`: addresses of
+    processes that are workers indeed, by the names of their pods."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, real: Mapping[str, str] | None = None) -> None:
         self.namespace = namespace
+        self.real = real or {}
         self.pods: dict[str, FakePod] = {}
         self.unschedulable: set[str] = set()
         self.most: dict[str, int] = {}
@@ -126,7 +150,7 @@ class Fleet:
             self._say(name, {"conditions": [{"type": "PodScheduled", "status": "False", **reason}]})
             return
         port = GATEWAY_PORT if "gateway" in name else WORKER_PORT
-        pod = FakePod(name, found.metadata.labels[REVISION_LABEL], port)
+        pod = FakePod(name, found.metadata.labels[REVISION_LABEL], port, real=self.real.get(name, ""))
         self.pods[name] = pod
         ready = [{"type": t, "status": "True"} for t in ("PodScheduled", "Ready")]
         self._say(name, {"podIP": pod.address, "podIPs": [{"ip": pod.address}], "conditions": ready})

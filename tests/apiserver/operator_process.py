@@ -14,7 +14,12 @@ from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["mmd_operator.serve", "mmd_operator.operator_command", "mmd_workers.local.commands"]
+    [
+        "mmd_operator.serve",
+        "mmd_operator.operator_command",
+        "mmd_workers.local.commands",
+        "kubernetes.aio.client.api",
+    ]
 )
 
 

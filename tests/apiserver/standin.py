@@ -18,10 +18,10 @@ WAIT_SECONDS = 45
 
 
 def eventually(check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
-    """The answer of a check, as soon as it holds (raises no AssertionError); else its last complaint."""
+    """The answer of a check, as soon as it holds; else its last complaint. What is not there yet (a LookupError) does not hold yet."""
     try:
         return Retrying(
-            retry=retry_if_exception_type(AssertionError),
+            retry=retry_if_exception_type((AssertionError, LookupError)),
             stop=stop_after_delay(seconds),
             wait=wait_fixed(0.1),
         )(check)
@@ -248,7 +248,9 @@ class Namespace:
         return eventually(step, seconds)
 
     def is_ready(self, name: str = "demo") -> None:
-        assert self.condition("Ready", name)[0] == "True", self.get(name).get("status")
-        assert self.condition("Progressing", name)[1] == "Complete", self.get(name).get("status")
-        body = self.get(name)
-        assert body["status"]["observedGeneration"] == body["metadata"]["generation"]
+        body = self.get(name)  # once: what two readings say of two moments may never have been true together
+        status = body.get("status", {})
+        said = {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", [])}
+        assert said.get("Ready", ("",))[0] == "True", status
+        assert said.get("Progressing", ("", ""))[1] == "Complete", status
+        assert status["observedGeneration"] == body["metadata"]["generation"]

@@ -26,9 +26,7 @@ def encoder_schema(api: client.ApiClient) -> Iterator[Callable[[EncoderSchema], 
 
     def put(properties: EncoderSchema) -> None:
         changed = copy.deepcopy(true)
-        (version,) = changed["spec"]["versions"]
-        spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-        spec["properties"]["encoder"]["properties"] = properties
+        encoder_of(changed)["properties"] = properties
         there = extensions.read_custom_resource_definition(name).metadata.resource_version
         changed["metadata"]["resourceVersion"] = there
         extensions.replace_custom_resource_definition(name, changed)
@@ -37,10 +35,16 @@ def encoder_schema(api: client.ApiClient) -> Iterator[Callable[[EncoderSchema], 
     put(true_properties())
 
 
+def encoder_of(definition: dict[str, Any]) -> dict[str, Any]:
+    (version,) = definition["spec"]["versions"]
+    found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
+        "encoder"
+    ]
+    return found
+
+
 def true_properties() -> EncoderSchema:
-    (version,) = custom_resource_definition()["spec"]["versions"]
-    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    found: EncoderSchema = spec["properties"]["encoder"]["properties"]
+    found: EncoderSchema = encoder_of(custom_resource_definition())["properties"]
     return found
 
 

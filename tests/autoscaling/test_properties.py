@@ -34,6 +34,7 @@ def loads(draw: st.DrawFn, number: st.SearchStrategy[float] = amounts) -> PodLoa
         encode_work_per_second={"image": draw(st.floats(0, 1e5)), "video": 1000.0},
         encode_busy_fraction=draw(fractions),
         prefill_waiting_tokens=draw(number),
+        prefill_blocked_tokens=draw(number),
         prefill_tokens_per_second=draw(st.floats(0, 1e5)),
         prefill_busy_fraction=draw(st.none() | fractions),
         decode_running=draw(st.integers(0, 64)),

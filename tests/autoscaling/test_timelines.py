@@ -53,6 +53,15 @@ def test_jobs_that_no_pod_holds_yet_count():
     assert pool.tick().wanted == 6
 
 
+def test_prompts_that_wait_for_encoders_do_not_grow_prefill():
+    behind_media = PodLoad(
+        prefill_waiting_tokens=150_000.0, prefill_blocked_tokens=147_000.0, prefill_tokens_per_second=1000.0
+    )
+    assert Pool(PREFILL, lambda *_: behind_media).tick().wanted == 3
+    encodes_too = replace(PREFILL, roles=("encode", "prefill"), max_replicas=1000)
+    assert Pool(encodes_too, lambda *_: behind_media).tick().wanted == 150
+
+
 def test_a_pool_that_is_busy_without_a_backlog_grows():
     pool = Pool(ENCODER, lambda *_: encode_load(busy=0.99), replicas=3)
     decision = pool.tick()

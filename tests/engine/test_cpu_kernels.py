@@ -26,6 +26,19 @@ def kernels():
     return loaded
 
 
+def test_kernels_that_an_image_has_built_need_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "BUILT", tmp_path / "built")
+    library.main()
+    if not (tmp_path / "built").exists():
+        pytest.skip("no C++ compiler here, or no x86-64 processor")
+    monkeypatch.setattr(library, "_compiler", lambda: None)
+    loaded = library.load.__wrapped__()
+    assert loaded is not None
+    x, weight = torch.randn(3, 20), torch.randn(40, 20)
+    product = loaded.linear(x, loaded.pack(weight), 40, None)
+    torch.testing.assert_close(product, functional.linear(x, weight), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 131])
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (50, 33), (1, 1), (129, 300)])
 def test_a_packed_linear_layer_equals_the_plain_one(kernels, rows, n, k):

@@ -110,12 +110,14 @@ def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_to
         engine.add(sequence_input(arch, number))
         late += [(str(number), medium, feature) for medium, feature in enumerate(features)]
         outcome.take(engine.step())
+    assert 0 < engine.stats().blocked_tokens <= engine.stats().waiting_tokens
     for name, medium, feature in reversed(late):
         for _ in range(2):
             outcome.take(engine.step())
         assert engine.fill(name, medium, feature)
     assert run(engine, outcome).tokens == answers(arch)
     assert engine.stats().blocks_free == engine.stats().blocks_total
+    assert engine.stats().blocked_tokens == engine.stats().waiting_tokens == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -85,11 +85,14 @@ def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
 def test_prefill_stops_before_the_first_missing_feature_and_goes_on_when_it_is_there():
     bench = Bench()
     sequence = bench.add("a", 30, missing={0: (10, 14), 1: (20, 24)})
+    assert (sequence.remaining, sequence.blocked) == (30, 20)
     assert bench.step() == {"a": (0, 10)}
     assert bench.step() == {}
+    assert (sequence.remaining, sequence.blocked) == (20, 20)
     del sequence.prompt.missing[0]
     assert bench.step() == {"a": (10, 20)}
     del sequence.prompt.missing[1]
+    assert (sequence.remaining, sequence.blocked) == (10, 0)
     assert bench.step() == {"a": (20, 30)}
 
 

@@ -85,7 +85,7 @@ async def test_it_finishes_what_it_has_on_sigterm_and_exits_well(
     await until_ready(client, False)
     go.set()
     assert (await asking).json()["choices"][0]["message"]["content"] == TEXT
-    assert await asyncio.wait_for(child.wait(), 20) == 0
+    assert await asyncio.wait_for(child.wait(), 90) == 0
     await worker.close()
 
 

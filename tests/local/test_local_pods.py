@@ -93,4 +93,4 @@ async def test_a_process_runs_at_its_pods_nice(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             assert await printed.get() == str(os.getpriority(os.PRIO_PROCESS, 0) + 7)
     finally:
-        await supervisor.stop()
+        await supervisor.close()

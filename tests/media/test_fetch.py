@@ -220,7 +220,7 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
             await fetch(
                 f"http://127.0.0.1:{port}/", OPEN.model_copy(update={"fetch_timeout_seconds": 1}), "image"
             )
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 async def test_a_status_other_than_ok_and_a_dead_port_are_errors():

@@ -182,7 +182,7 @@ async def test_closing_leaves_no_process_and_fails_work_as_retryable():
     await _busy(pids)
     start = time.monotonic()
     await pool.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(o) for o in outcomes] == [OverloadedError] * 3
     assert all(gone(pid) for pid in pids)

@@ -6,31 +6,28 @@ as they are.
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import struct
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
+import nats
 import pytest
 from local_deployment import Deployment, until
-from observed_fixture import content, load, scrape
+from observed_fixture import load, observed_deployment, scrape
 from prometheus_server import Prometheus, hurried
+from under_load import AT_ONCE, about_videos, clients, frozen
 
+from mmd_api.subjects import Subjects
 from mmd_workers.local.pods import LocalPod
-from mmd_workers.local.samples import Sample, draw
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
-AT_ONCE = 400
+VIDEOS_AT_ONCE = 4
+STORY: dict[str, Any] = {"temperature": 1.0, "extra_body": {"ignore_eos": True}}
 LONG_QUESTION = "What is here, what is there, and what is between them? " * 20
-VIDEO = draw("video", 90_000)
-NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -42,71 +39,89 @@ def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def another_video() -> Sample:
-    """The same pictures in a file of its own: nobody has encoded it before."""
-    note = f"{time.time_ns()} {next(NUMBERS)}".encode()
-    return replace(VIDEO, bytes=VIDEO.bytes + struct.pack(">I4s", 8 + len(note), b"free") + note)
-
-
-@contextmanager
-def frozen(deployment: Deployment, pod: LocalPod) -> Iterator[None]:
-    """As a process that hangs: it is there and does nothing."""
-    pid = deployment.pid(pod)
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def clients(deployment: Deployment) -> Iterator[Callable[..., Future[Any]]]:
-    """Many clients at once; the block ends when all have their answer."""
-    client = deployment.client()
-    defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
-
-    def one(what: list[dict[str, Any]] | str, options: dict[str, Any]) -> Any:
-        messages: Any = [{"role": "user", "content": what}]
-        return client.chat.completions.create(model="builtin/demo", messages=messages, **defaults | options)
-
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        yield lambda what, **options: threads.submit(one, what, options)
-
-
 def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 30) -> dict[str, Any]:
     until(lambda: bool(prometheus.firing(alert, since)), seconds, f"{alert} fires")
     labels: dict[str, Any] = prometheus.firing(alert, since)[0]
     return labels
 
 
+def until_told(prometheus: Prometheus, alert: str, since: float, **labels: str) -> None:
+    """The alert fires with these labels; it may also fire for what an earlier test broke."""
+    until(
+        lambda: any(labels.items() <= one.items() for one in prometheus.firing(alert, since)),
+        30,
+        f"{alert} fires of {labels}",
+    )
+
+
 def test_in_quiet_no_alert_fires(prometheus: Prometheus, observed: Deployment) -> None:
     begun = time.time()
     load(observed, 12, 95_000, at_once=2)
     prometheus.until_scraped(len(observed.local.pods))
-    assert (
-        prometheus.query(f'max_over_time(ALERTS{{alertstate="firing"}}[{int(time.time() - begun) + 1}s])')
-        == []
-    )
+    assert prometheus.all_firing(begun) == []
 
 
 def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Deployment) -> None:
-    """Scrapes get no answer, and when it goes on its requests have missed their promise. Whether the queue is a backlog depends on how
-    fast the machine is: ten seconds of work are more videos than there are clients here."""
+    """Scrapes get no answer, work piles up, and when it goes on its requests have missed their promise."""
     (encoder,) = observed.pods("encoder")
     begun = time.time()
     with clients(observed) as submit:
-        asked: list[Future[Any]] = []
+        asked = [submit(about_videos(1))]
+        assert asked[0].result(timeout=60)
+        known = 'mmd_encode_work_per_second{modality="video"} > 0'
+        until(lambda: prometheus.query(known) != [], 30, "an encoder that has encoded says how fast it is")
 
         def pour(alert: str) -> bool:
-            asked.extend(submit(content(another_video())) for _ in range(4))
+            asked.extend(submit(about_videos(VIDEOS_AT_ONCE)) for _ in range(2))
             return bool(prometheus.firing(alert, begun))
 
-        with frozen(observed, encoder):
+        with frozen(observed.pid(encoder)):
             until(lambda: pour("MmdPodNotScraped"), 60, "scrapes without an answer are an alert")
+            until(lambda: pour("MmdBacklogGrows"), 60, "ten seconds of work that becomes more are an alert")
+            assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} == {"encode"}
+            assert prometheus.query('mmd_prefill_waiting_tokens{role="encode"} > 0')
         assert {one["pod"] for one in prometheus.firing("MmdPodNotScraped", begun)} == {encoder.name}
-        assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} <= {"encode"}
         until_firing(prometheus, "MmdSloBurnsFast", begun, 90)
+        until_firing(prometheus, "MmdSloBurnsSlow", begun, 90)
+        assert all(job.result(timeout=150) for job in asked)
+    nothing_was_lost(prometheus, begun)
+
+
+def test_a_prefill_pod_that_hangs(prometheus: Prometheus, observed: Deployment) -> None:
+    """Requests wait in the gateway until there is one again."""
+    (prefill,) = observed.pods("prefill")
+    begun = time.time()
+    with clients(observed) as submit:
+        with frozen(observed.pid(prefill)):
+            asked = [submit(f"What is {number}?") for number in range(4)]
+            assert until_firing(prometheus, "MmdNoPodForRole", begun)["role"] == "prefill"
+        assert all(job.result(timeout=150) for job in asked)
+    nothing_was_lost(prometheus, begun)
+
+
+def test_a_message_server_that_is_gone(prometheus: Prometheus, observed: Deployment) -> None:
+    begun = time.time()
+    with clients(observed) as submit:
+        stories = [submit(f"Tell story {number}.", max_tokens=200) for number in range(4)]
+        with observed.without_nats():
+            until_firing(prometheus, "MmdNatsGone", begun)
+            until_firing(prometheus, "MmdEncodeQueueUnreadable", begun)
+        assert all(job.result(timeout=150) for job in stories)
+    nothing_was_lost(prometheus, begun)
+
+
+def test_a_message_server_that_is_slow(prometheus: Prometheus, observed: Deployment) -> None:
+    begun = time.time()
+
+    def stutter() -> bool:
+        with frozen(observed.local.nats.pid):
+            time.sleep(0.7)
+        time.sleep(0.1)
+        return bool(prometheus.firing("MmdNatsSlow", begun))
+
+    with clients(observed) as submit:
+        asked = [submit(f"What is {number}?") for number in range(4)]
+        until(stutter, 60, "round trips of a third of a second are an alert")
         assert all(job.result(timeout=150) for job in asked)
     nothing_was_lost(prometheus, begun)
 
@@ -114,13 +129,32 @@ def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Depl
 def test_decoders_without_free_kv(prometheus: Prometheus, observed: Deployment) -> None:
     """More long answers than there is KV for: all come, some later."""
     begun = time.time()
-    story = {"max_tokens": 1000, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
     with clients(observed) as submit:
-        stories = [submit(f"Tell story {number}.", **story) for number in range(36)]
+        stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(36)]
         full = until_firing(prometheus, "MmdKvSaturated", begun)
         assert full["pod"] in {pod.name for pod in observed.pods("decode")}
         assert all(job.result(timeout=240) for job in stories)
     nothing_was_lost(prometheus, begun)
+
+
+def test_a_drain_without_a_peer_that_takes_over(prometheus: Prometheus, observed: Deployment) -> None:
+    """A decoder that is told to go finishes what it writes itself, however long that takes."""
+    leaving, other = observed.pods("decode")
+    begun = time.time()
+    with clients(observed) as submit:
+        with frozen(observed.pid(other)):
+            stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(36)]
+            until(lambda: running(leaving) >= 8, 60, "stories are written there")
+            observed.terminate(leaving)
+            assert until_firing(prometheus, "MmdDrainTakesLong", begun)["pod"] == leaving.name
+        assert all(job.result(timeout=240) for job in stories)
+    observed.wait_ready(leaving, 120)
+    nothing_was_lost(prometheus, begun)
+
+
+def running(decoder: LocalPod) -> float:
+    """Sequences that it writes tokens of."""
+    return scrape([decoder])[("mmd_sequences", (("state", "running"),))]
 
 
 def test_a_decoder_that_dies_with_kv_on_its_way_to_it(prometheus: Prometheus, observed: Deployment) -> None:
@@ -134,6 +168,67 @@ def test_a_decoder_that_dies_with_kv_on_its_way_to_it(prometheus: Prometheus, ob
         assert all(job.result(timeout=150) for job in asked)
     observed.wait_ready(decoder, 120)
     nothing_was_lost(prometheus, begun)
+
+
+@pytest.fixture(scope="module")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Prometheus]]:
+    """A deployment that holds leases for two seconds, calls nobody lost for a minute and tries nothing twice."""
+    folder = tmp_path_factory.mktemp("fragile")
+    spec = {
+        "transfer": {"kv": {"backend": "Gloo", "leaseSeconds": 2, "chunkTimeoutMilliseconds": 500}},
+        "observability": {"heartbeatTimeoutMilliseconds": 60_000},
+        "gateway": {"maxRetries": 0},
+    }
+    rules = hurried(folder / "rules.yaml", windows=10, waits=300)
+    with (
+        Deployment(observed_deployment(folder / "fragile.yaml", "fragile", **spec)) as deployment,
+        Prometheus.of_gateway(folder, deployment.local.gateway_url, rules) as server,
+    ):
+        server.until_scraped(len(deployment.local.pods))
+        yield deployment, server
+
+
+def test_kv_that_never_comes_to_the_blocks_it_was_granted(fragile: tuple[Deployment, Prometheus]) -> None:
+    """A prefill pod hangs after decoders have made room for it: their leases end by themselves."""
+    deployment, prometheus = fragile
+    (prefill,), decoders = deployment.pods("prefill"), deployment.pods("decode")
+    begun = time.time()
+    with clients(deployment) as submit:
+        asked = [submit(f"{number}: {LONG_QUESTION}", max_tokens=4) for number in range(12)]
+        until(lambda: sum(map(inbound, decoders)) >= 4, 30, "decoders have made room")
+        with frozen(deployment.pid(prefill)):
+            fired = until_firing(prometheus, "MmdLeasesExpire", begun)
+            assert fired["pod"] in {pod.name for pod in decoders}
+        wait(asked, timeout=150)
+
+
+def test_a_request_that_may_not_be_tried_again(fragile: tuple[Deployment, Prometheus]) -> None:
+    """What must never happen, made to happen: nobody goes on with the sequences of a decoder that died."""
+    deployment, prometheus = fragile
+    decoders = deployment.pods("decode")
+    begun = time.time()
+    with clients(deployment) as submit:
+        stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(8)]
+        until(lambda: sum(map(running, decoders)) == len(stories), 60, "stories are written")
+        for decoder in decoders:
+            deployment.kill(decoder)
+        until_told(prometheus, "MmdRequestsLost", begun, code="peer_lost")
+        wait(stories, timeout=150)
+
+
+async def test_a_message_that_nobody_can_read(prometheus: Prometheus, observed: Deployment) -> None:
+    """As software of another version would send it, with the gateway's own rights."""
+    (gateway,), (prefill,) = observed.pods("gateway"), observed.pods("prefill")
+    begun = time.time()
+    subjects = Subjects("default", "observed", observed.state(prefill)["revision"])
+    client = await nats.connect(gateway.environment["MMD_NATS_URL"])
+    try:
+        await client.publish(subjects.prefill(prefill.name), b"no message of ours")
+        await client.flush()
+    finally:
+        await client.close()
+    of = {"pod": prefill.name, "reason": "malformed"}
+    await asyncio.to_thread(partial(until_told, prometheus, "MmdMessagesLost", begun, **of))
 
 
 def inbound(decoder: LocalPod) -> float:

@@ -130,6 +130,24 @@ def test_a_setting_out_of_range_is_refused_where_it_stands(page: Page) -> None:
     assert page.locator("#answer").inner_text() == ""
 
 
+def test_the_layout_can_be_switched_and_is_remembered(page: Page) -> None:
+    def place(name: str) -> Any:
+        return page.locator(f"[aria-labelledby={name}-heading]").bounding_box()
+
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert place("journey")["x"] > place("ask")["x"] + place("ask")["width"]
+    page.get_by_text("Settings").click()
+    page.get_by_label("Layout").select_option("one below the other")
+    for side in ("x", "width"):
+        assert place("journey")[side] == place("ask")[side]
+    page.get_by_label("Layout").select_option("the answer alone")
+    expect(page.get_by_role("heading", name="Pods and queues now")).to_be_hidden()
+    page.reload()
+    expect(page.get_by_role("heading", name="Answer")).to_be_visible()
+    expect(page.get_by_role("heading", name="Pods and queues now")).to_be_hidden()
+    assert page.get_by_label("Layout").input_value() == "answer"
+
+
 def test_errors_say_what_is_wrong_and_leave_the_page_usable(page: Page, seen: Seen) -> None:
     alert = page.get_by_role("alert")
     files = page.get_by_label("Images, videos and sounds")

@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +98,25 @@ class Deployment:
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
 
+    @contextmanager
+    def without_nats(self) -> Iterator[None]:
+        """The message server is killed, and starts again with the same port and data."""
+        self._on_the_thread_that_lasts(self.local.nats.kill)
+        try:
+            yield
+        finally:
+            self._on_the_thread_that_lasts(self.local.nats.start)
+
     def restart_nats(self) -> None:
-        """Kill the message server and start it again with the same port and data, on the thread that lasts."""
+        """Kill the message server and start it again."""
+        with self.without_nats():
+            pass
+
+    def _on_the_thread_that_lasts(self, work: Callable[[], object]) -> None:
         assert self._loop is not None
         done = threading.Event()
-
-        def restart() -> None:
-            self.local.nats.kill()
-            self.local.nats.start()
-            done.set()
-
-        self._loop.call_soon_threadsafe(restart)
-        assert done.wait(30), "the message server did not come back"
+        self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
+        assert done.wait(30), "the deployment's thread does not answer"
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """What the pod says of itself."""

@@ -44,6 +44,7 @@ SPEC = {
     "prefill": {**CPU, "kvCacheMebibytes": 64, "featureBudgetMebibytes": 64, "chunkTokens": 64},
     "decode": {**CPU, "kvCacheMebibytes": 64, "maxSequences": 32},
     "transfer": {"kv": {"backend": "Gloo"}},
+    "gateway": {"maxRetries": 20},  # where a worker dies every second, one request may meet more than a few
 }
 WORKERS = ("encoder", "prefill", "decode")
 
@@ -420,7 +421,8 @@ def test_decoders_free_the_leases_of_a_prefill_worker_that_stands_still(whole: D
 
 def test_a_hundred_requests_outlive_a_worker_killed_every_second(whole: Deployment) -> None:
     rng = random.Random(20)
-    asked = samples(100, 20)
+    asked: list[Sample] = []
+    texts: list[str] = []
     over = threading.Event()
     kills: list[str] = []
 
@@ -437,11 +439,13 @@ def test_a_hundred_requests_outlive_a_worker_killed_every_second(whole: Deployme
         killer = threading.Thread(target=kill_at_random)
         killer.start()
         try:
-            texts = list(threads.map(lambda sample: ask(whole, sample), asked))
+            while len(asked) < 100 or len(kills) < 10:  # a fast machine answers many between two kills
+                wave = samples(50, 20 + len(asked))
+                texts += threads.map(lambda sample: ask(whole, sample), wave)
+                asked += wave
         finally:
             over.set()
             killer.join()
-    assert len(kills) >= 10, kills
     assert texts == [expected(sample) for sample in asked]
 
 

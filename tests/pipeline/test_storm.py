@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 from local_deployment import Deployment, write
 from tenacity import RetryError, Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 from test_layouts import KV, TOKENS, checkpoint, content, mp4  # noqa: F401 - a fixture
+
+from mmd_workers.local.samples import as_another_file
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("storm"), pytest.mark.timeout(600)]
 
@@ -96,10 +97,10 @@ def expected(folder: Path, seed: int) -> str:
 
 
 def question(number: int, nonce: int | None = None) -> oracle.Question:
-    """One of a few videos. With a nonce in a box that players skip it is another file with the same frames: to be encoded anew."""
+    """One of a few videos. With a nonce it is another file with the same frames: to be encoded anew."""
     video = mp4(1000 + number % DISTINCT)
     if nonce is not None:
-        video += struct.pack(">I4sq", 16, b"free", nonce)
+        video = as_another_file(video, nonce)
     return ["What moves?", ("video", video)]
 
 

@@ -1,5 +1,6 @@
 """A reviewer sees every change of a manifest in these files. To accept one: `mmd render -f IN > OUT`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,12 @@ def test_a_deployment_renders_exactly_these_objects(case: str):
     expected = (HERE / "golden" / f"{case}.out.yaml").read_text()
     assert list(yaml.safe_load_all(result.stdout)) == list(yaml.safe_load_all(expected))
     assert result.stdout == expected
+
+
+def test_programs_get_the_same_objects_as_one_list():
+    said = CliRunner().invoke(build().app, ["render", "-f", str(CASES["demo"]), "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert (found["apiVersion"], found["kind"]) == ("v1", "List")
+    expected = (HERE / "golden" / "demo.out.yaml").read_text()
+    assert found["items"] == list(yaml.safe_load_all(expected))

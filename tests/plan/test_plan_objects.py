@@ -197,6 +197,7 @@ def test_two_revisions_stand_side_by_side():
         {"gpuBudget": 4},
         {"paused": True},
         {"nats": {"storageMebibytes": 64}},
+        {"nats": {"resources": {"cpu": "4"}}},
         {"gateway": {"replicas": 2}},
     ],
     ids=str,
@@ -234,6 +235,20 @@ def test_the_nats_server_accepts_its_configuration(tmp_path):
 def test_no_manifest_holds_a_password():
     (secret,) = of_kind(plan_objects(deployment({}), "somewhere"), "Secret")
     assert not {"data", "stringData"} & set(secret)
+
+
+@pytest.mark.parametrize(
+    ("resources", "asked"),
+    [
+        ({}, {"cpu": "250m"}),
+        ({"memory": "1Gi"}, {"cpu": "250m", "memory": "1Gi"}),
+        ({"cpu": "2"}, {"cpu": "2"}),
+    ],
+    ids=str,
+)
+def test_the_nats_server_is_no_pod_that_others_may_starve(resources, asked):
+    container = stateful_set(deployment({"nats": {"resources": resources}}), "nats")["spec"]["template"]
+    assert container["spec"]["containers"][0]["resources"]["requests"] == asked
 
 
 def test_no_managed_nats_where_another_is_named():

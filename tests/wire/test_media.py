@@ -63,4 +63,4 @@ async def test_a_gateway_that_does_not_answer_is_a_deadline(connect):
     begin = time.monotonic()
     with pytest.raises(DeadlineError):
         await read_medium(await connect("encoder"), "gw-0", "d", 90, time.time() + 0.4)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 4

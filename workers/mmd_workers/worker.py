@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import uvloop
 
 from mmd_api.pipeline import PoolName, Role
 from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec import EncoderSpec, PrefillSpec
 from mmd_api.subjects import Subjects
+from mmd_workers import closing
+from mmd_workers.closing import close_each
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.decode.tokens import SequenceBook
 from mmd_workers.encoder.cache import FeatureCache
@@ -454,6 +454,7 @@ class Worker:
         if (stats := self._stats) is not None:
             facts |= {
                 "prefill_waiting_tokens": self._waiting_tokens(stats),
+                "prefill_blocked_tokens": self._blocked_tokens(stats),
                 "prefill_waiting_requests": self.prefill.active if self.prefill is not None else 0,
                 "prefill_tokens_per_second": stats.prefill_tokens_per_second,
                 "decode_running": stats.running_sequences,
@@ -511,8 +512,10 @@ class Worker:
         for state, count in sequences.items():
             self.metrics.sequences.labels(state).set(count)
         self.metrics.max_sequences.set(stats.max_sequences)
-        metrics, waiting = self.metrics, self._waiting_tokens(stats)
-        metrics.prefill_waiting.set(waiting)
+        metrics, blocked = self.metrics, self._blocked_tokens(stats)
+        waiting = self._waiting_tokens(stats) - blocked
+        metrics.prefill_waiting.labels("prefill").set(waiting)
+        metrics.prefill_waiting.labels("encode").set(blocked)
         if "prefill" in self.roles and stats.prefill_tokens_per_second:
             metrics.prefill_rate.set(stats.prefill_tokens_per_second)
             metrics.backlog.labels("prefill").set(waiting / stats.prefill_tokens_per_second)
@@ -525,6 +528,9 @@ class Worker:
 
     def _waiting_tokens(self, stats: EngineStats) -> int:
         return stats.waiting_tokens + (self.prefill.waiting_tokens() if self.prefill is not None else 0)
+
+    def _blocked_tokens(self, stats: EngineStats) -> int:
+        return stats.blocked_tokens + (self.prefill.blocked_tokens() if self.prefill is not None else 0)
 
     def _progress(self) -> dict[str, Progress]:
         """What must move for this process to count as alive."""
@@ -578,19 +584,16 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(MmdError):
-            await heartbeats.close()
+        await close_each(heartbeats.close)
         if self.runner is not None:
-            await self.runner.stop(5.0)
+            await close_each(partial(self.runner.stop, 5.0))
         if self.links is not None:
             self.links.close()
         if self.pipeline is not None:
             self.pipeline.close()
         if self.decoders is not None:
-            await self.decoders.close()
-        await self.directory.close()
-        await self.bus.close()
-        await asyncio.to_thread(self.tracing.close)
+            await close_each(self.decoders.close)
+        await close_each(self.directory.close, self.bus.close, partial(asyncio.to_thread, self.tracing.close))
 
 
 def _has_drain_annotation(file: Path) -> bool:
@@ -611,7 +614,7 @@ def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> No
     """Run a worker until it is asked to stop; the process's exit code says whether it ended well."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level.upper())
     try:
-        uvloop.run(Worker(settings, pool, roles).serve())
+        closing.run(Worker(settings, pool, roles).serve())
     except MmdError as error:
         log.critical("cannot serve (%s): %s", error.code, error.message)
         raise SystemExit(1) from error

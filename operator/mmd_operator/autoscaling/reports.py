@@ -38,6 +38,7 @@ class _Load(BaseModel):
     encode_work_per_second: dict[str, float] = {}
     encode_busy_fraction: float = 0.0
     prefill_waiting_tokens: float = 0.0
+    prefill_blocked_tokens: float = 0.0
     prefill_tokens_per_second: float = 0.0
     decode_running: float = 0.0
     decode_waiting: float = 0.0

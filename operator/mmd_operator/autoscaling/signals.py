@@ -153,8 +153,14 @@ def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str,
             for modality, amount in queued.items():
                 work[modality] = work.get(modality, 0.0) + amount
     if "prefill" in policy.roles:
-        work[TOKENS] = sum(load.prefill_waiting_tokens for load in loads) + demand.prompt_tokens
+        work[TOKENS] = sum(_prompt_tokens(policy, load) for load in loads) + demand.prompt_tokens
     return {kind: amount for kind, amount in work.items() if amount > 0}
+
+
+def _prompt_tokens(policy: PoolPolicy, load: PodLoad) -> float:
+    """Prompt tokens that this pool can work on: those behind media that another pool encodes are no reason to grow yet."""
+    elsewhere = 0.0 if "encode" in policy.roles else load.prefill_blocked_tokens
+    return max(0.0, load.prefill_waiting_tokens - elsewhere)
 
 
 def _seconds(work: Mapping[str, float], throughput: Mapping[str, float]) -> float:

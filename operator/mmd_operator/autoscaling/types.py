@@ -78,6 +78,7 @@ class PodLoad:
     encode_work_per_second: Mapping[str, float] = field(default_factory=dict)  # calibrated, by modality
     encode_busy_fraction: float = 0.0
     prefill_waiting_tokens: float = 0.0
+    prefill_blocked_tokens: float = 0.0  # those of them that wait for media to be encoded
     prefill_tokens_per_second: float = 0.0
     prefill_busy_fraction: float | None = None
     decode_running: float = 0.0

@@ -60,7 +60,7 @@ def worker_pod(
         "env": _environment(scope, part, port, nats_user),
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}],
         "resources": resources(part.resources, gpus),
-        "startupProbe": probe("/livez", period=5, failures=120),
+        "startupProbe": probe("/livez", period=1, failures=600),
         "livenessProbe": probe("/livez", period=10, failures=3),
         "readinessProbe": probe("/readyz", period=2, failures=2),
         "securityContext": CONTAINER_SECURITY,

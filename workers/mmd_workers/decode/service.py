@@ -114,13 +114,13 @@ class DecodeService:
             for pod, pump in list(self._pumps.items()):
                 if reason := pump.dead():
                     self._metrics.transfer_failures.labels("kv", LinkError.code).inc()
-                    await self._end_pump(pod, LinkError(f"the link to {pod} died: {reason}"))
+                    await self._end_pump(pod, pump, LinkError(f"the link to {pod} died: {reason}"))
 
     async def peer_lost(self, pod: str, incarnation: str) -> None:
         """A prefill worker is gone: what it had not committed is freed now."""
         lost = LinkError(f"{pod} is gone")
         if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
-            await self._end_pump(pod, lost)
+            await self._end_pump(pod, pump, lost)
         for lease in self._leases.drop_owner(pod, incarnation):
             await self._drop(lease.lease_id, lost)
 
@@ -187,19 +187,21 @@ class DecodeService:
 
     async def _ensure_pump(self, offer: KvOffer, epoch: int) -> None:
         """A pod has one live link: that of its newest incarnation and epoch. What came over an older one is void."""
-        if (pump := self._pumps.get(offer.pod)) is not None:
+        while (pump := self._pumps.get(offer.pod)) is not None:
             if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
                 return
-            await self._end_pump(offer.pod, LinkError(f"{offer.pod} went on to another link"))
+            await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} went on to another link"))
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
         )
         pump = self._pumps[offer.pod] = _Pump(offer.incarnation, epoch, link)
         pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
 
-    async def _end_pump(self, pod: str, error: MmdError) -> None:
-        """Free what was to come over this link."""
-        pump = self._pumps.pop(pod)
+    async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
+        """Free what was to come over this link, unless somebody did so first."""
+        if self._pumps.get(pod) is not pump:
+            return
+        del self._pumps[pod]
         if pump.task is not None:
             pump.task.cancel()
         for lease_id, inbound in list(self._inbound.items()):
@@ -230,7 +232,7 @@ class DecodeService:
             if self._pumps.get(pod) is pump:
                 self._links.drop(pod)
                 pump.task = None  # this very task: it ends by itself
-                await self._end_pump(pod, error)
+                await self._end_pump(pod, pump, error)
 
     async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
         """Into the blocks of a live lease. What is wrong with one hand-over is not the link's fault."""

@@ -432,6 +432,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The load as of now."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
+        prefilling = [s for s in (*waiting, *running) if not s.decoding]
         return EngineStats(
             blocks_total=self.blocks.num_blocks,
             blocks_free=self.blocks.available,
@@ -442,7 +443,8 @@ class Engine:
             held_sequences=len(self._sequences) - len(running) - len(waiting),
             reserved_sequences=len(self._reservations),
             max_sequences=self.scheduler.max_sequences,
-            waiting_tokens=sum(s.remaining for s in (*waiting, *running) if not s.decoding),
+            waiting_tokens=sum(s.remaining for s in prefilling),
+            blocked_tokens=sum(s.blocked for s in prefilling),
             preemptions=self.scheduler.preemptions,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             prefix_miss_tokens=self.scheduler.prefix_miss_tokens,

@@ -56,6 +56,11 @@ class Sequence:
         return len(self.token_ids) - self.computed
 
     @property
+    def blocked(self) -> int:
+        """Those of the remaining tokens that come after a missing feature."""
+        return self.num_tokens - max(self.computed, self.computable_until())
+
+    @property
     def output_token_ids(self) -> list[int]:
         """Output tokens so far, those generated elsewhere included."""
         return self.token_ids[self.num_tokens - self.num_outputs :]

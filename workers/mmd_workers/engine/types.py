@@ -114,6 +114,7 @@ class EngineStats:
     reserved_sequences: int
     max_sequences: int
     waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
+    blocked_tokens: int  # those of them that come after a missing feature
     preemptions: int
     prefix_hit_tokens: int  # of all prompts admitted so far: with KV in the prefix cache, and without
     prefix_miss_tokens: int

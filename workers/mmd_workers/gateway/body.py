@@ -22,7 +22,6 @@ DISCARD_BYTES = 32 << 20
 DISCARD_SECONDS = 5.0
 PARSE_IN_THREAD_BYTES = 1 << 20
 UNKNOWN_LENGTH_BYTES = 1 << 20
-_IN_STRING = re.compile(rb'["\\]')
 _OUTSIDE = re.compile(rb'["\[\]{}]')
 
 
@@ -41,15 +40,20 @@ class DepthScanner:
 
     def feed(self, chunk: bytes) -> bool:
         """False: deeper than the limit."""
+        if not chunk:
+            return True
         at, self._skip = self._skip, 0
-        while (found := (_IN_STRING if self._in_string else _OUTSIDE).search(chunk, at)) is not None:
+        while at < len(chunk):
+            if self._in_string:
+                at = self._leave_string(chunk, at)
+                continue
+            found = _OUTSIDE.search(chunk, at)
+            if found is None:
+                break
             at = found.end()
             mark = found.group()
             if mark == b'"':
-                self._in_string = not self._in_string
-            elif mark == b"\\":
-                at += 1
-                self._skip = max(0, at - len(chunk))
+                self._in_string = True
             elif mark in (b"[", b"{"):
                 self._depth += 1
                 if self._depth > self._limit:
@@ -57,6 +61,17 @@ class DepthScanner:
             else:
                 self._depth -= 1
         return True
+
+    def _leave_string(self, chunk: bytes, at: int) -> int:
+        """Where the string that `at` stands in has ended, or the chunk; an escape may reach into the next one."""
+        end = chunk.find(b'"', at)
+        while (escape := chunk.find(b"\\", at, end if end >= 0 else len(chunk))) >= 0:
+            at = escape + 2
+            if 0 <= end < at:
+                end = chunk.find(b'"', at)
+        self._in_string = end < 0
+        self._skip = max(0, at - len(chunk))
+        return len(chunk) if end < 0 else end + 1
 
 
 async def read_json(headers: Headers, receive: Receive, max_bytes: int, reservation: Reservation) -> Any:

@@ -9,12 +9,13 @@ import logging
 import random
 import signal
 import time
+from functools import partial
 from importlib.metadata import version
-
-import uvloop
 
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.subjects import Subjects
+from mmd_workers import closing
+from mmd_workers.closing import close_each
 from mmd_workers.errors import MmdError, PeerLostError
 from mmd_workers.gateway.app import Gateway, build_app
 from mmd_workers.gateway.demand import Demand
@@ -124,20 +125,22 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-        await server.stop()
-        await heartbeater.close()
-        await dispatcher.close()
-        await media_server.close()
-        await directory.close()
-        await bus.close()
-        await asyncio.to_thread(tracing.close)
+        await close_each(
+            server.stop,
+            heartbeater.close,
+            dispatcher.close,
+            media_server.close,
+            directory.close,
+            bus.close,
+            partial(asyncio.to_thread, tracing.close),
+        )
 
 
 def run(settings: WorkerSettings) -> None:
     """Run the gateway as a process; the exit code says whether it ended well."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level)
     try:
-        uvloop.run(serve(settings))
+        closing.run(serve(settings))
     except MmdError as error:
         _log.critical("cannot serve (%s): %s", error.code, error.message)
         raise SystemExit(1) from error

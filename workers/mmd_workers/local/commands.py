@@ -1,4 +1,7 @@
-"""The commands that run, or speak to, a pipeline on this machine: worker, gateway, up, demo, chat, status, trace."""
+"""The commands that run, or speak to, a pipeline on this machine: worker, gateway, up, demo, chat, status, trace.
+
+What takes long to import is imported by the commands that need it: every pod starts with this file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from rich.table import Table
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PoolName, Role
 from mmd_workers.errors import MmdError
-from mmd_workers.local import client as gateway_client
+from mmd_workers.imports import uncollected
 from mmd_workers.local import state, watching
 
 T = TypeVar("T")
@@ -60,13 +63,21 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(128 + signal.SIGTERM) from error
 
 
+def _end_when_asked() -> None:
+    """End by SIGTERM until the event loop has a handler of its own: Linux keeps the signal from a container's first process that
+    has none, and a pod that is deleted while it starts would go on, and serve, until its grace is over."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def worker(
     pool: Annotated[str, typer.Option(help="encoder, prefill or decode: the pool this pod belongs to.")],
     roles: Annotated[str, typer.Option(help="Comma-separated roles out of encode, prefill, decode.")],
 ) -> None:
     """Run one worker pod (what the containers of the pools run)."""
-    from mmd_workers.settings import WorkerSettings
-    from mmd_workers.worker import run
+    _end_when_asked()
+    with uncollected():
+        from mmd_workers.settings import WorkerSettings
+        from mmd_workers.worker import run
 
     chosen = roles.split(",")
     if pool not in ("encoder", "prefill", "decode") or not set(chosen) <= {"encode", "prefill", "decode"}:
@@ -76,8 +87,10 @@ def worker(
 
 def gateway() -> None:
     """Run one gateway pod (what the gateway's container runs)."""
-    from mmd_workers.gateway.service import run
-    from mmd_workers.settings import WorkerSettings
+    _end_when_asked()
+    with uncollected():
+        from mmd_workers.gateway.service import run
+        from mmd_workers.settings import WorkerSettings
 
     run(WorkerSettings.from_environment())
 
@@ -118,6 +131,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Which files are drawn.")] = 20_261_121,
 ) -> None:
     """Start a pipeline and ask it about an image, a video and a sound; exit 0 only when every answer is right."""
+    from mmd_workers.local import client as gateway_client
     from mmd_workers.local import demo as questions
     from mmd_workers.local import report as html
     from mmd_workers.local import up as runner
@@ -182,6 +196,8 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     """Ask a question about text, images, videos and sounds; the answer streams."""
+    from mmd_workers.local import client as gateway_client
+
     try:
         client = gateway_client.Client(url or state.find(name).gateway_url)
         parts = [
@@ -276,6 +292,8 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the timeline of a recent request, phase by phase."""
+    from mmd_workers.local import client as gateway_client
+
     try:
         timeline = gateway_client.Client(url or state.find(name).gateway_url).timeline(request)
     except MmdError as error:

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mmd_workers.errors import MmdError
+from mmd_workers.local.forkserver import IDLE_NICE
 
 LOOPBACK = "127.0.0.1"
-LARGEST_NICE = 19
 NICE_STEP = 1.25  # Linux: a process of nice n weighs this much more than one of n + 1
 COMPONENT_LABEL = "app.kubernetes.io/component"
 
@@ -31,7 +31,7 @@ class RenderError(MmdError):
 class LocalPod:
     """One process to run: name of the pod, its component (gateway, encoder, prefill, decode), command line and environment.
 
-    `nice`: how far it stands back when cores are scarce, 0 (not at all) to 19.
+    `nice`: how far it stands back when cores are scarce, 0 (not at all) to `IDLE_NICE`.
     """
 
     name: str
@@ -130,11 +130,11 @@ def _local_pod(
 def _nice(workload: dict[str, Any], objects: list[dict[str, Any]]) -> int:
     """From CPU requests, the shares of scarce cores that a cluster would give: each step of nice takes a fifth of a process's weight.
 
-    The pods that ask for most, and those that ask for nothing, stand back for nobody.
+    Less than an eightieth, which nice cannot say, is what others leave. The pods that ask for most, and those that ask for nothing, stand back for nobody.
     """
     asked = [cores for o in objects if o["kind"] in ("Deployment", "StatefulSet") and (cores := _cores(o))]
     own = _cores(workload)
-    return min(LARGEST_NICE, round(math.log(max(asked) / own, NICE_STEP))) if own else 0
+    return min(IDLE_NICE, round(math.log(max(asked) / own, NICE_STEP))) if own else 0
 
 
 def _cores(workload: dict[str, Any]) -> float:

@@ -6,20 +6,18 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
+from mmd_workers.errors import PeerLostError
+from mmd_workers.local.forkserver import ForkedProcess, ForkServer
 from mmd_workers.local.pods import LocalPod
-from mmd_workers.wire.server import die_with_parent
 
 BACKOFF_SECONDS = (0.5, 30.0)
 STEADY_SECONDS = 60.0  # a process that ran this long starts its backoff anew
 MAX_LINE_BYTES = 16_384
-AUTOGROUP = Path("/proc/self/autogroup")
+OWN = "MMD_"  # variables that only our own programs read, once they run
 
 
 @dataclass(slots=True)
@@ -27,7 +25,7 @@ class Child:
     """One pod's process over its restarts."""
 
     pod: LocalPod
-    process: asyncio.subprocess.Process | None = None
+    process: ForkedProcess | None = None
     restarts: int = 0
     started: float = 0.0
     last_line: str = ""
@@ -46,6 +44,7 @@ class Supervisor:
 
     log: Callable[[str, str], None]
     children: dict[str, Child] = field(default_factory=dict)
+    _servers: dict[frozenset[tuple[str, str]], ForkServer] = field(default_factory=dict)
 
     def start(self, pod: LocalPod) -> Child:
         """Run a pod until `stop`, starting it again whenever it ends."""
@@ -70,20 +69,16 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> int:
         pod = child.pod
-        child.process = await asyncio.create_subprocess_exec(
-            *_command(pod.command),
-            env={**os.environ, **pod.environment, "PYTHONUNBUFFERED": "1"},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(_begin, pod.nice),
-            limit=MAX_LINE_BYTES,
-        )
-        assert child.process.stdout is not None
+        try:
+            child.process = await self._server_for(pod).start(
+                pod.command, pod.environment, pod.nice, MAX_LINE_BYTES
+            )
+        except PeerLostError as error:
+            self.log(pod.name, error.message)
+            return 1
         while True:
             try:
-                line = await child.process.stdout.readline()
+                line = await child.process.output.readline()
             except ValueError:  # longer than the limit: what was read is dropped
                 self.log(pod.name, f"(a line of more than {MAX_LINE_BYTES} bytes)")
                 continue
@@ -91,7 +86,17 @@ class Supervisor:
                 break
             child.last_line = line.decode(errors="replace").rstrip()
             self.log(pod.name, child.last_line)
-        return await child.process.wait()
+        return await child.process.ended
+
+    def _server_for(self, pod: LocalPod) -> ForkServer:
+        """Pods may share what is imported if all that libraries could read of their environments is the same."""
+        environment = {name: value for name, value in pod.environment.items() if not name.startswith(OWN)}
+        return self._servers.setdefault(frozenset(environment.items()), ForkServer(environment))
+
+    async def close(self) -> None:
+        """Stop all pods, and what started them."""
+        await self.stop()
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     async def stop(self, names: list[str] | None = None) -> None:
         """SIGTERM, then SIGKILL after each pod's grace period; returns when the processes are gone."""
@@ -119,19 +124,3 @@ class Supervisor:
         if child.process is not None and child.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, number)
-
-
-def _begin(nice: int) -> None:
-    """In a child before it becomes its pod. Linux may weigh whole sessions against each other: then the session's own nice counts."""
-    die_with_parent()
-    if nice:
-        os.nice(nice)
-        with contextlib.suppress(OSError):
-            AUTOGROUP.write_text(str(nice))
-
-
-def _command(command: list[str]) -> list[str]:
-    """`mmd` is this installation's, whether or not its folder is on the PATH."""
-    if command[0] == "mmd":
-        return [sys.executable, "-m", "mmd_api", *command[1:]]
-    return command

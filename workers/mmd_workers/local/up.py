@@ -139,7 +139,7 @@ async def running(
             await supervisor.stop(
                 gateways
             )  # the front door first: requests under way still find their workers
-            await supervisor.stop()
+            await supervisor.close()
             await asyncio.to_thread(nats.stop)
 
 

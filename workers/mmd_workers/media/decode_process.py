@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -28,9 +27,9 @@ MAX_OPEN_FILES = 32
 
 def main() -> None:
     """Serve jobs until the other end of the socket is closed."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the worker, which stops its decoders itself
     control = socket.socket(fileno=int(sys.argv[1]))
     timeout_seconds, memory_bytes = int(sys.argv[2]), int(sys.argv[3])
-    _stand_back_as_parent()
     Image.init()  # loads Pillow's plugins while files may still be opened freely
     _limit(memory_bytes)
     control.send(b'{"ready": true}')
@@ -53,13 +52,6 @@ def main() -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
         control.send(json.dumps(reply).encode())
-
-
-def _stand_back_as_parent() -> None:
-    """Linux may weigh whole sessions against each other: a process that began one of its own takes its parent's nice along."""
-    if nice := os.getpriority(os.PRIO_PROCESS, 0):
-        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
-            autogroup.write(str(nice))
 
 
 def _limit(memory_bytes: int) -> None:

@@ -7,7 +7,6 @@ between check and use (DNS rebinding) gains nothing; every redirect is checked a
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import ipaddress
 import re
@@ -15,6 +14,7 @@ import socket
 from urllib.parse import unquote_to_bytes
 
 import httpx
+import pybase64
 
 from mmd_api.spec import MediaPolicy
 from mmd_workers.errors import FetchError
@@ -63,7 +63,7 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
         if len(body) > 4 * (limit // 3 + 1):
             raise _too_large(limit, field)
         try:
-            data = base64.b64decode(body, validate=True)
+            data = pybase64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
             raise FetchError(
                 f"the data URL is not valid base64 ({error}); encode the file's bytes again"

@@ -258,7 +258,6 @@ class DecodePool:
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the worker, which stops its decoders itself
             )
         self._started = {known for known in self._started if known.returncode is None} | {process}
         decoder = _Decoder(process, ours)

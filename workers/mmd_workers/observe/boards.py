@@ -351,9 +351,14 @@ ENGINE = Board(
             (
                 Panel(
                     "Prompt tokens waiting",
-                    "By pod.",
+                    "By pod, and by what they wait for: prefill, or media that is not encoded yet.",
                     "short",
-                    (Query(_of("mmd_prefill_waiting_tokens", "pod=~.*-prefill-.*|.*-decode-.*"), "{{pod}}"),),
+                    (
+                        Query(
+                            _of("mmd_prefill_waiting_tokens", "pod=~.*-prefill-.*|.*-decode-.*"),
+                            "{{pod}} for {{role}}",
+                        ),
+                    ),
                 ),
                 Panel(
                     "Prompt tokens computed a second",

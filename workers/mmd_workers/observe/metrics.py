@@ -205,7 +205,11 @@ class Metrics(MetricTable):
 
         self._begin("Prefill and decode roles", "prefill", "decode")
         self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state: free, reserved, used")
-        self.prefill_waiting = gauge("mmd_prefill_waiting_tokens", "Prompt tokens not yet prefilled")
+        self.prefill_waiting = gauge(
+            "mmd_prefill_waiting_tokens",
+            "Prompt tokens not yet prefilled, by the pool they wait for: this one, or encoders first",
+            "role: prefill, encode",
+        )
         self.prefill_tokens = counter("mmd_prefill_tokens_total", "Prompt tokens computed")
         self.prefill_rate = gauge("mmd_prefill_tokens_per_second", "Measured throughput while prompts run")
         self.sequences = gauge(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from mmd_workers.decode.params import media_spans_of, sampling_of
@@ -73,6 +74,7 @@ class PrefillService:
         self._metrics = metrics
         self._engine_slots = asyncio.Semaphore(max_in_engine)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._needs_encoders: set[str] = set()
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
         self._cached_tokens: dict[str, int] = {}
@@ -89,11 +91,15 @@ class PrefillService:
 
     def waiting_tokens(self) -> int:
         """Prompt tokens of requests that have not reached the engine yet."""
-        return sum(
-            len(tracked.request.token_ids)
-            for name in self._tasks
-            if name not in self._first_token and (tracked := self._book.get(name)) is not None
-        )
+        return self._prompt_tokens(name for name in self._tasks if name not in self._first_token)
+
+    def blocked_tokens(self) -> int:
+        """Those of them that wait for media to be encoded: work for the encoders, not yet for this pod."""
+        return self._prompt_tokens(self._needs_encoders)
+
+    def _prompt_tokens(self, names: Iterable[str]) -> int:
+        found = (self._book.get(name) for name in names)
+        return sum(len(tracked.request.token_ids) for tracked in found if tracked is not None)
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -181,11 +187,15 @@ class PrefillService:
     async def _serve(self, name: str, tracked: Tracked) -> None:
         request = tracked.request
         placed = time.time()
-        arrivals = await self._gather_features(name, request)
-        text_first = min((ref.ranges[0][0] for ref in request.features), default=0)
-        if arrivals and text_first < self._overlap_tokens:
-            # Too little text before the first medium to be worth a decoder's blocks while encoders work.
-            await asyncio.gather(*map(asyncio.shield, arrivals))
+        self._needs_encoders.add(name)
+        try:
+            arrivals = await self._gather_features(name, request)
+            text_first = min((ref.ranges[0][0] for ref in request.features), default=0)
+            if arrivals and text_first < self._overlap_tokens:
+                # Too little text before the first medium to be worth a decoder's blocks while encoders work.
+                await asyncio.gather(*map(asyncio.shield, arrivals))
+        finally:
+            self._needs_encoders.discard(name)
         async with self._engine_slots:
             await self._prefill(name, tracked, arrivals, placed)
 

@@ -90,8 +90,12 @@ class Subscription:
 
 
 class _Client(Client):  # type: ignore[misc]
-    """The client can swallow a cancellation, while it flushes or when a reply comes at the same moment, and its caller would go
-    on as if nobody had asked it to stop: here the cancellation is raised after all."""
+    """The client, without two of its faults.
+
+    It can swallow a cancellation, while it flushes or when a reply comes at the same moment, and its caller would go on as if
+    nobody had asked it to stop: here the cancellation is raised after all. And its flush writes the PING ahead of commands that
+    still wait to be written, so that the PONG says nothing about them: here they are written first.
+    """
 
     async def publish(self, *args: Any, **options: Any) -> None:
         async with _cancellable():
@@ -107,6 +111,8 @@ class _Client(Client):  # type: ignore[misc]
 
     async def flush(self, *args: Any, **options: Any) -> None:
         async with _cancellable():
+            if not self.is_closed:
+                await self._flush_pending(force_flush=True)
             await super().flush(*args, **options)
 
 

@@ -37,6 +37,7 @@ _STREAM_FULL = {10077, 10123}  # maximum messages or bytes exceeded; insufficien
 _API_SECONDS = 3.0
 _CONFIRM_SECONDS = 1.5
 _POLL_SECONDS = 0.25
+_SOON_SECONDS = 0.01
 _log = logging.getLogger(__name__)
 
 
@@ -271,6 +272,7 @@ class EncodeQueue:
         """
         end = time.monotonic() + wait
         while True:
+            woken = self._wake.is_set()
             self._wake.clear()
             left = end - time.monotonic()
             try:
@@ -287,8 +289,10 @@ class EncodeQueue:
             left = end - time.monotonic()
             if left <= 0:
                 return []
+            # The signal may be here before the stream has its job: then a second look, soon.
+            pause = _SOON_SECONDS if woken else _POLL_SECONDS
             try:
-                async with asyncio.timeout(min(left, _POLL_SECONDS)):
+                async with asyncio.timeout(min(left, pause)):
                     await self._wake.wait()
             except TimeoutError:
                 continue

@@ -376,6 +376,7 @@ class Load:
     encode_work_per_second: dict[str, float] = field(default_factory=dict)  # calibrated, by modality
     encode_busy_fraction: float = 0.0
     prefill_waiting_tokens: int = 0
+    prefill_blocked_tokens: int = 0  # those of them that wait for media to be encoded
     prefill_waiting_requests: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_running: int = 0

@@ -100,7 +100,7 @@ class NatsServer:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the parent, which stops this last
+            process_group=0,  # Ctrl-C is for the parent, which stops this last
             preexec_fn=die_with_parent,
         )
         self._reader = threading.Thread(

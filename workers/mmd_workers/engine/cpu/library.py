@@ -1,4 +1,7 @@
-"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Knows no model."""
+"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Knows no model.
+
+As a program, it builds them for every level of x86-64 beside this file, as images do: their pods find them built.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,14 @@ import torch
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-O3", "-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+BUILT = Path(__file__).with_name("built")
+FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 BUILD_SECONDS = 120
+AVX2 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+LEVELS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
+"""Best first: what compilers call it, and the instruction sets of Linux's cpuinfo that it needs."""
 
 
 class Library:
@@ -116,32 +124,43 @@ class Library:
 @functools.cache
 def load() -> Library | None:
     """The kernels, built when this machine has not built them yet; None where they cannot be built (PyTorch serves then)."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        log.info("no C++ compiler: PyTorch's operators serve on the CPU")
-        return None
+    features = _features()
+    target = next((level for level, needed in LEVELS.items() if needed <= set(features.split())), "native")
+    name = _name(target, features)
     try:
-        return Library(_build(compiler))
+        if (BUILT / name).exists():
+            return Library(BUILT / name)
+        if (compiler := _compiler()) is None:
+            log.info("no C++ compiler: PyTorch's operators serve on the CPU")
+            return None
+        return Library(_build(compiler, target, _cache(name) / name))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the CPU kernels could not be built (%s): PyTorch's operators serve", error)
         return None
 
 
-def _build(compiler: str) -> Path:
-    name = f"{_fingerprint(compiler)}.so"
+def _compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def _cache(name: str) -> Path:
+    """The user's cache; where that cannot be written and has no such file, a folder of this process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimodal-operator"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK) and not (folder / name).exists():
             raise PermissionError(folder)
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="multimodal-operator-"))
-    path = folder / name
+        return Path(tempfile.mkdtemp(prefix="multimodal-operator-"))
+    return folder
+
+
+def _build(compiler: str, target: str, path: Path) -> Path:
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
             subprocess.run(  # noqa: S603 - the system's compiler on a file of this package
-                [compiler, *FLAGS, str(SOURCE), "-o", str(made)],
+                [compiler, *FLAGS, f"-march={target}", str(SOURCE), "-o", str(made)],
                 check=True,
                 capture_output=True,
                 timeout=BUILD_SECONDS,
@@ -150,13 +169,28 @@ def _build(compiler: str) -> Path:
     return path
 
 
-def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the processor's instruction set."""
-    version = subprocess.run(  # noqa: S603
-        [compiler, "--version"], check=True, capture_output=True, timeout=BUILD_SECONDS
-    ).stdout
+def _name(target: str, features: str) -> str:
+    """Changes with the source and the flags; for a processor of no known level, with its features too."""
+    of = [*FLAGS, target, *([features] if target not in LEVELS else [])]
+    return f"{hashlib.sha256(SOURCE.read_bytes() + ' '.join(of).encode()).hexdigest()[:24]}.so"
+
+
+def _features() -> str:
+    """The processor's instruction sets, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-    digest = hashlib.sha256(SOURCE.read_bytes() + version + " ".join([*FLAGS, features]).encode())
-    return digest.hexdigest()[:24]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def main() -> None:
+    """Build for every level beside this file; does nothing on other processors."""
+    compiler = _compiler()
+    if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
+        return
+    BUILT.mkdir(exist_ok=True)
+    for level in LEVELS:
+        _build(compiler, level, BUILT / _name(level, ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -308,7 +308,8 @@ async function follow(request) {
     if (timeline) showJourney(timeline, request);
     if (request.over) {
       rest -= 1;
-      if (!timeline || timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode")) return;
+      const told = timeline?.finished > 0;
+      if (told && (timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode"))) return;
     }
   }
 }
@@ -443,6 +444,26 @@ async function findModel() {
   for (const button of document.querySelectorAll("[data-kind]")) button.hidden = !model.modalities.includes(button.dataset.kind);
 }
 
+// --- layout --------------------------------------------------------------------------------------------------------
+
+const LAYOUT_KEY = "mmd-layout";
+
+function lay(out) {
+  const choice = byId("layout");
+  if (![...choice.options].some((option) => option.value === out)) return;
+  choice.value = out;
+  document.body.dataset.layout = out;
+}
+
+function remembered(key, value) {
+  try { // a browser may keep nothing for us
+    if (value !== undefined) localStorage.setItem(key, value);
+    return localStorage.getItem(key);
+  } catch {
+    return value;
+  }
+}
+
 // --- wiring --------------------------------------------------------------------------------------------------------
 
 byId("form").addEventListener("submit", ask);
@@ -469,5 +490,7 @@ document.addEventListener("drop", (event) => {
   [...event.dataTransfer.files].forEach(attach);
 });
 addEventListener("pagehide", () => running?.abort());
+byId("layout").addEventListener("change", (event) => lay(remembered(LAYOUT_KEY, event.target.value)));
+lay(remembered(LAYOUT_KEY));
 
 watchPods();

@@ -1,0 +1,110 @@
+"""Processes forked from one that has imported everything: they are told apart, ended and counted like any others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from mmd_workers.errors import PeerLostError
+from mmd_workers.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
+from mmd_workers.local.pods import LocalPod
+from mmd_workers.local.supervisor import Supervisor
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SECONDS = 60.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[ForkServer]:
+    made = ForkServer({"READ_BY_A_LIBRARY": "early"})
+    yield made
+    await made.close()
+
+
+async def python(server: ForkServer, code: str, nice: int = 0, **environment: str) -> ForkedProcess:
+    return await server.start([sys.executable, "-c", code], environment, nice, 16_384)
+
+
+async def ended(process: ForkedProcess) -> tuple[str, int]:
+    """Everything it printed, and its exit status."""
+    async with asyncio.timeout(SECONDS):
+        return (await process.output.read()).decode(), await process.ended
+
+
+async def test_a_process_has_its_own_environment_group_and_weight(server: ForkServer) -> None:
+    code = """if True:
+        import os, sys
+        print(os.environ["OWN"], os.environ["READ_BY_A_LIBRARY"], os.getpid() == os.getpgid(0), sys.stdin.read() == "")
+        print(os.getpriority(os.PRIO_PROCESS, 0), file=sys.stderr)
+    """
+    said, status = await ended(await python(server, code, nice=3, OWN="own"))
+    assert said.split() == ["own", "early", "True", "True", str(os.getpriority(os.PRIO_PROCESS, 0) + 3)]
+    assert status == 0
+
+
+async def test_a_process_may_run_only_where_no_other_would(server: ForkServer) -> None:
+    code = "import os; print(os.sched_getscheduler(0) == os.SCHED_IDLE)"
+    assert await ended(await python(server, code, nice=IDLE_NICE)) == ("True\n", 0)
+
+
+async def test_how_a_process_ended_is_known(server: ForkServer) -> None:
+    assert (await ended(await python(server, "raise SystemExit(7)")))[1] == 7
+    killed = await python(server, "import time; time.sleep(600)")
+    assert killed.returncode is None
+    os.kill(killed.pid, signal.SIGKILL)
+    assert (await ended(killed))[1] == killed.returncode == -signal.SIGKILL
+
+
+async def test_our_own_program_runs_without_importing_anew(server: ForkServer) -> None:
+    process = await server.start(["mmd", "worker", "--pool", "none", "--roles", "encode"], {}, 0, 16_384)
+    said, status = await ended(process)
+    assert "--pool none --roles encode: see --help" in said
+    assert status == 2
+
+
+async def test_what_cannot_be_run_says_so(server: ForkServer) -> None:
+    said, status = await ended(await server.start(["/nowhere/program"], {}, 0, 16_384))
+    assert "/nowhere/program cannot be run: No such file or directory" in said
+    assert status == 1
+
+
+async def test_a_process_that_nobody_waits_for_any_more_does_not_stay(server: ForkServer) -> None:
+    starting = asyncio.create_task(python(server, "import time; time.sleep(600)"))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    said, _ = await ended(await python(server, "import os; print(os.getppid())"))
+    async with asyncio.timeout(SECONDS):
+        while psutil.Process(int(said)).children():
+            await asyncio.sleep(0.02)
+
+
+async def test_pods_start_again_although_what_forked_them_is_killed() -> None:
+    printed: asyncio.Queue[str] = asyncio.Queue()
+    supervisor = Supervisor(lambda _, line: printed.put_nowait(line))
+    code = "import os, time; print('pid', os.getpid(), os.getppid()); time.sleep(600)"
+    supervisor.start(LocalPod("e-0", "encoder", [sys.executable, "-c", code], {}, 0, grace_seconds=5.0))
+    try:
+        async with asyncio.timeout(SECONDS):
+            _, pid, parent = (await printed.get()).split()
+            os.kill(int(parent), signal.SIGKILL)
+            while not (line := await printed.get()).startswith("pid "):
+                pass
+        assert line.split()[1] != pid
+        assert not psutil.pid_exists(int(pid))
+    finally:
+        await supervisor.close()
+    assert not psutil.pid_exists(int(line.split()[1]))
+
+
+async def test_an_order_to_a_server_that_cannot_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(PeerLostError, match="ended with status 1"):
+        await asyncio.wait_for(python(ForkServer(), ""), SECONDS)
