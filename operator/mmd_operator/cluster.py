@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -84,11 +84,10 @@ class BusyError(Exception):
 
 
 class Cluster:
-    """One API server. Every write first asks `fence`, which raises when this process may not act (it lost its lease)."""
+    """One API server. `api`: a client that sends no write while another process may act (see `serve.api_client`)."""
 
-    def __init__(self, api: ApiClient, fence: Callable[[], None], metrics: OperatorMetrics) -> None:
+    def __init__(self, api: ApiClient, metrics: OperatorMetrics) -> None:
         self._dynamic = DynamicClient(api)
-        self._fence = fence
         self._metrics = metrics
         self.passes = asyncio.Semaphore(PASSES_AT_ONCE)
 
@@ -235,8 +234,6 @@ class Cluster:
     async def _request(
         self, method: str, path: str, *, absent_is_none: bool = False, **options: Any
     ) -> Manifest | None:
-        if method != "get":
-            self._fence()
         try:
             with counted(self._metrics, method):
                 response = await self._dynamic.request(

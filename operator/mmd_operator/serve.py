@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import aiohttp
 import kopf
 from kubernetes.aio import client, config
 
@@ -40,15 +42,38 @@ class Options:
 
 
 @asynccontextmanager
-async def api_client() -> AsyncIterator[client.ApiClient]:
-    """A client with the rights of the pod's service account, or of the kubeconfig."""
+async def api_client(fence: Callable[[], None] | None = None) -> AsyncIterator[client.ApiClient]:
+    """A client with the rights of the pod's service account, or of the kubeconfig.
+
+    `fence` is asked at the last moment before a write leaves, when it has its connection: a process that slept while the write
+    waited for one must not send it. What it raises ends the call.
+    """
     configuration = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(client_configuration=configuration)
     else:
         await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
+    if fence is not None:
+        configuration.trace_configs = [_asked_before_writes(fence)]
     async with client.ApiClient(configuration) as api:
         yield api
+
+
+def _asked_before_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
+    """aiohttp keeps the headers back until the first piece of the body: the fence is asked before each of the two."""
+
+    async def about_to_send(
+        _session: aiohttp.ClientSession,
+        _context: SimpleNamespace,
+        sent: aiohttp.TraceRequestHeadersSentParams | aiohttp.TraceRequestChunkSentParams,
+    ) -> None:
+        if sent.method != "GET":
+            fence()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(about_to_send)
+    trace.on_request_chunk_sent.append(about_to_send)
+    return trace
 
 
 async def serve(options: Options) -> None:
@@ -62,10 +87,12 @@ async def serve(options: Options) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    async with api_client() as api:
-        metrics = OperatorMetrics()
+    metrics = OperatorMetrics()
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(api_client())  # its own: a renewal waits behind no other call
         leadership = Leadership(api, options.lease_namespace, metrics)
-        loops = Loops(Cluster(api, leadership.fence, metrics), options.namespaces, metrics)
+        fenced = await stack.enter_async_context(api_client(leadership.fence))
+        loops = Loops(Cluster(fenced, metrics), options.namespaces, metrics)
         metrics.leading.set_function(lambda: leadership.held)
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
         metrics.deployments = loops.shown
