@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
+import weakref
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -85,6 +86,7 @@ class DecodeService:
         self._leases = LeaseTable()
         self._inbound: dict[str, _Inbound] = {}
         self._pumps: dict[str, _Pump] = {}  # by prefill pod
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._draining = False
 
     async def start(self) -> None:
@@ -137,13 +139,22 @@ class DecodeService:
                     lease_id, LeaseError("the request was cancelled, or offered anew"), "released"
                 )
 
+    def _turn(self, request_id: str) -> asyncio.Lock:
+        """Offers of one request, and their release, come after each other: each finds what the one before has reserved."""
+        return self._turns.setdefault(request_id, asyncio.Lock())
+
     async def _released(self, release: KvRelease) -> None:
         if not release.lease_id:
-            await self.cancel(release.request_id, release.attempt)
+            async with self._turn(release.request_id):
+                await self.cancel(release.request_id, release.attempt)
             return
         await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"), "released")
 
     async def _offered(self, offer: KvOffer) -> KvGrant:
+        async with self._turn(offer.request_id):
+            return await self._granted(offer)
+
+    async def _granted(self, offer: KvOffer) -> KvGrant:
         def refuse(reason: str) -> KvGrant:
             self._metrics.leases.labels("refused").inc()
             return KvGrant(offer.request_id, granted=False, reason=reason)
