@@ -16,10 +16,11 @@ from mmd_workers.decode.params import media_spans_of, sampling_of
 from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
 from mmd_workers.encoder.pipeline import steps_of
 from mmd_workers.encoder.refs import layout_of
+from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
 from mmd_workers.errors import DeadlineError, MmdError
-from mmd_workers.model.types import Feature, LanguageModel
+from mmd_workers.model.types import Feature, LanguageModel, LoweredPrompt
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
@@ -212,25 +213,8 @@ class PrefillService:
             handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
         filling: asyncio.Future[list[None]] | None = None
         try:
-            prompt = await self._runner.call(
-                lambda _: self._model.lower(
-                    request.token_ids,
-                    [layout_of(ref) for ref in request.features],
-                    request.output_token_ids,
-                )
-            )
-            added = time.time()
-            await self._runner.call(
-                lambda engine: engine.add(
-                    SequenceInput(
-                        sequence_id=name,
-                        prompt=prompt,
-                        sampling=sampling_of(request, self._model),
-                        media_spans=media_spans_of(request),
-                        output_token_ids=request.output_token_ids,
-                        stop_after_prefill=decoder is not None,
-                    )
-                )
+            prompt, added = await self._runner.call(
+                lambda engine: self._begin(engine, name, request, hands_over=decoder is not None)
             )
             filling = asyncio.gather(
                 *(
@@ -254,6 +238,29 @@ class PrefillService:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+
+    def _begin(
+        self, engine: Engine, name: str, request: GenerateRequest, *, hands_over: bool
+    ) -> tuple[LoweredPrompt, float]:
+        """Lower the prompt and queue it, in one turn between two steps: a second turn would come a step of others later.
+
+        Returns the prompt and the unix time at which the engine had it.
+        """
+        prompt = self._model.lower(
+            request.token_ids, [layout_of(ref) for ref in request.features], request.output_token_ids
+        )
+        added = time.time()
+        engine.add(
+            SequenceInput(
+                sequence_id=name,
+                prompt=prompt,
+                sampling=sampling_of(request, self._model),
+                media_spans=media_spans_of(request),
+                output_token_ids=request.output_token_ids,
+                stop_after_prefill=hands_over,
+            )
+        )
+        return prompt, added
 
     def _note_phases(self, tracked: Tracked, placed: float, added: float, cached_tokens: int) -> None:
         encoded = self._feature_phases(tracked.request, placed)
