@@ -36,7 +36,7 @@ bench: install ## Measure the role layouts beside transformers; the report goes 
 	$(BIN)/python bench/layouts.py
 
 crds: install ## Generate the CRD, the reference, the metrics page and the dashboards from the code
-	$(BIN)/python -m mmd_api.crd
+	$(BIN)/python -m mmd_api.generate
 	$(BIN)/python docs/make_metrics_page.py
 	$(BIN)/python -m mmd_workers.observe.dashboards
 

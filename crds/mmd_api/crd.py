@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition and the reference page, generated from the models. `python -m mmd_api.crd` writes both.
+"""The CustomResourceDefinition, made from the models.
 
 The API server takes structural schemas only: no `$ref`, no null, no titles, everything bounded. Source of the rules:
 Kubernetes' "Extend the API with CustomResourceDefinitions", section on structural schemas.
@@ -6,7 +6,6 @@ Kubernetes' "Extend the API with CustomResourceDefinitions", section on structur
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,9 +17,6 @@ from mmd_api.rules import Rule, rules_of
 
 Schema = dict[str, Any]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CRD_FILE = REPOSITORY / "crds" / f"{PLURAL}.yaml"
-REFERENCE_FILE = REPOSITORY / "docs" / "reference.md"
 _KEPT = (
     "type",
     "format",
@@ -183,15 +179,3 @@ def _metadata_rules() -> list[Schema]:
         if rule.cel is not None
     ]
     return [form, *moved]
-
-
-def main() -> None:
-    """Write the definition and the reference page into the repository that this module lies in."""
-    from mmd_api.reference import reference_page
-
-    CRD_FILE.write_text(crd_yaml())
-    REFERENCE_FILE.write_text(reference_page())
-
-
-if __name__ == "__main__":
-    main()

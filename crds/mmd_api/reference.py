@@ -19,8 +19,8 @@ _HEAD = """\
   workers prefill; `decode` alone is one monolithic server.
 - **Size of a pool:** `replicas`, or `autoscaling`, or neither, which means one replica. With `autoscaling` a pool is created with
   `minReplicas`, and with one replica where that is 0, so that a new revision can become whole.
-- **Accepted, and not acted on yet:** what `autoscaling` says beyond the size to start with, `slo`, `gpuBudget` (checked against the smallest sizes) and
-  `paused`.
+- **`gpuBudget`** bounds the GPUs of all pools together. Where it is short, each goes to the pool that is furthest above its target, as `slo` and
+  `autoscaling` set it; a budget below the smallest sizes is refused.
 - **Where the model comes from:** `builtin/demo`; a hub id such as `org/model`, fetched (`storage.type: Hub`) or baked into the worker image
   (`Image`); or an absolute path, in the image or below `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
   or `../` is taken from the file's folder by `mmd up`; a cluster refuses it, and `mmd validate` says so without failing.

@@ -1,6 +1,7 @@
 import yaml
 
-from mmd_api.crd import CRD_FILE, REFERENCE_FILE, crd_yaml, custom_resource_definition
+from mmd_api.crd import crd_yaml, custom_resource_definition
+from mmd_api.generate import CRD_FILE, REFERENCE_FILE
 from mmd_api.reference import reference_page
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.rules import RULES
