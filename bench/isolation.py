@@ -1,12 +1,16 @@
 """Time to the first token of text while videos pour in: one process for all beside one process for each stage, on the same cores.
 
-    python bench/isolation.py [--videos 3] [--texts 4] [--seconds 60]
+    python bench/isolation.py [--videos 3] [--texts 8] [--seconds 84]
 
 Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
 waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
-them, each another file. The ratio of the two p99 is what text pays for the videos of others. All take turns of some seconds, again
-and again, so that whatever else this machine does falls on all alike. Where text pays is read off the gateway's timelines, and the
-processor time of every pod off the kernel.
+them, each another file. The ratio of the two p99 is what text pays for the videos of others.
+
+A video that has been encoded is a prompt like any other, and texts meet it in prefill and decode. What pixels add to that shows beside a
+third load: in the place of each video a text with a prompt of as many tokens.
+
+All take turns of some seconds, again and again, so that whatever else this machine does falls on all alike. Where text pays is read off
+the gateway's timelines, and the processor time of every pod off the kernel.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 """Processor shares as a cluster would give them: text goes first, encoders have what is left."""
 WORDS = {"short": 30, "long": 400}
+COMPANION_WORDS = 53
+"""Of a text whose prompt is as long as that of a question about a video: 76 tokens."""
 TOKENS = 8
 ROLES = ("client", "gateway", "encoder", "prefill", "decode")
 FILES, SIZE = 8, (1280, 720)
@@ -173,8 +179,18 @@ class Storm:
     asked: Iterator[int] = field(default_factory=itertools.count)
 
     def turn(self, seed: int) -> list[Ask]:
-        times = arrivals(self.rate, TURN_SECONDS, np.random.default_rng(seed))
-        return [self._ask(at, next(self.asked)) for at in times]
+        return [self._ask(at, next(self.asked)) for at in self._times(seed)]
+
+    def as_texts(self, seed: int) -> list[Ask]:
+        """The same turn without pixels: texts with prompts of as many tokens."""
+        numbered = enumerate(self._times(seed))
+        return [
+            ask("companion", at, 1_000_000 * seed + 500_000 + n, COMPANION_WORDS, TOKENS)
+            for n, at in numbered
+        ]
+
+    def _times(self, seed: int) -> list[float]:
+        return arrivals(self.rate, TURN_SECONDS, np.random.default_rng(seed))
 
     def _ask(self, at: float, number: int) -> Ask:
         file = samples.as_another_file(self.files[number % len(self.files)], number)
@@ -183,9 +199,9 @@ class Storm:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both layouts with texts of each length, alone and in the storm, in turns."""
+    """Both layouts with texts of each length, alone, beside videos and beside as many texts, in turns."""
     turns = max(1, round(options.seconds / TURN_SECONDS))
-    found = {(layout, length): (Stretch(), Stretch()) for layout in POOLS for length in WORDS}
+    found = {(layout, length): (Stretch(), Stretch(), Stretch()) for layout in POOLS for length in WORDS}
     storm = Storm(options.videos, phone_videos())
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -198,14 +214,15 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             await drive(running[layout].gateway_url, texts(options, 1, 2, WORDS["long"]) + storm.turn(1))
         for turn in range(turns):
-            for number, ((layout, length), (quiet, stormy)) in enumerate(found.items()):
+            for number, ((layout, length), (quiet, stormy, control)) in enumerate(found.items()):
                 seed = 1000 * options.seed + 10 * turn + number
                 url, words = running[layout], WORDS[length]
                 await quiet.turn(url, texts(options, seed, seed, words))
-                await stormy.turn(url, texts(options, seed, seed + 500, words) + storm.turn(seed + 500))
+                await stormy.turn(url, texts(options, seed, seed + 300, words) + storm.turn(seed + 500))
+                await control.turn(url, texts(options, seed, seed + 600, words) + storm.as_texts(seed + 500))
     return {
-        f"{layout}, {length} texts": told(quiet.report(), stormy.report())
-        for (layout, length), (quiet, stormy) in found.items()
+        f"{layout}, {length} texts": told(*(stretch.report() for stretch in stretches))
+        for (layout, length), stretches in found.items()
     }
 
 
@@ -215,10 +232,15 @@ def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> l
     return [ask("text", at, 1_000_000 * seed + n, words, TOKENS) for n, at in enumerate(times)]
 
 
-def told(quiet: dict[str, Any], storm: dict[str, Any]) -> dict[str, Any]:
-    """A layout's two stretches and how they compare."""
-    times = (storm["text"]["ttft_seconds"], quiet["text"]["ttft_seconds"])
-    return {"quiet": quiet, "storm": storm, "ratio": {p: times[0][p] / times[1][p] for p in times[0]}}
+def told(quiet: dict[str, Any], storm: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:
+    """A layout's stretches, and how the storm's times compare with those of the others."""
+
+    def over(other: dict[str, Any]) -> dict[str, float]:
+        times, others = storm["text"]["ttft_seconds"], other["text"]["ttft_seconds"]
+        return {p: times[p] / others[p] for p in times}
+
+    stretches = {"quiet": quiet, "storm": storm, "as_texts": control}
+    return {**stretches, "ratio": over(quiet), "ratio_to_texts": over(control)}
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -228,6 +250,8 @@ def table(found: dict[str, Any]) -> Table:
         "layout",
         "text alone",
         "beside videos",
+        "ratio of p99",
+        "beside texts instead",
         "ratio of p99",
         "videos: TTFT",
         "cores used in the storm",
@@ -245,6 +269,8 @@ def table(found: dict[str, Any]) -> Table:
             ms(run["quiet"]["text"]["ttft_seconds"]),
             ms(run["storm"]["text"]["ttft_seconds"]),
             f"{run['ratio']['p99']:.2f}",
+            ms(run["as_texts"]["text"]["ttft_seconds"]),
+            f"{run['ratio_to_texts']['p99']:.2f}",
             ms(run["storm"]["video"]["ttft_seconds"]),
             cores,
         )
@@ -257,8 +283,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--videos", type=float, default=3.0, help="a second")
-    parser.add_argument("--texts", type=float, default=4.0, help="a second")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--texts", type=float, default=8.0, help="a second")
+    parser.add_argument("--seconds", type=float, default=84.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="isolation")
     options = parser.parse_args()

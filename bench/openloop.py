@@ -17,7 +17,8 @@ import numpy as np
 from mmd_workers.local import samples
 from mmd_workers.local.client import media_part
 
-Kind = Literal["text", "image", "video", "audio"]
+Kind = Literal["text", "image", "video", "audio", "companion"]
+"""A companion is a text that is there for its load and not for its times."""
 WORDS = ("red", "green", "blue", "circle", "square", "triangle", "left", "right", "up", "down", "high", "low", "tone", "video")  # fmt: skip
 LATE_SECONDS = 60.0
 
@@ -47,7 +48,7 @@ def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
     rng = np.random.default_rng([seed, 7])
     text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
     parts: list[dict[str, Any]] = []
-    if kind != "text":
+    if kind not in ("text", "companion"):
         sample = samples.draw(kind, seed)
         parts.append(media_part(kind, sample.bytes, sample.mime))
     return asked(kind, at, [*parts, {"type": "text", "text": text}], tokens)
