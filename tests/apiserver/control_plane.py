@@ -59,6 +59,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def write_kubeconfig(path: Path, server: str, token: str) -> Path:
+    """A kubeconfig for an API server, or what stands in its place, whose certificate nobody checks."""
+    body = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
+        "users": [{"name": "test", "user": {"token": token}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+    }
+    path.write_text(yaml.safe_dump(body))
+    return path
+
+
 class ControlPlane:
     """One etcd and one API server with their state in a folder. `Authorization: Bearer test` is the administrator."""
 
@@ -130,17 +144,7 @@ class ControlPlane:
 
     def kubeconfig(self, token: str = TOKEN) -> Path:
         """A kubeconfig for whom the token stands."""
-        path = self.folder / f"kubeconfig-{abs(hash(token))}.yaml"
-        body = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "test",
-            "clusters": [{"name": "test", "cluster": {"server": self.url, "insecure-skip-tls-verify": True}}],
-            "users": [{"name": "test", "user": {"token": token}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-        }
-        path.write_text(yaml.safe_dump(body))
-        return path
+        return write_kubeconfig(self.folder / f"kubeconfig-{abs(hash(token))}.yaml", self.url, token)
 
     def kill_api_server(self) -> None:
         process = self.processes.pop("kube-apiserver")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-import yaml
 from aiohttp import web
+from control_plane import write_kubeconfig
 
 HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "content-encoding", "host", "keep-alive"}
 STATUS_WORDS = {
@@ -100,22 +100,11 @@ class UnrulyServer:
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             port = runner.addresses[0][1]
-            self._write_kubeconfig(f"http://127.0.0.1:{port}")
+            write_kubeconfig(self.kubeconfig, f"http://127.0.0.1:{port}", self._token)
             self._started.set()
             await self._end.wait()
             self._cut.set()
             await runner.cleanup()
-
-    def _write_kubeconfig(self, server: str) -> None:
-        body = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "unruly",
-            "clusters": [{"name": "unruly", "cluster": {"server": server}}],
-            "users": [{"name": "unruly", "user": {"token": self._token}}],
-            "contexts": [{"name": "unruly", "context": {"cluster": "unruly", "user": "unruly"}}],
-        }
-        self.kubeconfig.write_text(yaml.safe_dump(body))
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.calls[request.method, request.path] += 1

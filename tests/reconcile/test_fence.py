@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import yaml
 from aiohttp import web
+from control_plane import write_kubeconfig
 
 from mmd_operator.cluster import BusyError, Cluster
 from mmd_operator.leader import NotLeaderError
@@ -42,16 +42,8 @@ async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "door",
-        "clusters": [{"name": "door", "cluster": {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}}],
-        "users": [{"name": "door", "user": {"token": "none"}}],
-        "contexts": [{"name": "door", "context": {"cluster": "door", "user": "door"}}],
-    }
-    kubeconfig = tmp_path / "kubeconfig.yaml"
-    kubeconfig.write_text(yaml.safe_dump(config))
+    server = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig.yaml", server, "none")
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     yield door
     door.open.set()
