@@ -71,6 +71,22 @@ def test_a_short_prompt_overtakes_a_long_one_and_leaves_it_the_rest_of_the_budge
     assert bench.step() == {"short": (0, 6), "long": (16, 26)}
 
 
+def test_a_prompt_is_not_begun_with_the_scraps_of_a_budget_that_would_only_hold_others_up():
+    bench = Bench()
+    bench.add("first", 12)
+    bench.add("second", 13)
+    assert bench.step() == {"first": (0, 12)}
+    assert bench.step() == {"first": (12, 13), "second": (0, 13)}
+
+
+def test_what_fits_into_the_scraps_of_a_budget_runs_there():
+    bench = Bench()
+    bench.add("long", 10)
+    bench.add("short", 4)
+    bench.add("waits", 9, missing={0: (2, 8)})
+    assert bench.step() == {"short": (0, 4), "waits": (0, 2), "long": (0, 10)}
+
+
 def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
     bench = Bench(blocks=1000, max_sequences=500)
     long = bench.add("long", 64)

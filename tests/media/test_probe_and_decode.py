@@ -89,17 +89,60 @@ def test_far_apart_frames_are_found_without_decoding_the_runs_between(monkeypatc
     assert [number_of(f) for f in decode_video(data, info, [5, 47, 89]).frames] == [5, 47, 89]
 
 
+def every_frame(data):
+    """What FFmpeg makes of a whole video."""
+    with av.open(io.BytesIO(data)) as opened:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)])
+
+
+def drifting(i, w, h):
+    """Noise that moves on by a pixel a frame: every picture is predicted from others, and none is like another."""
+    noise = np.random.default_rng(0).integers(0, 255, (h, w + 60, 3), dtype=np.uint8)
+    return np.ascontiguousarray(noise[:, i : i + w])
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts"])
 @pytest.mark.parametrize(
-    "options", [{"g": "12", "bf": "3", "x264-params": "open-gop=1"}, {"g": "12", "bf": "0"}]
+    "options",
+    [
+        {"g": "12", "bf": "3", "x264-params": "open-gop=1"},
+        {"g": "12", "bf": "0"},
+        {"bf": "3"},
+        {"bf": "5", "x264-params": "b-pyramid=none:b-adapt=0"},
+        {"bf": "5", "x264-params": "b-pyramid=strict:b-adapt=0"},
+        {"bf": "2", "x264-params": "intra-refresh=1:keyint=20"},
+        {"bf": "3", "x264-params": "tff=1"},
+        {"bf": "3", "x264-params": "slices=4", "tune": "zerolatency"},
+    ],
+    ids=lambda options: " ".join(options.values()),
 )
-def test_skipping_gives_the_very_pixels_of_a_full_decode(options):
-    rng = np.random.default_rng(0)
-    noise = rng.integers(0, 255, (60, 48, 64, 3), dtype=np.uint8)
-    data = video_bytes(options=options, draw=lambda i, w, h: noise[i])
+def test_what_is_skipped_leaves_the_very_pixels_of_a_full_decode(options, container):
+    data = video_bytes(container=container, options=options, draw=drifting)
     info = probe(data, "video", POLICY)
-    everything = decode_video(data, info, list(range(60))).frames
-    for wanted in ([30], [11, 13, 50], [59]):
+    everything = every_frame(data)
+    assert len(everything) == info.num_frames == 60
+    rng = np.random.default_rng(1)
+    some = [sorted(rng.choice(60, count, replace=False).tolist()) for count in (1, 2, 4, 8, 16, 32)]
+    for wanted in ([30], [11, 13, 50], [59], list(range(0, 60, 4)), list(range(60)), *some):
         np.testing.assert_array_equal(decode_video(data, info, wanted).frames, everything[wanted])
+
+
+def test_a_picture_that_is_neither_wanted_nor_needed_is_not_even_looked_at():
+    data = bytearray(video_bytes(options={"bf": "3", "x264-params": "b-adapt=0:cabac=0"}, draw=drifting))
+    info, everything = probe(bytes(data), "video", POLICY), every_frame(bytes(data))
+    with av.open(io.BytesIO(data)) as opened:
+        packets = [(p.pts, p.pos, p.size, bytes(p)[4]) for p in opened.demux(video=0) if p.size]
+    order = sorted(pts for pts, *_ in packets)
+    spoilt = set()
+    for pts, at, size, nal_header in packets:
+        if nal_header & 0x60 == 0 and nal_header & 0x1F == 1:  # nal_ref_idc, and a slice
+            spoilt.add(order.index(pts))
+            data[at + 5 : at + size] = b"\xff" * (size - 5)
+    assert len(spoilt) > 20
+    whole = [index for index in range(60) if index not in spoilt]
+    np.testing.assert_array_equal(decode_video(bytes(data), info, whole).frames, everything[whole])
+    with pytest.raises(BadMediaError):
+        decode_video(bytes(data), info, sorted(spoilt))
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])

@@ -37,6 +37,8 @@ class Scheduler:
 
     - A sequence is admitted when blocks for all of its known tokens are its own; so a prefill never runs dry.
     - Prefill goes to the shortest remaining prompt first; every step without progress makes a sequence count as shorter (aging).
+    - A prompt that a step would not finish is begun there only with half of the budget or more: less would make those wait that
+      the step does finish, and bring its own first token no nearer.
     - Prefill stops before the first missing feature, and never inside an atomic range.
     - When decode needs a block and none is left, the youngest sequence that can be recomputed gives up its blocks and waits;
       its tokens are kept.
@@ -94,7 +96,8 @@ class Scheduler:
         budget = self.chunk_tokens
         for sequence in sorted((s for s in self.running if not s.decoding), key=self._priority):
             end = self._chunk_end(sequence, budget, alone=not schedule.prefills)
-            if end > sequence.computed:
+            scrap = 2 * budget < self.chunk_tokens and end < sequence.computable_until()
+            if end > sequence.computed and not scrap:
                 schedule.prefills.append(Work(sequence, sequence.computed, end))
                 budget -= end - sequence.computed
                 sequence.waited_steps = 0

@@ -149,7 +149,9 @@ def audio_stream(opened: Any) -> Any:
 
 @dataclass(slots=True)
 class VideoTable:
-    """Facts of the packets of a video in decode order. `shown` is False where an edit list or the codec hides the frame."""
+    """Facts of the packets of a video in decode order. `key`: decoding may begin here; `shown` is False where an edit list or the
+    codec hides the frame.
+    """
 
     pts: list[int | None]
     key: list[bool]
@@ -173,18 +175,50 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
     """Demux every packet of a stream, decoding none; stops once more than `max_packets` were seen."""
     table = VideoTable([], [], [], 0)
     vp8 = stream.codec_context.name == "vp8"
+    h264 = stream.codec_context.name == "h264"
+    header = bytes(stream.codec_context.extradata or b"") if h264 else b""
     for packet in opened.demux(stream):
         if packet.size == 0:
             continue
         # A VP8 packet may hold a reference frame that is never shown: bit 4 of the frame tag (RFC 6386, section 9.1).
         hidden = packet.is_discard or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
         table.pts.append(packet.pts)
-        table.key.append(packet.is_keyframe)
+        # With gradual refresh (H.264, D.2.8) containers mark pictures as key frames after which some more are needed.
+        table.key.append(packet.is_keyframe and (not h264 or all(_intra_slices(bytes(packet), header))))
         table.shown.append(not hidden)
         table.last_duration = packet.duration or table.last_duration
         if len(table.pts) > max_packets:
             break
     return table
+
+
+def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
+    """Of each slice of a coded H.264 picture whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
+    for unit in _nal_units(picture, header):
+        if unit and unit[0] & 0x1F in (1, 5):
+            bits = "".join(f"{byte:08b}" for byte in unit[1:16])
+            _, at = _exp_golomb(bits, 0)  # first_mb_in_slice
+            slice_type, _ = _exp_golomb(bits, at)
+            yield slice_type % 5 in (2, 4)
+
+
+def _nal_units(picture: bytes, header: bytes) -> Iterator[bytes]:
+    """NAL units of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3), else behind start codes."""
+    if header[:1] != b"\x01" or len(header) < 5:
+        yield from picture.split(b"\x00\x00\x01")[1:]
+        return
+    at, size = 0, (header[4] & 3) + 1
+    while at + size < len(picture):
+        end = at + size + int.from_bytes(picture[at : at + size], "big")
+        yield picture[at + size : end]
+        at = end
+
+
+def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
+    """An unsigned Exp-Golomb code (ITU-T H.264, 9.1) and where it ends; -1 when the bits run out."""
+    one = bits.find("1", at)
+    end = 2 * one - at + 1
+    return (int(bits[one:end], 2) - 1, end) if one >= 0 and end <= len(bits) else (-1, len(bits))
 
 
 def clockwise_quarter_turns(data: bytes, container: str, track_id: int) -> int:

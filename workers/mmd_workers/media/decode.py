@@ -82,7 +82,8 @@ def decode_video(
 ) -> DecodedVideo:
     """Frames by index in presentation order as RGB, uint8 [frames, height, width, 3], written to `out` when given.
 
-    Runs of pictures without a wanted frame are skipped when timestamps allow it and that saves work; one scan otherwise.
+    When timestamps allow it and that saves work, runs of pictures without a wanted frame are skipped, and in H.264 pictures that no
+    other is predicted from (`nal_ref_idc` 0; ITU-T H.264, 7.4.1); one scan otherwise. The pixels are the same either way.
 
     Raises:
         BadMediaError: broken data, another frame size than promised, or more than the last frame is missing.
@@ -96,8 +97,13 @@ def decode_video(
     places: dict[int, list[int]] = {}
     for place, index in enumerate(frame_indices):
         places.setdefault(index, []).append(place)
-    writer = _FrameWriter(data, info, places, out)
-    if not _decode_needed_runs(data, info, writer):
+    with containers.open_av(data, info.container) as opened:
+        stream = containers.video_stream(opened)
+        turns = containers.clockwise_quarter_turns(data, info.container, stream.id)
+        table = containers.video_table(opened, stream, 2 * info.num_frames + 1024)
+        skips = stream.codec_context.name == "h264"
+    writer = _FrameWriter(turns, info, places, out)
+    if not _decode_needed(data, info, table, writer, skips=skips):
         _decode_scan(data, info, writer)
     return DecodedVideo(out, list(frame_indices), info.fps, info.num_frames)
 
@@ -107,14 +113,12 @@ class _FrameWriter:
 
     def __init__(
         self,
-        data: bytes,
+        quarter_turns: int,
         info: MediumInfo,
         places: dict[int, list[int]],
         out: npt.NDArray[np.uint8],
     ) -> None:
-        with containers.open_av(data, info.container) as opened:
-            track = containers.video_stream(opened).id
-        self._quarter_turns = containers.clockwise_quarter_turns(data, info.container, track)
+        self._quarter_turns = quarter_turns
         self._size = (info.width, info.height)
         self._places = places
         self._out = out
@@ -137,21 +141,24 @@ class _FrameWriter:
         self.missing.discard(index)
 
 
-def _decode_needed_runs(data: bytes, info: MediumInfo, writer: _FrameWriter) -> bool:
-    """Decode only from a key frame up to the last frame wanted of its run. False: not possible or not worth it."""
-    with containers.open_av(data, info.container) as opened:
-        table = containers.video_table(opened, containers.video_stream(opened), 2 * info.num_frames + 1024)
+def _decode_needed(
+    data: bytes, info: MediumInfo, table: containers.VideoTable, writer: _FrameWriter, *, skips: bool
+) -> bool:
+    """Decode only from a key frame up to the last frame wanted of its run, and with `skips` of what lies between only what others are
+    predicted from. False: not possible or not worth it.
+    """
     times = table.presentation()
     if times is None or len(times) != info.num_frames:
         return False
     wanted = {times[index]: index for index in writer.missing}
     runs = _runs(table, set(wanted))
     last = max(end for _, end in runs) if runs else 0
-    if not runs or sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1):
+    if not runs or (not skips and sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1)):
         return False
     with containers.open_av(data, info.container) as opened:
         stream = containers.video_stream(opened)
-        stream.codec_context.thread_count = DECODE_THREADS
+        decoder = stream.codec_context
+        decoder.thread_count = DECODE_THREADS
         todo = iter(runs)
         run = next(todo)
         number = -1
@@ -161,10 +168,12 @@ def _decode_needed_runs(data: bytes, info: MediumInfo, writer: _FrameWriter) -> 
             number += 1
             if number < run[0]:
                 continue
-            frames = list(stream.codec_context.decode(packet))
+            if skips:
+                decoder.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+            frames = list(decoder.decode(packet))
             if number == run[1]:
-                frames += stream.codec_context.decode(None)
-                stream.codec_context.flush_buffers()
+                frames += decoder.decode(None)
+                decoder.flush_buffers()
             for frame in frames:
                 if frame.pts in wanted:
                     writer.put(wanted[frame.pts], frame)
