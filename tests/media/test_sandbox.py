@@ -18,7 +18,7 @@ from mmd_api.spec import MediaPolicy
 from mmd_workers.errors import BadMediaError, OverloadedError
 from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.probe import probe
-from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.media.sandbox import DecodePool, ResultMemory
 from mmd_workers.media.types import MediumInfo
 
 POLICY = MediaPolicy()
@@ -66,6 +66,60 @@ async def test_all_three_modalities_come_back_as_they_do_without_the_sandbox(poo
     heard = await pool.decode_audio(audio, info, 16000, 16000)
     np.testing.assert_array_equal(heard.waveform, decode_audio(audio, info, 16000, 16000).waveform)
     assert pool.process_ids == first  # reused
+
+
+async def test_a_result_is_whole_wherever_another_was_and_stays_while_it_is_held(pool):
+    light, dark = (image_bytes("PNG", np.full((300, 400, 3), value, np.uint8)) for value in (250, 5))
+    infos = [probe(data, "image", POLICY) for data in (light, dark)]
+    first = (await pool.decode_image(light, infos[0])).pixels[10:20]
+    second = (await pool.decode_image(dark, infos[1])).pixels
+    assert (first == 250).all()
+    assert (second == 5).all()
+    del second
+    small = image_bytes("PNG", np.full((299, 399, 3), 77, np.uint8))
+    assert ((await pool.decode_image(small, probe(small, "image", POLICY))).pixels == 77).all()
+    assert (first == 250).all()
+
+
+def test_memory_of_a_result_is_used_again_when_its_last_view_is_gone():
+    memory = ResultMemory(kept_bytes=4 * MIB)
+    first = memory.take(700_000)
+    view = memory.array(first, 700_000)[1:].reshape(-1, 3)[5:]
+    assert memory.take(700_000) is not first
+    view[:] = 9
+    del view
+    again = memory.take(1_000_000)
+    assert again is first
+    assert memory.array(again, 16)[15] == 0
+    assert memory.take(100_000) is not first
+
+
+def test_memory_that_waits_for_results_is_bounded_and_makes_room_for_sizes_that_are_asked_for():
+    def alive():
+        """Inodes of the shared memory that this process has open."""
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return {
+            os.stat(link).st_ino
+            for link in links
+            if os.path.islink(link) and "mmd-media" in os.readlink(link)
+        }
+
+    before = len(alive())
+    memory = ResultMemory(kept_bytes=4 * MIB)
+    held = [memory.array(memory.take(MIB), MIB) for _ in range(9)]
+    assert len(alive()) == before + 9
+    held.clear()
+    assert len(alive()) == before + 4
+    result = memory.array(memory.take(2 * MIB), 1)
+    assert len(alive()) == before + 3
+    del result
+    memory.array(memory.take(8 * MIB), 1)
+    assert len(alive()) == before
+    memory.array(memory.take(MIB), 1)
+    assert len(alive()) == before + 1
+    memory.close()
+    memory.array(memory.take(MIB), 1)
+    assert len(alive()) == before
 
 
 async def test_refusals_keep_their_words_and_the_process(pool):

@@ -70,7 +70,9 @@ def _serve(job: dict[str, Any], source: int, result: int) -> dict[str, Any]:
     if job["kind"] == "probe":
         return _probe(data, job)
     info = MediumInfo(**job["info"])
-    buffer = mmap.mmap(result, 0)
+    # Memory of an earlier result: its pages are mapped at once, and not by a fault each.
+    populate = mmap.MAP_POPULATE if os.fstat(result).st_blocks else 0
+    buffer = mmap.mmap(result, job["result_bytes"], flags=mmap.MAP_SHARED | populate)
     if job["kind"] == "image":
         shape = decode.image_shape(info)
         decode.decode_image(data, info, np.frombuffer(buffer, np.uint8).reshape(shape))

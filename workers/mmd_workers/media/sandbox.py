@@ -1,6 +1,7 @@
 """Decoding bytes from outside in processes of their own, so that a crash, a hang or a bomb costs one medium and one process.
 
-Bytes and pixels pass through anonymous shared memory (memfd), never through pipes; it vanishes with its last holder.
+Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. That of results is used again, by processes that
+are used again likewise: to map, clear and free the pages of a clip's pixels takes longer than to write them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import os
 import signal
 import socket
 import sys
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mmd_workers.errors import BadMediaError, OverloadedError
 from mmd_workers.media import decode
@@ -32,6 +36,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
+KEPT_BYTES = 256 << 20  # of results that nobody holds any more
+SMALLEST_RESULT_BYTES = 1 << 16
 EXIT_SECONDS = 5.0
 STOPPING = "this worker is stopping; the decode can be done elsewhere"
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
@@ -86,6 +92,67 @@ class _Slot:
             self.decoder = None
 
 
+class SharedMemory:
+    """Anonymous shared memory of `num_bytes`, mapped here. Pages exist once they are written to, and vanish with the last holder."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create("mmd-media", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, num_bytes)
+            self.mapped = mmap.mmap(self.descriptor, num_bytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def close(self) -> None:
+        """Let go of it; arrays over it keep their pages."""
+        os.close(self.descriptor)
+
+
+class ResultMemory:
+    """Shared memory for results, used again as soon as no array holds it; at most `kept_bytes` wait for that. For one thread, but
+    arrays may end in any.
+    """
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
+        self._idle: deque[SharedMemory] = deque()  # the newest last
+
+    def take(self, num_bytes: int) -> SharedMemory:
+        """Memory for `num_bytes` or more, with whatever an earlier result has left there."""
+        size = max(SMALLEST_RESULT_BYTES, 1 << (num_bytes - 1).bit_length())
+        for idle in reversed(tuple(self._idle)):
+            if idle.num_bytes == size:
+                self._idle.remove(idle)
+                return idle
+        while self._idle and self._idle_bytes() + size > self._kept_bytes:  # sizes that are asked for no more
+            self._idle.popleft().close()
+        return SharedMemory(size)
+
+    def array(self, memory: SharedMemory, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The result, uint8 [num_bytes]. Its memory is free for the next when the last view of it is gone."""
+        result = np.frombuffer(memory.mapped, np.uint8, num_bytes)
+        weakref.finalize(result, self._give_back, memory).atexit = False
+        return result
+
+    def close(self) -> None:
+        """Keep nothing from now on."""
+        self._kept_bytes = 0
+        while self._idle:
+            self._idle.popleft().close()
+
+    def _give_back(self, memory: SharedMemory) -> None:
+        """Runs in the midst of whatever drops the array, also of `take`: so there is no lock, and every step is one operation."""
+        if self._idle_bytes() + memory.num_bytes > self._kept_bytes:
+            memory.close()
+        else:
+            self._idle.append(memory)
+
+    def _idle_bytes(self) -> int:
+        return sum(idle.num_bytes for idle in tuple(self._idle))
+
+
 class DecodePool:
     """At most `processes` decodes at a time, each in a process that is reused until it fails; callers beyond that wait.
 
@@ -100,6 +167,7 @@ class DecodePool:
         self._free: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
         for slot in self._slots:
             self._free.put_nowait(slot)
+        self._results = ResultMemory(KEPT_BYTES)
         self._started: set[asyncio.subprocess.Process] = set()
         self._closed = False
 
@@ -116,6 +184,7 @@ class DecodePool:
     async def close(self) -> None:
         """Kill every process and wait until all are gone; decodes under way fail with OverloadedError."""
         self._closed = True
+        self._results.close()
         for process in self._started:
             if process.returncode is None:
                 process.kill()
@@ -139,7 +208,7 @@ class DecodePool:
         """`media.decode.decode_image` in a decode process. Raises BadMediaError, OverloadedError."""
         shape = decode.image_shape(info)
         _, result = await self._run({"kind": "image", "info": asdict(info)}, data, int(np.prod(shape)))
-        return DecodedImage(np.frombuffer(result, np.uint8).reshape(shape))
+        return DecodedImage(result.reshape(shape))
 
     async def decode_video(self, data: bytes, info: MediumInfo, frame_indices: Sequence[int]) -> DecodedVideo:
         """`media.decode.decode_video` in a decode process. Raises BadMediaError, OverloadedError."""
@@ -147,9 +216,7 @@ class DecodePool:
         shape = decode.video_shape(info, indices)
         job = {"kind": "video", "info": asdict(info), "frame_indices": indices}
         _, result = await self._run(job, data, int(np.prod(shape)))
-        return DecodedVideo(
-            np.frombuffer(result, np.uint8).reshape(shape), indices, info.fps, info.num_frames
-        )
+        return DecodedVideo(result.reshape(shape), indices, info.fps, info.num_frames)
 
     async def decode_audio(
         self, data: bytes, info: MediumInfo, sample_rate_hz: int, num_samples: int
@@ -162,17 +229,17 @@ class DecodePool:
             "num_samples": num_samples,
         }
         _, result = await self._run(job, data, 4 * num_samples)
-        return DecodedAudio(np.frombuffer(result, np.float32), sample_rate_hz)
+        return DecodedAudio(result.view(np.float32), sample_rate_hz)
 
     async def _run(
         self, job: dict[str, Any], data: bytes, result_bytes: int
-    ) -> tuple[dict[str, Any], mmap.mmap]:
+    ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
         if result_bytes < 1 or 2 * len(data) + result_bytes > self._memory_bytes:
             raise BadMediaError(
                 f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB a decode "
                 "may use; send a smaller one or ask for fewer frames"
             )
-        message = json.dumps(job).encode()
+        message = json.dumps(job | {"result_bytes": result_bytes}).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise BadMediaError(
                 f"{len(message)} bytes of decode instructions are too many; ask for fewer frames"
@@ -181,10 +248,15 @@ class DecodePool:
             raise OverloadedError(STOPPING)
         slot = await self._free.get()
         try:
-            with _shared_memory(len(data)) as source, _shared_memory(result_bytes) as result:
-                await asyncio.to_thread(_write, source, data)
-                reply = await self._attempt(slot, message, [source, result])
-                return reply, mmap.mmap(result, result_bytes)
+            memory = self._results.take(result_bytes)
+            try:
+                with _shared_memory(len(data)) as source:
+                    await asyncio.to_thread(_write, source, data)
+                    reply = await self._attempt(slot, message, [source, memory.descriptor])
+            except BaseException:
+                memory.close()  # its process may still write
+                raise
+            return reply, self._results.array(memory, result_bytes)
         finally:
             self._free.put_nowait(slot)
 
