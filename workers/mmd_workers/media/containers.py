@@ -110,10 +110,16 @@ def orientation(image: Image.Image) -> int:
 
 
 @contextmanager
-def open_av(data: bytes, container: str) -> Iterator[Any]:
-    """Open audio or video with the demuxer of its magic bytes; FFmpeg's errors leave as BadMediaError."""
+def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Iterator[Any]:
+    """Open audio or video with the demuxer of its magic bytes; FFmpeg's errors leave as BadMediaError.
+
+    FFmpeg decodes the first picture to learn its size; not with `packets_only`.
+    """
+    options = {"skip_frame": "all"} if packets_only else {}
     try:
-        with av.open(io.BytesIO(data), "r", format=_DEMUXERS[container], metadata_errors="ignore") as opened:
+        with av.open(
+            io.BytesIO(data), "r", format=_DEMUXERS[container], options=options, metadata_errors="ignore"
+        ) as opened:
             yield opened
     except (av.error.FFmpegError, ValueError, OverflowError, EOFError) as error:
         raise BadMediaError(

@@ -97,7 +97,7 @@ def decode_video(
     places: dict[int, list[int]] = {}
     for place, index in enumerate(frame_indices):
         places.setdefault(index, []).append(place)
-    with containers.open_av(data, info.container) as opened:
+    with containers.open_av(data, info.container, packets_only=True) as opened:
         stream = containers.video_stream(opened)
         turns = containers.clockwise_quarter_turns(data, info.container, stream.id)
         table = containers.video_table(opened, stream, 2 * info.num_frames + 1024)
