@@ -1,10 +1,11 @@
 """Time to the first token of text while videos pour in: one process for all beside one process for each stage, on the same cores.
 
-    python bench/isolation.py [--videos 3] [--texts 8] [--seconds 84]
+    python bench/isolation.py [--videos 3] [--texts 8] [--seconds 144]
 
 Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
 waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
-them, each another file. The ratio of the two p99 is what text pays for the videos of others.
+them, each another file. The ratio of the two p99 is what text pays for the videos of others; beside it stands where the ratios of
+95 of 100 resamples of the same times lie (percentile bootstrap).
 
 A video that has been encoded is a prompt like any other, and texts meet it in prefill and decode. What pixels add to that shows beside a
 third load: in the place of each video a text with a prompt of as many tokens.
@@ -58,6 +59,7 @@ TOKENS = 8
 ROLES = ("client", "gateway", "encoder", "prefill", "decode")
 FILES, SIZE = 8, (1280, 720)
 TURN_SECONDS = 12.0
+RESAMPLES = 2000
 console = Console(width=150)
 
 
@@ -140,6 +142,10 @@ class Stretch:
         ).items():
             self.phases[name] += values
 
+    def text_times(self) -> list[float]:
+        """TTFT in seconds of the texts that were answered."""
+        return [o.ttft_seconds for o in self.answered if o.kind == "text" and o.ttft_seconds is not None]
+
     def report(self) -> dict[str, Any]:
         """Times in seconds and milliseconds as the names say; `cores_used` by pod."""
         kinds: dict[str, Any] = {}
@@ -220,10 +226,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 await quiet.turn(url, texts(options, seed, seed, words))
                 await stormy.turn(url, texts(options, seed, seed + 300, words) + storm.turn(seed + 500))
                 await control.turn(url, texts(options, seed, seed + 600, words) + storm.as_texts(seed + 500))
-    return {
-        f"{layout}, {length} texts": told(*(stretch.report() for stretch in stretches))
-        for (layout, length), stretches in found.items()
-    }
+    return {f"{layout}, {length} texts": told(*stretches) for (layout, length), stretches in found.items()}
 
 
 def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> list[Ask]:
@@ -232,15 +235,31 @@ def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> l
     return [ask("text", at, 1_000_000 * seed + n, words, TOKENS) for n, at in enumerate(times)]
 
 
-def told(quiet: dict[str, Any], storm: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:
+def told(quiet: Stretch, storm: Stretch, control: Stretch) -> dict[str, Any]:
     """A layout's stretches, and how the storm's times compare with those of the others."""
 
-    def over(other: dict[str, Any]) -> dict[str, float]:
-        times, others = storm["text"]["ttft_seconds"], other["text"]["ttft_seconds"]
+    def over(other: Stretch) -> dict[str, float]:
+        times, others = percentiles(storm.text_times()), percentiles(other.text_times())
         return {p: times[p] / others[p] for p in times}
 
-    stretches = {"quiet": quiet, "storm": storm, "as_texts": control}
-    return {**stretches, "ratio": over(quiet), "ratio_to_texts": over(control)}
+    return {
+        "quiet": quiet.report(),
+        "storm": storm.report(),
+        "as_texts": control.report(),
+        "ratio": over(quiet),
+        "ratio_of_p99_interval": interval(storm.text_times(), quiet.text_times()),
+        "ratio_to_texts": over(control),
+    }
+
+
+def interval(times: list[float], others: list[float]) -> list[float]:
+    """95 % interval of the ratio of two p99 by resampling both (Efron, 1979: percentile bootstrap)."""
+    rng = np.random.default_rng(0)
+
+    def resampled(of: list[float]) -> np.ndarray[Any, Any]:
+        return np.asarray(np.percentile(rng.choice(of, (RESAMPLES, len(of))), 99, axis=1))
+
+    return [float(edge) for edge in np.percentile(resampled(times) / resampled(others), (2.5, 97.5))]
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -263,12 +282,13 @@ def table(found: dict[str, Any]) -> Table:
 
     for layout, run in found.items():
         used = run["storm"]["cores_used"].items()
+        lowest, highest = run["ratio_of_p99_interval"]
         cores = ", ".join(f"{role} {n:.2f}" for pod, n in used for role in ROLES if role in pod)
         made.add_row(
             layout,
             ms(run["quiet"]["text"]["ttft_seconds"]),
             ms(run["storm"]["text"]["ttft_seconds"]),
-            f"{run['ratio']['p99']:.2f}",
+            f"{run['ratio']['p99']:.2f} ({lowest:.2f} to {highest:.2f})",
             ms(run["as_texts"]["text"]["ttft_seconds"]),
             f"{run['ratio_to_texts']['p99']:.2f}",
             ms(run["storm"]["video"]["ttft_seconds"]),
@@ -284,7 +304,7 @@ def main() -> None:
     )
     parser.add_argument("--videos", type=float, default=3.0, help="a second")
     parser.add_argument("--texts", type=float, default=8.0, help="a second")
-    parser.add_argument("--seconds", type=float, default=84.0)
+    parser.add_argument("--seconds", type=float, default=144.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="isolation")
     options = parser.parse_args()
