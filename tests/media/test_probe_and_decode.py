@@ -23,6 +23,7 @@ from PIL import Image, ImageOps
 
 from mmd_api.spec import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
 from mmd_workers.errors import BadMediaError
+from mmd_workers.media import containers
 from mmd_workers.media import decode as decode_module
 from mmd_workers.media.decode import decode_audio, decode_image, decode_video
 from mmd_workers.media.probe import probe, resampled_num_samples
@@ -143,6 +144,21 @@ def test_a_picture_that_is_neither_wanted_nor_needed_is_not_even_looked_at():
     np.testing.assert_array_equal(decode_video(bytes(data), info, whole).frames, everything[whole])
     with pytest.raises(BadMediaError):
         decode_video(bytes(data), info, sorted(spoilt))
+
+
+@pytest.mark.parametrize(
+    ("picture", "header"),
+    [(bytes(1 << 20), b"\x01\x64\x00\x1f\xff"), (b"\x00\x00\x01" * (1 << 20), b"")],
+    ids=["lengths", "start codes"],
+)
+def test_of_a_picture_with_a_million_empty_units_few_are_looked_at(picture, header, monkeypatch):
+    looked = []
+    units = containers._nal_units
+    monkeypatch.setattr(
+        containers, "_nal_units", lambda *own: (looked.append(unit) or unit for unit in units(*own))
+    )
+    assert list(containers._intra_slices(picture, header)) == []
+    assert 100 < len(looked) < 1000
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import av
@@ -40,6 +41,7 @@ CONTAINERS: dict[Modality, frozenset[str]] = {
     "video": frozenset({"mp4", "matroska", "avi", "mpegts", "ogg"}),
     "audio": frozenset({"wav", "mp3", "ogg", "flac", "mp4", "aac", "matroska"}),
 }
+MAX_NAL_UNITS = 256  # of a picture that are looked at: files may hold any number, and empty ones
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
@@ -200,24 +202,28 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
 
 def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
     """Of each slice of a coded H.264 picture whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
-    for unit in _nal_units(picture, header):
+    for unit in islice(_nal_units(picture, header), MAX_NAL_UNITS):
         if unit and unit[0] & 0x1F in (1, 5):
-            bits = "".join(f"{byte:08b}" for byte in unit[1:16])
+            bits = "".join(f"{byte:08b}" for byte in unit[1:])
             _, at = _exp_golomb(bits, 0)  # first_mb_in_slice
             slice_type, _ = _exp_golomb(bits, at)
             yield slice_type % 5 in (2, 4)
 
 
 def _nal_units(picture: bytes, header: bytes) -> Iterator[bytes]:
-    """NAL units of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3), else behind start codes."""
+    """The first 16 bytes of each NAL unit of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3), else
+    behind start codes.
+    """
     if header[:1] != b"\x01" or len(header) < 5:
-        yield from picture.split(b"\x00\x00\x01")[1:]
+        at = picture.find(b"\x00\x00\x01")
+        while at >= 0:
+            yield picture[at + 3 : at + 19]
+            at = picture.find(b"\x00\x00\x01", at + 3)
         return
     at, size = 0, (header[4] & 3) + 1
     while at + size < len(picture):
-        end = at + size + int.from_bytes(picture[at : at + size], "big")
-        yield picture[at + size : end]
-        at = end
+        yield picture[at + size : at + size + 16]
+        at += size + int.from_bytes(picture[at : at + size], "big")
 
 
 def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
