@@ -161,6 +161,23 @@ def test_of_a_picture_with_a_million_empty_units_few_are_looked_at(picture, head
     assert 100 < len(looked) < 1000
 
 
+def test_to_measure_a_video_no_picture_is_decoded():
+    with containers.open_av(video_bytes(), "mp4", packets_only=True) as opened:
+        assert containers.video_stream(opened).codec_context.format is None  # FFmpeg learns it from pictures
+    with containers.open_av(video_bytes(), "mp4") as opened:
+        assert containers.video_stream(opened).codec_context.format.name == "yuv420p"
+
+
+def test_a_container_that_lies_about_the_size_of_its_pictures_is_refused_with_both():
+    data = bytearray(video_bytes())
+    at = data.index(b"avc1", data.index(b"stsd")) + 28
+    assert data[at : at + 4] == bytes([0, 64, 0, 48])
+    data[at + 1] = 128
+    info = probe(bytes(data), "video", POLICY)
+    with pytest.raises(BadMediaError, match="is 64x48, the container said 128x48"):
+        decode_video(bytes(data), info, [0])
+
+
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_turned_video_is_promised_and_decoded_as_displayed(degrees):
     data = video_bytes(rotation=degrees, draw=lambda i, w, h: picture(w, h))

@@ -93,7 +93,7 @@ def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPoli
 
 def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
     limit_seconds = policy.video.max_duration_seconds
-    with containers.open_av(data, container) as opened:
+    with containers.open_av(data, container, packets_only=True) as opened:
         stream = containers.video_stream(opened)
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_pixels("video", width, height, policy)
