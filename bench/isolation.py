@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 import numpy as np
 import yaml
-from openloop import Answered, Ask, arrivals, ask, asked, drive
+from openloop import Answered, Ask, Kind, arrivals, ask, asked, drive
 from PIL import Image
 from report import keep, percentiles
 from rich.console import Console
@@ -142,19 +142,18 @@ class Stretch:
         ).items():
             self.phases[name] += values
 
-    def text_times(self) -> list[float]:
-        """TTFT in seconds of the texts that were answered."""
-        return [o.ttft_seconds for o in self.answered if o.kind == "text" and o.ttft_seconds is not None]
+    def times(self, kind: Kind) -> list[float]:
+        """TTFT in seconds of the requests of a kind that were answered."""
+        return [o.ttft_seconds for o in self.answered if o.kind == kind and o.ttft_seconds is not None]
 
     def report(self) -> dict[str, Any]:
         """Times in seconds and milliseconds as the names say; `cores_used` by pod."""
         kinds: dict[str, Any] = {}
         for kind in sorted({one.kind for one in self.answered}):
-            of = [one for one in self.answered if one.kind == kind]
-            times = [one.ttft_seconds for one in of if one.ttft_seconds is not None]
+            times, requests = self.times(kind), sum(one.kind == kind for one in self.answered)
             kinds[kind] = {
-                "requests": len(of),
-                "failed": len(of) - len(times),
+                "requests": requests,
+                "failed": requests - len(times),
                 "ttft_seconds": percentiles(times),
             }
         return kinds | {
@@ -238,17 +237,17 @@ def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> l
 def told(quiet: Stretch, storm: Stretch, control: Stretch) -> dict[str, Any]:
     """A layout's stretches, and how the storm's times compare with those of the others."""
 
-    def over(other: Stretch) -> dict[str, float]:
-        times, others = percentiles(storm.text_times()), percentiles(other.text_times())
+    stretches = {"quiet": quiet.report(), "storm": storm.report(), "as_texts": control.report()}
+
+    def over(other: str) -> dict[str, float]:
+        times, others = (stretches[name]["text"]["ttft_seconds"] for name in ("storm", other))
         return {p: times[p] / others[p] for p in times}
 
     return {
-        "quiet": quiet.report(),
-        "storm": storm.report(),
-        "as_texts": control.report(),
-        "ratio": over(quiet),
-        "ratio_of_p99_interval": interval(storm.text_times(), quiet.text_times()),
-        "ratio_to_texts": over(control),
+        **stretches,
+        "ratio": over("quiet"),
+        "ratio_of_p99_interval": interval(storm.times("text"), quiet.times("text")),
+        "ratio_to_texts": over("as_texts"),
     }
 
 

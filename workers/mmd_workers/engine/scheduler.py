@@ -96,8 +96,7 @@ class Scheduler:
         budget = self.chunk_tokens
         for sequence in sorted((s for s in self.running if not s.decoding), key=self._priority):
             end = self._chunk_end(sequence, budget, alone=not schedule.prefills)
-            scrap = 2 * budget < self.chunk_tokens and end < sequence.computable_until()
-            if end > sequence.computed and not scrap:
+            if end > sequence.computed:
                 schedule.prefills.append(Work(sequence, sequence.computed, end))
                 budget -= end - sequence.computed
                 sequence.waited_steps = 0
@@ -123,10 +122,10 @@ class Scheduler:
 
     def _chunk_end(self, sequence: Sequence, budget: int, *, alone: bool) -> int:
         """How far this step may prefill a sequence; an atomic range larger than the budget runs when it is the first chunk."""
-        if budget <= 0:
-            return sequence.computed
         limit = sequence.computable_until()
         end = min(limit, sequence.computed + budget)
+        if budget <= 0 or (end < limit and 2 * budget < self.chunk_tokens):
+            return sequence.computed
         for start, stop in sequence.atomic_ranges:
             if start < end < stop:
                 if start > sequence.computed:

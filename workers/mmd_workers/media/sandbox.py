@@ -16,8 +16,8 @@ import socket
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,10 @@ class SharedMemory:
         except BaseException:
             os.close(self.descriptor)
             raise
+
+    def write(self, data: bytes) -> None:
+        """Fill it with as many bytes as it has."""
+        self.mapped[:] = data
 
     def close(self) -> None:
         """Let go of it; arrays over it keep their pages."""
@@ -250,9 +254,9 @@ class DecodePool:
         try:
             memory = self._results.take(result_bytes)
             try:
-                with _shared_memory(len(data)) as source:
-                    await asyncio.to_thread(_write, source, data)
-                    reply = await self._attempt(slot, message, [source, memory.descriptor])
+                with closing(SharedMemory(len(data))) as source:
+                    await asyncio.to_thread(source.write, data)
+                    reply = await self._attempt(slot, message, [source.descriptor, memory.descriptor])
             except BaseException:
                 memory.close()  # its process may still write
                 raise
@@ -354,18 +358,3 @@ def _how(status: int) -> str:
     if status < 0:
         return f"signal {signal.Signals(-status).name}"
     return f"exit status {status}"
-
-
-@contextmanager
-def _shared_memory(num_bytes: int) -> Iterator[int]:
-    descriptor = os.memfd_create("mmd-media", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    with mmap.mmap(descriptor, len(data)) as mapped:
-        mapped[:] = data
