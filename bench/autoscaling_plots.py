@@ -1,6 +1,6 @@
-"""The pictures of docs/autoscaling.md: one rule each, from the very code that `mmd simulate --plot` runs.
+"""The pictures of docs/autoscaling-measurements.md: one rule each, from the very code that `mmd simulate --plot` runs.
 
-python bench/autoscaling_plots.py [--folder docs/images]
+python -m bench.autoscaling_plots [--folder docs/images]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
         run = Planner(changed(changes).spec, trace, Calibration.load(None)).autoscaler()
         path = folder / f"{name}.png"
         plot(path, trace, run)
-        hours, most = run.cost_hours, {p: int(n.max()) for p, n in run.outcome.replicas.items()}
+        hours, most = run.cost_hours, {p: int(n.max()) for p, n in run.result.replicas.items()}
         print(
             f"{path}: {run.attainment:.2%} in SLO, {hours:.2f} GPU-hours, {len(run.changes)} changes, most {most}"
         )

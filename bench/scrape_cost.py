@@ -1,6 +1,6 @@
 """What scraping costs: tokens a second of a real deployment under steady load, with a scrape of every pod each second and without.
 
-    python bench/scrape_cost.py [--rounds 12] [--seconds 15] [--concurrency 8]
+    python -m bench.scrape_cost [--rounds 12] [--seconds 15] [--concurrency 8]
 
 One deployment, one load that never pauses; rounds with and without scrapes take turns (A/B/A/B ...), so that what drifts on the
 machine meets both. The scraper is a process of its own, as Prometheus is. The report has every round, the ratio of each pair with its
@@ -24,13 +24,13 @@ from typing import Any
 
 import openai
 import psutil
-from report import keep
 from rich.console import Console
 from rich.table import Table
 
-from mmd_workers.local import up
-from mmd_workers.local.client import media_part
-from mmd_workers.local.samples import draw
+from bench.report import keep
+from mmd_cli.client import media_part
+from mmd_cli.local import up
+from mmd_cli.samples import draw
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.yaml"
 EDGE_SECONDS = 1.0
@@ -125,7 +125,7 @@ async def at_rest(pids: list[int], scraper: Scraper, seconds: float) -> dict[str
 
 async def measure(rounds: int, seconds: float, concurrency: int) -> dict[str, Any]:
     async with up.running(up.load(DEMO), log_line=lambda *_: None) as local:
-        scraper = Scraper([f"{pod.http_url}/metrics" for pod in local.pods])
+        scraper = Scraper([f"{pod.admin_url}/metrics" for pod in local.pods])
         pids = [child.pid for child in local.supervisor.children.values() if child.pid is not None]
         load = Load(local.gateway_url, concurrency)
         asking = asyncio.create_task(load.run())
