@@ -7,7 +7,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from mmd_api.metric_table import LONG_SECONDS, SHORT_SECONDS, Entry
+from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, Entry
 from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
 
@@ -17,13 +17,13 @@ _HEAD = """# Metrics
 
 <!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/metrics.py by `make crds`. Do not edit. -->
 
-Every pod serves `/metrics`: workers and the operator on port 8080, the gateway on its own port. The ending of a name is its unit.
+Every pod serves `/metrics` on port 8080: workers, gateways, the operator. The ending of a name is its unit.
 Labels take values from small fixed sets; nothing that a client sends ever becomes one. Where to scrape them, and what to look at:
 [observe.md](observe.md).
 
-"Moves with" says what it takes for a metric to leave zero: **load**, any served request; **deployment**, one that the operator
-brings up; **scaling**, a pool that grows and shrinks; **trouble**, something that went wrong or became scarce. The tests hold each
-metric to it against a running deployment, and against an operator that runs one.
+"Moves with" names what makes a metric leave zero: **load**, any served request; **deployment**, one that the operator
+brings up; **scaling**, a pool that grows and shrinks; **trouble**, a failure or a shortage. The tests verify this for each
+metric against a running deployment and a running operator.
 
 The operator's series about deployments carry the labels `namespace` and `deployment` themselves, and end when the deployment is
 gone. Scrape it with `honor_labels: true`. Only the operator that leads has them.
@@ -47,7 +47,7 @@ def page() -> str:
     catalogue = (*Metrics().catalogue, *OperatorMetrics().catalogue)
     for section, entries in groupby(catalogue, key=lambda entry: entry.section):
         parts.append(
-            f"\n## {section}\n\n| metric | kind | what it tells | labels | moves with |\n|---|---|---|---|---|\n"
+            f"\n## {section}\n\n| metric | kind | description | labels | moves with |\n|---|---|---|---|---|\n"
         )
         parts += [_row(entry) for entry in entries]
     parts.append(
@@ -59,7 +59,7 @@ def page() -> str:
 
 def _row(entry: Entry) -> str:
     labels = "<br>".join(f"`{name}`: {values}" for name, values in entry.labels)
-    return f"| `{entry.name}` | {entry.kind} | {entry.text} | {labels} | {entry.moves} |\n"
+    return f"| `{entry.name}` | {entry.kind} | {entry.text} | {labels} | {entry.moved_by} |\n"
 
 
 def _numbers(values: tuple[float, ...]) -> str:
