@@ -1,4 +1,4 @@
-"""Clusters that were there before, and those that `kind` makes. One of our own making is in own_cluster.py."""
+"""Clusters that were there before, and those that `kind` makes. One of our own making is in own_cluster/cluster.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from images import Builder, Docker, Image
-from shell import FailedError, run
+from e2e.images import Builder, Docker, Image
+from e2e.shell import FailedError, run
 
 
 class Cluster(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shell import FailedError, run
+from e2e.shell import FailedError, run
 
 REPOSITORY = Path(__file__).parents[1]
 BUILD_SECONDS = 1500
@@ -44,7 +44,7 @@ class Builder(Protocol):
     name: str
 
     def prepare(self) -> None:
-        """Whatever comes before the first image."""
+        """Make what every image needs."""
 
     def build(self, image: Image) -> str:
         """Make an image; returns its id."""

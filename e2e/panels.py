@@ -18,9 +18,10 @@ from typing import Any
 
 import httpx
 import yaml
-from shell import FailedError, beside, shown
 
-from mmd_workers.observe.boards import BOARDS, filled
+from e2e.shell import FailedError, beside, shown
+from mmd_dashboards.boards import BOARDS
+from mmd_dashboards.queries import filled
 
 SCRAPE_SECONDS = 3
 WINDOW = "1m"
@@ -52,8 +53,8 @@ class Panels:
 
     @contextmanager
     def looking(self, folder: Path) -> Iterator[None]:
-        """Scrape and ask until the block ends."""
-        from prometheus_server import Prometheus, documented_job, hurried, tell
+        """Scrape and query until the block ends."""
+        from tests.support.prometheus_server import Prometheus, documented_job, hurried, tell
 
         began = time.time()
         found = folder / "pods.json"
@@ -72,7 +73,7 @@ class Panels:
                     self.fired[alert["alertname"]] += 1
 
     def _look(self, answers: Callable[[str], bool], found: Path, api: str) -> None:
-        from prometheus_server import tell
+        from tests.support.prometheus_server import tell
 
         with suppress(httpx.HTTPError):
             tell(found, httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"])

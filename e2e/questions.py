@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from mmd_workers.local.client import Client
-from mmd_workers.local.demo import ask, samples
+from mmd_cli.client import Client
+from mmd_cli.demo import answer_of, samples
 
 SEED = 20_261_121
 WITHOUT_A_FILE = ("What color is the shape?", "Please show me an image, a video or a sound.")
@@ -15,8 +15,8 @@ WITHOUT_A_FILE = ("What color is the shape?", "Please show me an image, a video 
 def main() -> None:
     client = Client(sys.argv[1], timeout_seconds=120)
     for label, sample in samples(SEED):
-        asked = ask(client, label, sample)
-        report(label, sample.question, asked.answer.text, sample.answer, asked.answer.timings)
+        answer = answer_of(client, sample)
+        report(label, sample.question, answer.text, sample.answer, answer.timings)
     question, expected = WITHOUT_A_FILE
     answer = client.ask([{"role": "user", "content": question}], max_tokens=32, temperature=0)
     report("text", question, answer.text, expected, answer.timings)

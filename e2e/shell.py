@@ -19,7 +19,7 @@ class FailedError(Exception):
 def run(
     *command: str | Path, seconds: float = 60, stdin: str | None = None, env: Mapping[str, str] | None = None
 ) -> str:
-    """Standard output of a command.
+    """Run a command and return its standard output.
 
     Raises:
         FailedError: it failed or took longer; the message ends with its last words.
@@ -41,7 +41,7 @@ def run(
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"{shown(command)} was not done after {seconds:.0f} s") from error
     finally:
-        if child.poll() is None:  # also when this program is told to end
+        if child.poll() is None:  # also when this program is being stopped
             _end_session(child)
     if child.returncode != 0:
         raise FailedError(f"{shown(command)} ended with {child.returncode}:\n{tail(errors + output)}")
@@ -97,7 +97,7 @@ def tail(text: str, lines: int = 15) -> str:
 
 
 def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: float = 0.3) -> None:
-    """Ask again until it holds.
+    """Repeat `test` until it holds.
 
     Raises:
         FailedError: it did not hold in time; the message ends with the last failure of `test`.
@@ -117,7 +117,7 @@ def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: fl
 
 @contextmanager
 def beside(name: str, look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
-    """Look again and again on a thread of its own, after a pause each time, until the block ends."""
+    """Call `look` repeatedly on a thread of its own, with pauses, until the block ends."""
     over = threading.Event()
 
     def again() -> None:

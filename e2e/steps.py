@@ -15,7 +15,7 @@ console = Console(width=120, highlight=False)
 
 @dataclass(slots=True)
 class Step:
-    """`note` is filled by who does the step."""
+    """`note` is filled by the code of the step."""
 
     name: str
     seconds: float = 0.0

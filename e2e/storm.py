@@ -1,53 +1,51 @@
-"""The storm: thousands of real requests while pools grow and shrink, a revision rolls out, pods are deleted and killed and the operator dies.
+"""The storm: thousands of real requests while pools grow and shrink, a revision rolls out, and pods of every kind are deleted and killed.
 
-Every answer must be that of `generate` of the whole model; the report counts what was lost, answered twice or wrong.
+Every answer must be that of `generate` of the whole model, token for token; the report counts what was lost, answered twice or
+wrong, and separately what a killed gateway cut off and a repetition answered.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from shell import FailedError, beside, until
-from steps import console
+
+from bench import report
+from e2e import storm_client
+from e2e.faults import Faults, Kill, Victim
+from e2e.judge import in_flight, judge, parse
+from e2e.shell import FailedError, beside, until
+from e2e.steps import console
+from mmd_cli.samples import draw
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parent
-sys.path += [
-    str(REPOSITORY / "bench"),
-    str(REPOSITORY / "tests" / "pipeline"),
-    str(REPOSITORY / "tests" / "model"),
-    str(REPOSITORY / "tests"),
-]
-
-import report  # noqa: E402  bench's
-import storm_client  # noqa: E402
-
-from mmd_workers.local.samples import draw  # noqa: E402
-
 NAME = "storm"
 MANIFEST = HERE / "storm.yaml"
 LARGEST = {"encoder": 3, "prefill": 2, "decode": 2}
 POOLS = tuple(LARGEST)
-REQUESTS = 2000
-PAUSE_SECONDS = 10.0
-LATER_PAUSE_SECONDS = 20.0
-"""Between the troubles that are drawn, when each kind has come once."""
-WHOLE_TRIES = 6  # of two seconds: then the next trouble comes upon what is not whole again
+QUESTIONS = 2000
+FEWEST_FAULTS = 12  # that strike while requests are in flight
 DEADLINE_SECONDS = 1500.0
+LONGEST_OUTAGE_SECONDS = (
+    60.0  # without a Ready gateway: kubelet backs off for 10 or 20 s where one was killed again and again
+)
 SETTLE_SECONDS = 240.0
+HEADLINE = (
+    *("seed", "questions", "lost", "duplicated", "wrong", "cut_by_a_killed_gateway_and_right_when_repeated"),
+    *("streams_of_minutes_seconds", "largest"),
+)
+"""What the step's note shows of the report."""
 COLOURS = {"encoder": "#d95f02", "prefill": "#1b9e77", "decode": "#7570b3"}
+OF_STORM = f"serving.multimodal.dev/deployment={NAME}"
 Kubectl = Callable[..., str]
 
 
@@ -62,57 +60,86 @@ class Watch:
     kubectl: Kubectl
     began: float = field(default_factory=time.time)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    gateways: list[tuple[float, int]] = field(default_factory=list)
+    """Unix seconds, and how many gateways were Ready then."""
     moments: list[tuple[float, str]] = field(default_factory=list)
     largest: Counter[str] = field(default_factory=Counter)
 
     def look(self) -> dict[str, list[int]]:
-        sets = json.loads(
-            self.kubectl(
-                "get", "statefulsets", "--output=json", f"--selector=serving.multimodal.dev/deployment={NAME}"
-            )
+        at = time.time()
+        found = json.loads(
+            self.kubectl("get", "statefulsets,pods", "--output=json", f"--selector={OF_STORM}")
         )["items"]
         sizes = {pool: [0, 0] for pool in POOLS}
-        for found in sets:
-            pool = found["metadata"]["labels"]["app.kubernetes.io/component"]
-            if pool in sizes:
-                wanted = found["spec"]["replicas"]
-                self.largest[pool] = max(self.largest[pool], wanted)
-                sizes[pool][0] += wanted
-                sizes[pool][1] += found.get("status", {}).get("readyReplicas", 0)
+        gateways = 0
+        for item in found:
+            component = item["metadata"]["labels"]["app.kubernetes.io/component"]
+            if item["kind"] == "Pod":
+                gateways += component == "gateway" and _is_ready(item)
+            elif component in sizes:
+                wanted = item["spec"]["replicas"]
+                self.largest[component] = max(self.largest[component], wanted)
+                sizes[component][0] += wanted
+                sizes[component][1] += item.get("status", {}).get("readyReplicas", 0)
+        self.gateways.append((at, gateways))
         self.rows.append({"seconds": round(time.time() - self.began, 1)} | sizes)
         return sizes
+
+    def without_gateway(self) -> list[tuple[float, float]]:
+        """When none was Ready: each from the last look that found one to the next that did."""
+        spans = []
+        last_found = self.began
+        for (_, before), (at, count) in pairwise([(self.began, 1), *sorted(self.gateways)]):
+            if count and not before:
+                spans.append((last_found, at))
+            if count:
+                last_found = at
+        return spans
 
     def note(self, words: str) -> None:
         self.moments.append((round(time.time() - self.began, 1), words))
         console.print(f"  {self.moments[-1][0]:6.1f} s  {words}", markup=False)
 
     def look_again(self) -> None:
-        """One look; where it fails the next one may not."""
+        """Look once, tolerating a failure: the next look may succeed."""
         try:
             self.look()
         except FailedError as error:
             console.print(f"  not seen: {error}", markup=False)
 
 
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any((c["type"], c["status"]) == ("Ready", "True") for c in conditions)
+
+
 class Storm:
-    """One storm on a deployment that is Ready. `kill(pod)`: SIGKILL its container, or False where that cannot be done."""
+    """One storm on a deployment that is Ready. `kill(pod, namespace)`: SIGKILL its container, or False where that cannot be done."""
 
     def __init__(
         self,
         kubectl: Kubectl,
         url: str,
-        kill: Callable[[str], bool],
-        change_leader: Callable[[], str],
-        requests: int,
+        kill: Kill,
+        namespace: str,
+        operators: Victim,
+        questions: int,
+        seed: int,
+        log: Path,
     ) -> None:
-        self._kubectl, self._url, self._kill, self._change_leader = kubectl, url, kill, change_leader
-        self._requests = requests
-        self._random = random.Random(5)
+        self._kubectl, self._url, self._questions, self._log = kubectl, url, questions, log
+        own = [
+            Victim(component, namespace, f"{OF_STORM},app.kubernetes.io/component={component}")
+            for component in (*POOLS, "gateway", "nats")
+        ]
+        self.faults = Faults(seed, kubectl, kill, [*own, operators], self._roll_out)
         self.watch = Watch(kubectl)
+        self.overlapping = 0
         self._output: str | FailedError = ""
 
     def run(self) -> dict[str, Any]:
         """The report, when every request has ended and pools are back at their smallest."""
+        console.print(f"  seed of the faults: {self.faults.seed} (--seed repeats them)", markup=False)
         until("encoders have gone to zero", 180, lambda: self.watch.look()["encoder"] == [0, 0])
         client = threading.Thread(target=self._ask, name="client", daemon=True)
         self.watch.note("the client begins: text alone")
@@ -125,7 +152,8 @@ class Storm:
             self.watch.note("every request has ended")
             if isinstance(self._output, FailedError):
                 raise self._output
-            answers = self._judge([json.loads(line) for line in self._output.splitlines()])
+            self._log.write_text(self._output)
+            answers = self._judge(parse(self._output))
             until("pools are back at their smallest", SETTLE_SECONDS, self._small, pause_seconds=1)
             self.watch.note("pools are back at their smallest")
         return answers | {
@@ -136,61 +164,28 @@ class Storm:
 
     def _ask(self) -> None:
         code = Path(storm_client.__file__).read_text()
-        command = ("exec", "--stdin", "client", "--", "python", "-", self._url, str(self._requests))
+        command = ("exec", "--stdin", "client", "--", "python", "-", self._url, str(self._questions))
         try:
             self._output = self._kubectl(*command, stdin=code, seconds=DEADLINE_SECONDS)
         except FailedError as error:
             self._output = error
 
     def _disturb(self, client: threading.Thread) -> None:
-        """One trouble after the other, beginning when encoders have woken, until the client has all its answers.
-
-        It is told that it has asked enough some seconds after each of the first has come.
-        """
+        """Strike until no fault is left, whatever still recovers; begins when encoders have woken. Then the client may end."""
         until(
             "encoders have woken", 180, lambda: self.watch.look()["encoder"][1] > 0 or not client.is_alive()
         )
-        troubles: list[Callable[[], str]] = [
-            lambda: self._end("encoder"),
-            lambda: self._end("decode", force=True),
-            self._roll_out,
-            lambda: f"the operator is killed: {self._change_leader()}",
-            lambda: self._end("prefill", force=True),
-        ]
-        for number in itertools.count():
-            client.join(PAUSE_SECONDS if number <= len(troubles) else LATER_PAUSE_SECONDS)
-            if number == len(troubles):
-                self._kubectl("exec", "client", "--", "touch", str(storm_client.ENOUGH))
-            for _ in range(WHOLE_TRIES):
-                if not client.is_alive():
-                    return
-                if all(ready >= wanted for wanted, ready in self.watch.look().values()):
-                    break
-                client.join(2.0)
-            if number < len(troubles):
-                self.watch.note(troubles[number]())
-            else:
-                self.watch.note(self._end(self._random.choice(POOLS), force=self._random.random() < 0.5))
+        while len(self.faults) and client.is_alive():
+            client.join(self.faults.pause_seconds())
+            recovering = [pool for pool, (wanted, ready) in self.watch.look().items() if ready < wanted]
+            if struck := self.faults.strike():
+                self.watch.note(f"{struck}{f'; {recovering} still recover' if recovering else ''}")
+                self.overlapping += bool(recovering)
+        self._kubectl("exec", "client", "--", "touch", str(storm_client.ENOUGH))
 
-    def _roll_out(self) -> str:
+    def _roll_out(self) -> None:
         patch = json.dumps({"spec": {"decode": {"kvBlockTokens": 32}}})
         self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
-        return "a new pipeline revision rolls out"
-
-    def _end(self, component: str, *, force: bool = False) -> str:
-        """Delete a pod in good order, or kill it."""
-        selector = f"serving.multimodal.dev/deployment={NAME},app.kubernetes.io/component={component}"
-        pods = self._kubectl("get", "pods", "--output=name", "--selector", selector).split()
-        if not pods:
-            return f"no {component} pod to end"
-        pod = self._random.choice(pods).partition("/")[2]
-        if not force:
-            self._kubectl("delete", "pod", pod, "--wait=false", "--ignore-not-found")
-            return f"pod {pod} is deleted"
-        if self._kill(pod):
-            return f"pod {pod} is killed (SIGKILL)"
-        self._kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--ignore-not-found")
-        return f"pod {pod} is deleted by force"
 
     def _small(self) -> bool:
         sizes = self.watch.look()
@@ -202,55 +197,117 @@ class Storm:
 
     def _judge(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """What became of every request, for the report."""
-        begins = next(line["storm_begins"] for line in lines if "storm_begins" in line)
-        asked = [line for line in lines if "kind" in line]
+        begins = next((line["storm_begins"] for line in lines if "storm_begins" in line), None)
+        if begins is None:
+            raise FailedError(f"the client's log of {len(lines)} lines ends before its storm began")
         right = Oracle()
-        lost = [a for a in asked if a["error"] or a["ends"] == 0]
-        duplicated = [a for a in asked if a["ends"] > 1]
-        wrong = [a for a in asked if a not in lost and a["text"] != right.answer(a["kind"], a["seed"])]
+        right.learn(lines)
+        verdict = judge(lines, self.faults.struck, right.tokens, self.watch.without_gateway())
+        asked = verdict.answers
         ttft = {
             f"{kind} {phase}": {"requests": len(values)}
             | {point: round(value, 3) for point, value in report.percentiles(values).items()}
             for phase in ("calm", "storm")
-            for kind in ("text", "image", "video", "audio")
+            for kind in storm_client.MAX_TOKENS
             if (
                 values := [a["ttft"] for a in asked if (a["kind"], a["phase"]) == (kind, phase) and a["ttft"]]
             )
         }
+        flights = in_flight(lines, [struck.began for struck in self.faults.struck])
+        bad = [line for found in (verdict.lost, verdict.duplicated, verdict.wrong) for line in found[:7]]
         return {
-            "requests": len(asked),
-            "lost": len(lost),
-            "duplicated": len(duplicated),
-            "wrong": len(wrong),
+            "seed": self.faults.seed,
+            "questions": verdict.questions,
+            "lost": len(verdict.lost),
+            "duplicated": len(verdict.duplicated),
+            "wrong": len(verdict.wrong),
+            "cut_by_a_killed_gateway_and_right_when_repeated": len(verdict.cut),
+            "streams_of_minutes_seconds": verdict.long_streams,
+            "faults": [
+                {**asdict(struck), "requests_in_flight": flight}
+                for struck, flight in zip(self.faults.struck, flights, strict=True)
+            ],
+            "faults_while_recovering": self.overlapping,
+            "seconds_without_gateway": [
+                round(ended - began, 1) for began, ended in self.watch.without_gateway()
+            ],
             "by_kind": Counter(a["kind"] for a in asked),
             "ttft": ttft,
             "storm_began_seconds": round(begins - self.watch.began, 1),
             "arrivals": [(round(a["began"] - self.watch.began, 2), a["kind"], a["ttft"]) for a in asked],
-            "examples": [{**a, "expected": right.answer(a["kind"], a["seed"])} for a in [*lost, *wrong][:20]],
+            "examples": [_example(a, right) for a in bad],
         }
+
+
+def _example(line: dict[str, Any], right: Oracle) -> dict[str, Any]:
+    """A request that was not answered well, with the answer that is right."""
+    return {**line, "expected": right.tokens(line["kind"], line["seed"])} if "kind" in line else line
+
+
+def _brief(line: dict[str, Any], faults: list[dict[str, Any]]) -> str:
+    """One line on a request that was not answered well, with the fault before its end; short enough for the tail of a log."""
+    facts: dict[str, Any] = {
+        name: line[name] for name in ("question", "kind", "phase", "attempt", "ends") if name in line
+    }
+    if "ended" in line:
+        facts |= {"seconds": round(line["ended"] - line["began"], 1), "tokens": len(line["tokens"])}
+        if before := [fault for fault in faults if fault["began"] <= line["ended"]]:
+            fault = before[-1]
+            way = f"{fault['pod']} {'killed' if fault['killed'] else 'deleted'}" if fault["pod"] else "begun"
+            seconds = line["ended"] - fault["began"]
+            facts["fault"] = f"{fault['component']} {way} {seconds:.1f} s before the end"
+    ends = "answered more than once" if line.get("ends", 0) > 1 else "ended without a finish reason"
+    return f"{line.get('difference') or line.get('error') or ends}: {facts}"
+
+
+def shortcomings(body: dict[str, Any]) -> list[str]:
+    """Why the run fails the storm; empty if it passes."""
+    found = [f"{body[what]} requests {what}" for what in ("lost", "duplicated", "wrong") if body[what]]
+    found += [_brief(example, body["faults"]) for example in body["examples"]]
+    if (longest := max(body["seconds_without_gateway"], default=0)) > LONGEST_OUTAGE_SECONDS:
+        found.append(f"no gateway was Ready for {longest:.0f} s")
+    if body["largest"] != LARGEST:
+        found.append(f"pools did not follow the storm: {body['largest']}, not {LARGEST}")
+    if (struck := sum(fault["requests_in_flight"] > 0 for fault in body["faults"])) < FEWEST_FAULTS:
+        found.append(f"{struck} faults struck while requests were in flight, not {FEWEST_FAULTS}")
+    if len(body["streams_of_minutes_seconds"]) < storm_client.LONG_STREAMS:
+        found.append(f"streams longer than two minutes: {body['streams_of_minutes_seconds']}")
+    return found
 
 
 class Oracle:
     """Answers of the whole model in this process, each computed once."""
 
     def __init__(self) -> None:
-        import oracle  # that of tests/pipeline; PyTorch comes with it, which no step before needs
+        from tests.support import oracle  # PyTorch comes with it, which no step before needs
 
-        self._generated = oracle.answer
+        self._generated, self._is_greedy = oracle.tokens, oracle.is_greedy
         self._model = Path(str(resources.files("mmd_workers.model") / "demo"))
-        self._known: dict[tuple[str, int], str] = {}
+        self._known: dict[tuple[str, int], list[int]] = {}
 
-    def answer(self, kind: str, seed: int) -> str:
+    def learn(self, lines: list[dict[str, Any]]) -> None:
+        """Remember the correct answers of thousands of tokens in the log: checking one is quick, generating it takes a minute."""
+        for line in lines:
+            key = (line.get("kind"), line.get("seed"))
+            complete = key[0] == "long" and len(line.get("tokens", ())) == storm_client.MAX_TOKENS["long"]
+            if complete and key not in self._known:
+                text = storm_client.text_question(line["seed"])
+                if self._is_greedy(self._model, text, line["tokens"]):
+                    self._known[line["kind"], line["seed"]] = line["tokens"]
+
+    def tokens(self, kind: str, seed: int) -> list[int]:
         if (kind, seed) not in self._known:
             self._known[kind, seed] = self._compute(kind, seed)
         return self._known[kind, seed]
 
-    def _compute(self, kind: str, seed: int) -> str:
-        if kind == "text":
-            question: Any = [storm_client.text_question(seed)]
-            return str(self._generated(self._model, question, storm_client.TEXT_TOKENS, ignore_eos=True))
-        sample = draw(kind, seed)  # type: ignore[arg-type]
-        return str(self._generated(self._model, [(kind, sample.bytes), sample.question], storm_client.TOKENS))
+    def _compute(self, kind: str, seed: int) -> list[int]:
+        to_the_end = kind in storm_client.TO_THE_END
+        question: Any = [storm_client.text_question(seed)]
+        if not to_the_end:
+            sample = draw(kind, seed)  # type: ignore[arg-type]
+            question = [(kind, sample.bytes), sample.question]
+        most = storm_client.MAX_TOKENS[kind]
+        return list(self._generated(self._model, question, most, ignore_eos=to_the_end))
 
 
 def picture(path: Path, body: dict[str, Any]) -> None:
@@ -258,7 +315,7 @@ def picture(path: Path, body: dict[str, Any]) -> None:
     figure = Figure(figsize=(10, 8), layout="constrained")
     arrivals, replicas, ttft = figure.subplots(3, 1, sharex=True)
     end = body["replicas"][-1]["seconds"]
-    kinds = ("video", "image", "audio", "text")
+    kinds = ("video", "image", "audio", "text", "long")
     times = [[began for began, kind, _ in body["arrivals"] if kind == k] for k in kinds]
     arrivals.hist(times, bins=int(end // 4) + 1, range=(0, end), stacked=True, label=kinds)
     arrivals.set_ylabel("requests in 4 s")

@@ -1,7 +1,9 @@
 """Runs in a pod: first text alone, then a storm of videos with text, images and sounds beside it, against the gateway at argv[1].
 
-Argument 2 is the smallest number of requests; more follow until the file `ENOUGH` is there. Prints one JSON line for each request
-that ended, however it ended; never asks twice.
+Argument 2 is the smallest number of questions; more follow until the file `ENOUGH` exists. Two streams of minutes run throughout.
+Prints one JSON line before each request is sent and one when it has ended, however it ended, and a last line with the number of
+questions: a log that was cut off cannot hide a loss. A request is sent again only if its connection broke;
+the reader of the log decides whether that was excusable.
 """
 
 from __future__ import annotations
@@ -16,53 +18,67 @@ from typing import Any
 
 import openai
 
-from mmd_workers.local.client import media_part
-from mmd_workers.local.samples import Kind, as_another_file, draw
+from mmd_api.contract.pools import Modality
+from mmd_cli.client import media_part
+from mmd_cli.samples import as_another_file, draw
 
 DISTINCT = 24  # files of each kind; a video is another file each time, with the same frames
 FIRST_SEED = 70_000
 CALM_SECONDS = 15.0
 TEXT_PAUSE_SECONDS = 0.3
 TEXTS_AT_ONCE = 16
-PAUSE_SECONDS: dict[Kind, float] = {"video": 1.5, "image": 0.5, "audio": 0.5}
-"""After an answer: cores that are all busy with answers leave none to pods that start."""
-ASKERS: dict[Kind, int] = {"video": 12, "image": 2, "audio": 1}
-TEXT_TOKENS, TOKENS = 64, 12
-MODEL = "builtin/demo"
+PAUSE_SECONDS: dict[Modality, float] = {"video": 1.5, "image": 0.5, "audio": 0.5}
+"""Pause after an answer: if answers kept all cores busy, starting pods would have none."""
+ASKERS: dict[Modality, int] = {"video": 12, "image": 2, "audio": 1}
+LONG_STREAMS = 2
+MAX_TOKENS = {"long": 3900, "text": 64, "image": 12, "video": 12, "audio": 12}
+TO_THE_END = ("text", "long")
+"""Kinds that ignore the model's end token, so that their number of tokens is known."""
 ENOUGH = Path("/tmp/enough")
-MOST_TIMES = 5  # the smallest number: more are not asked, whatever is not there
+MOST_TIMES = 5  # the smallest number: more are not asked, whatever does not exist
+MOST_ATTEMPTS = 90  # with the pause between them: longer than kubelet backs off before it restarts a gateway
+RETRY_SECONDS = 1.0
+LONG_TOKENS_PER_SECOND = 28.0
+"""The pace at which long answers are read, so that their streams last more than two minutes however fast the machine is."""
+TIMEOUT_SECONDS = 620.0
 
 
 class Storm:
     """Askers of each kind, one question after the other each; text at a steady pace while few of its answers are late."""
 
-    def __init__(self, url: str, requests: int) -> None:
-        self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=320, max_retries=0)
-        self._fewest, self._asked = requests, 0
+    def __init__(self, url: str, questions: int) -> None:
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
+        )
+        self._fewest, self._asked = questions, 0
         self._samples = {(kind, seed): draw(kind, seed) for kind in ASKERS for seed in seeds()}
 
     async def run(self) -> None:
+        model = (await self._client.models.list()).data[0].id
+        self._model = model
         calm = time.monotonic() + CALM_SECONDS
         texts: set[asyncio.Task[None]] = set()
-        askers: list[asyncio.Task[None]] = []
+        askers = [asyncio.create_task(self._keep_asking("long", 0.0)) for _ in range(LONG_STREAMS)]
         while self._goes_on():
             texts = {text for text in texts if not text.done()}
+            storming = len(askers) > LONG_STREAMS
             if len(texts) < TEXTS_AT_ONCE:
-                texts.add(asyncio.create_task(self._ask("text", "calm" if not askers else "storm")))
+                texts.add(asyncio.create_task(self._ask("text", "storm" if storming else "calm")))
             await asyncio.sleep(TEXT_PAUSE_SECONDS)
-            if not askers and time.monotonic() > calm:
-                print(json.dumps({"storm_begins": time.time()}), flush=True)
-                askers = [
-                    asyncio.create_task(self._keep_asking(kind))
+            if not storming and time.monotonic() > calm:
+                report(storm_begins=time.time())
+                askers += [
+                    asyncio.create_task(self._keep_asking(kind, PAUSE_SECONDS[kind]))
                     for kind, count in ASKERS.items()
                     for _ in range(count)
                 ]
         await asyncio.gather(*texts, *askers)
+        report(questions=self._asked)
 
-    async def _keep_asking(self, kind: Kind) -> None:
+    async def _keep_asking(self, kind: str, pause_seconds: float) -> None:
         while self._goes_on():
             await self._ask(kind, "storm")
-            await asyncio.sleep(PAUSE_SECONDS[kind])
+            await asyncio.sleep(pause_seconds)
 
     def _goes_on(self) -> bool:
         return self._asked < self._fewest or (self._asked < MOST_TIMES * self._fewest and not ENOUGH.exists())
@@ -70,36 +86,70 @@ class Storm:
     async def _ask(self, kind: str, phase: str) -> None:
         number = self._asked
         self._asked += 1
-        seed = FIRST_SEED + number % DISTINCT
-        began, first, text, ends, error = time.time(), 0.0, "", 0, ""
+        question = {
+            "question": number,
+            "kind": kind,
+            "seed": FIRST_SEED if kind == "long" else FIRST_SEED + number % DISTINCT,
+            "phase": phase,
+        }
+        for attempt in range(MOST_ATTEMPTS):
+            report(**question, attempt=attempt, sent=time.time())
+            if not await self._send(question, attempt):
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _send(self, question: dict[str, Any], attempt: int) -> bool:
+        """One request; True if its connection broke."""
+        kind, number = question["kind"], question["question"]
+        began, first, text, tokens, ends = time.time(), 0.0, "", [], 0
+        error, broken = "", False
         try:
             stream = await self._client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": self._content(kind, seed, number)}],
-                max_tokens=TEXT_TOKENS if kind == "text" else TOKENS,
+                model=self._model,
+                messages=[{"role": "user", "content": self._content(kind, question["seed"], number)}],
+                max_tokens=MAX_TOKENS[kind],
                 temperature=0,
                 stream=True,
-                extra_body={"ignore_eos": kind == "text"},
+                extra_body={"ignore_eos": kind in TO_THE_END, "return_token_ids": True},
             )
             async for chunk in stream:
                 for choice in chunk.choices:
                     if choice.delta.content:
                         first = first or time.time()
                         text += choice.delta.content
+                    tokens += getattr(choice, "token_ids", None) or []
                     ends += choice.finish_reason is not None
-        except Exception as trouble:  # noqa: BLE001 - whatever it is, the request is lost, and that is what is counted
+                if kind == "long":
+                    await asyncio.sleep(began + len(tokens) / LONG_TOKENS_PER_SECOND - time.time())
+        except Exception as trouble:  # noqa: BLE001 - whatever it is, it is counted
             error = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
+            broken = _connection_broke(trouble)
         ended = time.time()
-        facts = {"kind": kind, "seed": seed, "phase": phase, "began": began, "text": text, "ends": ends}
-        seconds = {"ttft": first - began if first else None, "total": ended - began}
-        print(json.dumps({**facts, **seconds, "error": error}), flush=True)
+        report(
+            **question,
+            attempt=attempt,
+            began=began,
+            ended=ended,
+            ttft=first - began if first else None,
+            text=text,
+            tokens=tokens,
+            ends=ends,
+            error=error,
+            broken=broken,
+        )
+        return broken
 
     def _content(self, kind: str, seed: int, number: int) -> Any:
-        if kind == "text":
+        if kind in TO_THE_END:
             return text_question(seed)
         sample = self._samples[kind, seed]  # type: ignore[index]
         data = as_another_file(sample.bytes, number) if kind == "video" else sample.bytes
         return [media_part(sample.kind, data, sample.mime), {"type": "text", "text": sample.question}]
+
+
+def _connection_broke(trouble: BaseException) -> bool:
+    """The peer is gone; neither an answer with an error nor a timeout."""
+    return isinstance(trouble, openai.APIConnectionError) and not isinstance(trouble, openai.APITimeoutError)
 
 
 def seeds() -> Iterator[int]:
@@ -108,6 +158,10 @@ def seeds() -> Iterator[int]:
 
 def text_question(seed: int) -> str:
     return f"Question {seed}: what color is the shape, and where is it?"
+
+
+def report(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""The schedule of faults: all kinds, repeatable from its seed, and never stuck on a pool without pods."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from e2e.faults import EXTRA_FAULTS, Faults, Victim
+
+VICTIMS = [
+    Victim(c, "e2e", f"component={c}")
+    for c in ("encoder", "prefill", "decode", "gateway", "nats", "operator")
+]
+
+
+class Pods:
+    def __init__(self, empty: str = "") -> None:
+        self.empty = empty
+        self.deleted: list[str] = []
+        self.killed: list[str] = []
+        self.rolled = 0
+
+    def kubectl(self, *arguments: str, namespace: str) -> str:
+        if arguments[0] == "delete":
+            self.deleted.append(arguments[2])
+            return ""
+        component = arguments[-1].removeprefix("component=")
+        names = [] if component == self.empty else [f"{component}-{n}" for n in range(3)]
+        items = [{"metadata": {"name": name}, "status": {"phase": "Running"}} for name in names]
+        ending = {"metadata": {"name": "ending", "deletionTimestamp": "now"}, "status": {"phase": "Running"}}
+        return json.dumps({"items": [*items, ending]})
+
+    def kill(self, pod: str, namespace: str) -> bool:
+        self.killed.append(pod)
+        return True
+
+    def roll_out(self) -> None:
+        self.rolled += 1
+
+
+def storm(seed: int, pods: Pods) -> Faults:
+    faults = Faults(seed, pods.kubectl, pods.kill, VICTIMS, pods.roll_out)
+    for _ in range(len(faults) + 5):
+        faults.strike()
+    return faults
+
+
+def test_every_kind_of_pod_is_killed_and_deleted_and_a_revision_rolls_out() -> None:
+    pods = Pods()
+    faults = storm(7, pods)
+    kinds = Counter((s.component, s.killed) for s in faults.struck)
+    assert {(v.component, killed) for v in VICTIMS for killed in (True, False)} <= set(kinds)
+    assert pods.rolled == 1
+    assert len(faults.struck) == 2 * len(VICTIMS) + 1 + EXTRA_FAULTS
+    assert "ending" not in pods.deleted + pods.killed
+
+
+def test_the_same_seed_strikes_the_same_pods_in_the_same_order() -> None:
+    one, two, other = (storm(seed, Pods()) for seed in (7, 7, 8))
+    assert [(s.pod, s.killed) for s in one.struck] == [(s.pod, s.killed) for s in two.struck]
+    assert [s.pod for s in one.struck] != [s.pod for s in other.struck]
+
+
+def test_faults_of_a_pool_without_pods_wait_and_the_others_strike() -> None:
+    pods = Pods(empty="encoder")
+    faults = storm(7, pods)
+    assert len(faults) >= 2
+    assert all(s.component != "encoder" for s in faults.struck)
+    pods.empty = ""
+    while len(faults):
+        assert faults.strike()
+    assert {(s.component, s.killed) for s in faults.struck} >= {("encoder", True), ("encoder", False)}
+
+
+def test_a_node_out_of_reach_means_deletion_by_force() -> None:
+    pods = Pods()
+    faults = Faults(7, pods.kubectl, lambda _pod, _namespace: False, VICTIMS, pods.roll_out)
+    while len(faults):
+        faults.strike()
+    assert len(pods.deleted) == len(faults.struck) - 1

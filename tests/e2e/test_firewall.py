@@ -1,0 +1,85 @@
+"""What the cluster of `make e2e` deletes from a host's firewall, tried with real iptables in a network namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.own_cluster.firewall import NETWORK, removal
+
+ROOT = Path(__file__).parents[2]
+OURS = f'-m comment --comment "name: \\"{NETWORK}\\" id: \\"0a1b\\""'
+STRANGER = '-m comment --comment "name: \\"podman\\" id: \\"2c3d\\""'
+RULES = f"""\
+*nat
+:PREROUTING ACCEPT [0:0]
+:INPUT ACCEPT [0:0]
+:OUTPUT ACCEPT [0:0]
+:POSTROUTING ACCEPT [0:0]
+:CNI-aaaa - [0:0]
+:CNI-bbbb - [0:0]
+:KUBE-SERVICES - [0:0]
+-A PREROUTING -j KUBE-SERVICES
+-A POSTROUTING -s 10.222.0.7/32 {OURS} -j CNI-aaaa
+-A POSTROUTING -s 10.88.0.7/32 {STRANGER} -j CNI-bbbb
+-A CNI-aaaa -d 10.222.0.0/16 {OURS} -j ACCEPT
+-A CNI-bbbb -d 10.88.0.0/16 {STRANGER} -j ACCEPT
+-A KUBE-SERVICES -d 10.223.0.1/32 -p tcp -m tcp --dport 443 -j ACCEPT
+COMMIT
+"""
+
+
+def test_only_chains_of_our_own_network_are_deleted() -> None:
+    assert removal(RULES, kube=False).splitlines() == [
+        "*nat",
+        f"-D POSTROUTING -s 10.222.0.7/32 {OURS} -j CNI-aaaa",
+        "-F CNI-aaaa",
+        "-X CNI-aaaa",
+        "COMMIT",
+    ]
+
+
+def test_a_firewall_without_our_rules_is_left_alone() -> None:
+    others = "".join(
+        line for line in RULES.splitlines(keepends=True) if "KUBE" not in line and "aaaa" not in line
+    )
+    assert removal(others, kube=True) == ""
+
+
+def test_real_iptables_keep_the_rules_of_other_tools() -> None:
+    if missing := [tool for tool in ("unshare", "iptables-restore") if shutil.which(tool) is None]:
+        unavailable(f"not installed: {missing}")
+    if os.geteuid() != 0:
+        unavailable("a network namespace needs root")
+    program = """
+import subprocess, sys
+from e2e.own_cluster import firewall
+subprocess.run(["iptables-restore"], input=sys.stdin.read(), text=True, check=True)
+firewall.clear(kube=True)
+assert firewall.leftovers(kube=True) == [], firewall.leftovers(kube=True)
+print(subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True).stdout)
+"""
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", program],
+        input=RULES,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    kept = [line for line in done.stdout.splitlines() if line.startswith("-A")]
+    assert len(kept) == 2
+    assert all("podman" in line for line in kept)
+    assert ":CNI-bbbb" in done.stdout
+    assert "KUBE" not in done.stdout
+    assert "CNI-aaaa" not in done.stdout
+
+
+def unavailable(reason: str) -> None:
+    pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)

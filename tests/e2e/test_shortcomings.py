@@ -1,0 +1,59 @@
+"""What a failed storm prints: a log's tail must name the cause, not tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from e2e.storm import LARGEST, Watch, shortcomings
+
+FAULT = {"began": 100.0, "component": "gateway", "pod": "g-1", "killed": True, "requests_in_flight": 3}
+LONG = {
+    "question": 7,
+    "kind": "long",
+    "phase": "calm",
+    "attempt": 0,
+    "began": 90.0,
+    "ended": 103.5,
+    "ends": 0,
+}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"lost": 0, "duplicated": 0, "wrong": 0, "examples": [], "largest": LARGEST}
+    facts["seconds_without_gateway"] = []
+    return facts | {"faults": [FAULT] * 12, "streams_of_minutes_seconds": [130.0, 140.0]} | changes
+
+
+def test_a_storm_without_a_finding_has_no_shortcoming() -> None:
+    assert shortcomings(body()) == []
+
+
+def test_a_lost_stream_of_thousands_of_tokens_is_one_short_line_with_its_error_and_the_fault_before() -> None:
+    example = LONG | {"error": "APIError: overloaded", "tokens": [381] * 2000, "text": "x" * 9000}
+    count, line = shortcomings(body(lost=1, examples=[example | {"expected": [381] * 3900}]))
+    assert count == "1 requests lost"
+    assert line.startswith("APIError: overloaded: ")
+    assert "gateway g-1 killed 3.5 s before the end" in line
+    assert len(line) < 400
+
+
+def test_an_incomplete_log_and_a_wrong_token_are_named() -> None:
+    wrong = LONG | {"error": "", "tokens": [1], "difference": "wrong token: 1 tokens, 2 expected"}
+    found = shortcomings(body(lost=1, wrong=1, examples=[{"error": "the log is incomplete"}, wrong]))
+    assert [line.split(": ")[0] for line in found[2:]] == ["the log is incomplete", "wrong token"]
+
+
+def test_gateways_are_missing_from_the_last_look_that_found_one_to_the_next_that_does() -> None:
+    watch = Watch(kubectl=lambda *_: "", began=0.0)
+    watch.gateways = [(2.0, 2), (4.0, 0), (6.0, 0), (8.0, 1), (10.0, 0)]
+    assert watch.without_gateway() == [(2.0, 8.0)]
+
+
+def test_a_stream_without_a_finish_reason_is_named_as_one() -> None:
+    (_, line) = shortcomings(body(lost=1, examples=[LONG | {"error": "", "tokens": []}]))
+    assert line.startswith("ended without a finish reason")
+
+
+def test_a_minute_without_a_gateway_fails_the_storm_although_every_request_was_answered() -> None:
+    assert shortcomings(body(seconds_without_gateway=[4.0, 60.0])) == []
+    assert shortcomings(body(seconds_without_gateway=[4.0, 61.0])) == ["no gateway was Ready for 61 s"]

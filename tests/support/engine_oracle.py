@@ -1,0 +1,201 @@
+"""Tiny random models with varied outputs, a minimal LanguageModel over each, and `generate` as the oracle."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+
+from mmd_api.contract.errors import CountMismatchError
+from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.types import SamplingParams, SequenceInput, StepOutput
+from mmd_workers.model.types import Feature, KvLayout, LoweredPrompt
+
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)
+
+VOCAB = 200
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def vary(model: torch.nn.Module, embedding_std: float = 1.0, std: float = 0.15) -> torch.nn.Module:
+    """Re-randomise the weights so that greedy output is not one token repeated."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            scale = embedding_std if "embed" in name and parameter.shape[0] == VOCAB else std
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+        elif "bias" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
+    model.eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def llama() -> torch.nn.Module:
+    return vary(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+
+
+def qwen2() -> torch.nn.Module:
+    return vary(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)))
+
+
+def gemma2() -> torch.nn.Module:
+    """Sliding window and soft-capped attention and logits."""
+    config = transformers.Gemma2Config(
+        **SMALL,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    config._attn_implementation = "eager"
+    return vary(transformers.Gemma2ForCausalLM(config), 0.05, 0.3)
+
+
+def gemma3() -> torch.nn.Module:
+    config = transformers.Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
+    return vary(transformers.Gemma3ForCausalLM(config), 0.02, 0.3)
+
+
+TEXT_MODELS = {"llama": llama, "qwen2": qwen2, "gemma2": gemma2, "gemma3": gemma3}
+
+
+class TextModel:
+    """The LanguageModel protocol over any HF causal language model, text and given embeddings only."""
+
+    def __init__(self, full: torch.nn.Module) -> None:
+        self.full = full
+        self.decoder = full.get_decoder()
+        self.head = full.get_output_embeddings()
+        config = self.decoder.config
+        layers = config.num_hidden_layers
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.kv_layout = KvLayout(
+            layers, [config.num_key_value_heads] * layers, [head_dim] * layers, str(self.dtype).split(".")[1]
+        )
+        self.loaded_bytes = 0
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.position_axes = 1
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.suppress_token_ids: tuple[int, ...] = ()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @torch.inference_mode()
+    def lower(self, token_ids, media=(), output_token_ids=()) -> LoweredPrompt:
+        ids = list(token_ids) + list(output_token_ids)
+        embeds, extras = self.embed(torch.tensor(ids, device=self.device))
+        positions = torch.arange(len(ids)).expand(self.position_axes, -1)
+        return LoweredPrompt(ids, positions, len(ids), embeds, extras, {}, [])
+
+    def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
+        first, last = prompt.missing[medium]
+        if last - first != feature.num_tokens:
+            raise CountMismatchError("feature of another size")
+        prompt.embeds[first:last] = feature.tensors["embeddings"]
+        del prompt.missing[medium]
+
+    def embed(self, token_ids: torch.Tensor):
+        return self.decoder.get_input_embeddings()(token_ids), {}
+
+    def forward(self, embeds, positions, extras) -> torch.Tensor:
+        ids = positions[:, None] if self.position_axes > 1 else positions
+        out = self.decoder(inputs_embeds=embeds[None], position_ids=ids, use_cache=False, **extras)
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden).float()
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+def make_engine(
+    model, *, blocks=64, block_tokens=8, max_sequences=16, chunk_tokens=512, prefix_cache=True, **more
+):
+    block_bytes = model.kv_layout.bytes_per_token() * block_tokens
+    return Engine(
+        model,
+        kv_cache_bytes=blocks * block_bytes,
+        block_tokens=block_tokens,
+        max_sequences=max_sequences,
+        chunk_tokens=chunk_tokens,
+        prefix_cache=prefix_cache,
+        max_model_len=more.get("max_model_len", 1024),
+    )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 180, (length,), generator=generator).tolist()
+
+
+def greedy(max_tokens: int, **more) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **more)
+
+
+def text_input(model, name: str, token_ids: list[int], max_tokens: int, **more) -> SequenceInput:
+    return SequenceInput(name, model.lower(token_ids), greedy(max_tokens), **more)
+
+
+@torch.inference_mode()
+def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int) -> list[int]:
+    """What `generate` of an untouched model says."""
+    ids = torch.tensor([token_ids])
+    out = full.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
+    return out[0, len(token_ids) :].tolist()
+
+
+@dataclass
+class Outcome:
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[StepOutput] = field(default_factory=list)
+    first_index: dict[str, int] = field(default_factory=dict)
+
+    def take(self, output: StepOutput) -> None:
+        assert not output.failed, output.failed
+        self.steps.append(output)
+        for token in output.tokens:
+            mine = self.tokens.setdefault(token.sequence_id, [])
+            first = self.first_index.setdefault(token.sequence_id, token.index)
+            assert token.index == first + len(mine)
+            mine.append(token.token_id)
+
+
+def run(engine: Engine, outcome: Outcome | None = None, max_steps: int = 2000) -> Outcome:
+    """Step until nothing is left; an engine that stands still fails."""
+    outcome = outcome or Outcome()
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return outcome
+        outcome.take(engine.step())
+    raise AssertionError("the engine does not finish")

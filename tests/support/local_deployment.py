@@ -1,0 +1,189 @@
+"""A deployment as `mmd up` runs it, on a thread of its own, so that plain tests can ask it, kill its pods and look at them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import yaml
+
+from mmd_api.contract.subjects import USERS, previous_of
+from mmd_cli.client import media_part
+from mmd_cli.local import up
+from mmd_cli.local.pods import LocalPod
+from mmd_cli.samples import Sample
+from mmd_operator.resources.nats import PASSWORD_PREFIX
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 480.0
+
+
+class Deployment:
+    """Starts on entry, stops on exit; `lines` holds the latest log lines of every pod."""
+
+    def __init__(self, file: Path) -> None:
+        self.lines: deque[tuple[str, str]] = deque(maxlen=20_000)
+        self._file = file
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="deployment", daemon=True)
+        self.local: up.LocalDeployment
+
+    def __enter__(self) -> Deployment:
+        self._thread.start()
+        if not self._ready.wait(READY_SECONDS) or self._error is not None:
+            said = "\n".join(f"{pod} {line}" for pod, line in list(self.lines)[-40:])
+            raise RuntimeError(f"the deployment did not start: {self._error}\n{said}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the deployment did not stop"
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits
+            self._error = error
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with up.running(
+            up.load(self._file),
+            threads=1,
+            log_line=lambda pod, line: self.lines.append((pod, line)),
+            ready_seconds=READY_SECONDS,
+        ) as local:
+            self.local = local
+            self._ready.set()
+            await self._stop.wait()
+
+    def client(self, timeout: float = 120) -> openai.OpenAI:
+        """The official client, without retries of its own."""
+        return openai.OpenAI(
+            base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=timeout
+        )
+
+    def pods(self, component: str) -> list[LocalPod]:
+        """Pods of one component."""
+        return [pod for pod in self.local.pods if pod.component == component]
+
+    def pid(self, pod: LocalPod) -> int | None:
+        """Process id of a pod, if it runs now."""
+        return self.local.supervisor.children[pod.name].pid
+
+    def kill(self, pod: LocalPod) -> None:
+        """As a crash: SIGKILL, without a word."""
+        pid = self.pid(pod)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def terminate(self, pod: LocalPod) -> None:
+        """As an eviction: SIGTERM."""
+        pid = self.pid(pod)
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+    @contextmanager
+    def without_nats(self) -> Iterator[None]:
+        """The message server is killed, and starts again with the same port and data."""
+        self._on_the_thread_that_lasts(self.local.nats.kill)
+        try:
+            yield
+        finally:
+            self._on_the_thread_that_lasts(self.local.nats.start)
+
+    def restart_nats(self) -> None:
+        """Kill the message server and start it again."""
+        with self.without_nats():
+            pass
+
+    def password(self, user: str) -> str:
+        """What the message server takes from a user."""
+        return self.local.nats.environment[PASSWORD_PREFIX + user]
+
+    def rotate_passwords(self) -> None:
+        """As on a cluster: the Secret changes, the message server starts again, and the pods' files show the change later."""
+        passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}
+        passwords |= {previous_of(user): self.password(user) for user in USERS}
+        with self.without_nats():
+            self.local.nats.environment.update(
+                {PASSWORD_PREFIX + user: password for user, password in passwords.items()}
+            )
+
+    def show_passwords(self) -> None:
+        """The pods' files show what the message server takes."""
+        for pod in self.local.pods:
+            file = Path(pod.environment["MMD_NATS_LOGIN"]) / "password"
+            file.write_text(self.password(pod.environment["MMD_NATS_USERNAME"]))
+
+    def _on_the_thread_that_lasts(self, work: Callable[[], object]) -> None:
+        assert self._loop is not None
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
+        assert done.wait(30), "the deployment's thread does not answer"
+
+    def state(self, pod: LocalPod) -> dict[str, Any]:
+        """What the pod says of itself."""
+        answer: dict[str, Any] = httpx.get(f"{pod.http_url}/state", timeout=5).json()
+        return answer
+
+    def is_ready(self, pod: LocalPod) -> bool:
+        """Whether the pod is routable."""
+        try:
+            return httpx.get(f"{pod.http_url}/readyz", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_ready(self, pod: LocalPod, seconds: float = 60.0) -> None:
+        """Until the pod is routable again."""
+        until(lambda: self.is_ready(pod), seconds, f"{pod.name} is ready")
+
+    def logged(self, text: str) -> list[str]:
+        """Log lines that contain a text."""
+        return [f"{pod} {line}" for pod, line in list(self.lines) if text in line]
+
+
+def content(sample: Sample) -> list[dict[str, Any]]:
+    """A file and the question about it, as a message carries them."""
+    return [
+        media_part(sample.kind, sample.bytes, sample.mime),
+        {"type": "text", "text": sample.question},
+    ]
+
+
+def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll a condition of another process until it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def write(path: Path, spec: dict[str, Any], name: str = "test") -> Path:
+    """A MultimodalDeployment file."""
+    resource = {
+        "apiVersion": "serving.multimodal.dev/v1alpha1",
+        "kind": "MultimodalDeployment",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+    path.write_text(yaml.safe_dump(resource))
+    return path
