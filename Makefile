@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KUBE := .cache/kubernetes/kube
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench crds e2e clean
+.PHONY: help install demo test mutants lint bench crds e2e clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: install ## Run every test that needs no cluster (the first time, Go builds
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+mutants: install ## Change the pure modules one operator at a time; at most one change in ten may pass their tests (half an hour)
+	$(BIN)/python -m bench.mutants $(MUTANTS)
+
 lint: install ## Style, types and the walls between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,15 +36,16 @@ lint: install ## Style, types and the walls between packages
 	$(BIN)/lint-imports
 
 bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
-	$(BIN)/python bench/layouts.py
+	$(BIN)/python -m bench.layouts
 
-crds: install ## Generate the CRD, the reference, the metrics page and the dashboards from the code
+crds: install ## Generate the CRD, the reference, the pages of metrics and messages, and the dashboards from the code
 	$(BIN)/python -m mmd_api.generate
 	$(BIN)/python docs/make_metrics_page.py
-	$(BIN)/python -m mmd_workers.observe.dashboards
+	$(BIN)/python docs/make_messages_page.py
+	$(BIN)/python -m mmd_dashboards.grafana
 
 e2e: install ## Make a cluster and images, install the chart, ask a deployment questions, remove it all (E2E=--help: options)
-	$(BIN)/python e2e/run.py $(E2E)
+	$(BIN)/python -m e2e.run $(E2E)
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

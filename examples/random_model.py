@@ -270,6 +270,32 @@ def _qwen3_vl(r: Recipe) -> Built:
     return _qwen_vl(r, "3")
 
 
+def _video_llama_3(r: Recipe) -> Built:
+    r.names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    r.make_tokenizer()
+    config = hf.VideoLlama3Config(
+        text_config=hf.Qwen2Config(**r.text()),
+        vision_config=hf.VideoLlama3VisionConfig(
+            hidden_size=r.size.vision_hidden,
+            intermediate_size=2 * r.size.vision_hidden,
+            num_hidden_layers=r.size.vision_layers,
+            num_attention_heads=4,
+            patch_size=14,
+        ),
+        image_token_id=r.id("<|image_pad|>"),
+        video_token_id=r.id("<|video_pad|>"),
+    )
+    processor = hf.VideoLlama3Processor(
+        image_processor=hf.VideoLlama3ImageProcessor(size=QWEN_PIXELS),
+        video_processor=hf.VideoLlama3VideoProcessor(
+            size={"shortest_edge": 16 * 28 * 28, "longest_edge": 144 * 28 * 28}
+        ),
+        tokenizer=r.tokenizer,
+        chat_template=chat_template(image="<|image_pad|>", video="<|video_pad|>"),
+    )
+    return hf.VideoLlama3ForConditionalGeneration(config), processor
+
+
 def _internvl(r: Recipe) -> Built:
     r.names = {
         "start_image_token": "<img>",
@@ -549,6 +575,7 @@ ARCHITECTURES: dict[str, Callable[[Recipe], Built]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "video_llama_3": _video_llama_3,
     "internvl": _internvl,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,

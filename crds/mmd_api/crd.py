@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from mmd_api.base import ApiModel
 from mmd_api.resource import GROUP, KIND, PLURAL, SHORT_NAME, VERSION, MultimodalDeployment, ObjectMeta
-from mmd_api.rules import Rule, rules_of
+from mmd_api.rule import Rule
 
 Schema = dict[str, Any]
 
@@ -79,10 +78,10 @@ def custom_resource_definition() -> Schema:
     }
 
 
-def structural_schema(model: type[BaseModel]) -> Schema:
+def structural_schema(model: type[ApiModel]) -> Schema:
     """Structural OpenAPI v3 schema of a model, with its rules as CEL."""
     raw = model.model_json_schema(by_alias=True)
-    return _structural(raw, raw.get("$defs", {}), rules_of(model))
+    return _structural(raw, raw.get("$defs", {}), model.rules)
 
 
 def crd_yaml() -> str:
@@ -101,11 +100,11 @@ def _models() -> dict[str, type[ApiModel]]:
     return found
 
 
-def _structural(raw: Schema, definitions: dict[str, Schema], rules: list[Rule]) -> Schema:
+def _structural(raw: Schema, definitions: dict[str, Schema], rules: tuple[Rule, ...]) -> Schema:
     """One node without references, null and titles; `rules` are those of the model it describes."""
     if "$ref" in raw:
         name = raw["$ref"].rpartition("/")[2]
-        node = _structural(definitions[name], definitions, rules_of(_models()[name]))
+        node = _structural(definitions[name], definitions, _models()[name].rules)
         if "description" in raw:
             node["description"] = raw["description"]
         # Written out in full: the API server evaluates the rules of a default before it fills defaults inside it.
@@ -124,18 +123,18 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: list[Rule]) 
         node["format"] = "int64" if raw.get("maximum", 2**63) >= 2**31 else "int32"
     if "properties" in raw:
         node["properties"] = {
-            name: _structural(part, definitions, []) for name, part in raw["properties"].items()
+            name: _structural(part, definitions, ()) for name, part in raw["properties"].items()
         }
     if "items" in raw:
-        node["items"] = _structural(raw["items"], definitions, [])
+        node["items"] = _structural(raw["items"], definitions, ())
     if "additionalProperties" in raw and raw["additionalProperties"] is not False:
-        node["additionalProperties"] = _structural(raw["additionalProperties"], definitions, [])
+        node["additionalProperties"] = _structural(raw["additionalProperties"], definitions, ())
     validations = [_validation(rule) for rule in rules if rule.cel is not None]
     if (
         "patternProperties" in raw
     ):  # how pydantic says: keys of this form; a structural schema has values only
         ((pattern, value),) = raw["patternProperties"].items()
-        node["additionalProperties"] = _structural(value, definitions, [])
+        node["additionalProperties"] = _structural(value, definitions, ())
         validations.append(_key_validation(pattern, raw["propertyNames"]["maxLength"]))
     return node | ({"x-kubernetes-validations": validations} if validations else {})
 
@@ -164,7 +163,7 @@ def _key_validation(pattern: str, max_length: int) -> Schema:
 
 
 def _metadata_rules() -> list[Schema]:
-    """Rules about metadata stand at the root: the API server allows them nowhere else."""
+    """Rules about metadata must be at the root: the API server allows them nowhere else."""
     pattern = structural_schema(ObjectMeta)["properties"]["name"]["pattern"]
     form = {
         "rule": f"self.metadata.name.matches('{pattern}')",
@@ -175,7 +174,7 @@ def _metadata_rules() -> list[Schema]:
             "rule": str(rule.cel).replace("self.", "self.metadata."),
             "message": f"metadata.{rule.field}: {rule.message}",
         }
-        for rule in rules_of(ObjectMeta)
+        for rule in ObjectMeta.rules
         if rule.cel is not None
     ]
     return [form, *moved]

@@ -1,6 +1,6 @@
 """What is wrong with a resource, as a list of field, problem and remedy: every fault at once, in the words of the resource.
 
-Knows pydantic's error types, so that nobody else has to.
+The only module that knows pydantic's error types.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mmd_api.base import STRUCTURE_ONLY
-from mmd_api.rules import Rule, broken_rules
+from mmd_api.base import STRUCTURE_ONLY, ApiModel
+from mmd_api.rule import Rule
 
 Location = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
@@ -64,7 +64,7 @@ def parse(model: type[M], data: object) -> M:
         text = json.dumps(data)
     except (TypeError, ValueError) as error:
         raise InvalidDeploymentError(
-            [Fault("", f"holds a value that JSON lacks ({error}); remove it")]
+            [Fault("", f"contains a value that JSON does not support ({error}); remove it")]
         ) from error
     try:
         return model.model_validate_json(text, strict=True)
@@ -91,7 +91,7 @@ def field_path(location: Location) -> str:
 def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
     """Faults of structure first; then the rules, evaluated on the data with the broken values taken out (in place).
 
-    A rule that reads a value that was taken out says nothing: mending the value may mend it.
+    A rule that reads a removed value is skipped: fixing the value may satisfy it.
     """
     mended = data
     faults: dict[Fault, None] = {}
@@ -106,7 +106,7 @@ def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
                     faults[_structural_fault(model, detail)] = None
             for detail in reversed(details):
                 unknown.add(tuple(step for step in detail["loc"] if step != "[key]"))
-                _mend(mended, detail["loc"], missing=detail["type"] == "missing")
+                _repair(mended, detail["loc"], missing=detail["type"] == "missing")
         else:
             for location, rule in _broken(parsed, (), in_cluster=False):
                 if not any(
@@ -123,7 +123,7 @@ def _consequence(location: Location, error_type: str, unknown: set[Location]) ->
 
 
 def _reads(rule: Rule, field: Location) -> bool:
-    """Whether a rule looks at a field below its model, or at something in or around it. Its CEL says what it looks at."""
+    """Whether a rule looks at a field below its model, or at something in or around it. Its CEL names the fields it reads."""
     text = re.sub(r"\.\w+\(", " (", rule.cel or f"self.{rule.field}")
     present = {tuple(path.split(".")[1:]) for path in re.findall(r"has\((self[\w.]+)\)", text)}
     values = {
@@ -135,7 +135,7 @@ def _reads(rule: Rule, field: Location) -> bool:
     )
 
 
-def _mend(data: Any, location: Location, *, missing: bool) -> None:
+def _repair(data: Any, location: Location, *, missing: bool) -> None:
     """Take the value at `location` out, or put a harmless one in where one is required and missing."""
     if location and location[-1] == "[key]":
         location = location[:-1]
@@ -155,7 +155,7 @@ def _mend(data: Any, location: Location, *, missing: bool) -> None:
     elif last in _STAND_INS:
         parent[last] = copy.deepcopy(_STAND_INS[str(last)])
     else:
-        _mend(data, location[:-1], missing=False)
+        _repair(data, location[:-1], missing=False)
 
 
 def _rule_fault(location: Location, rule: Rule) -> Fault:
@@ -164,8 +164,9 @@ def _rule_fault(location: Location, rule: Rule) -> Fault:
 
 def _broken(part: BaseModel, location: Location, *, in_cluster: bool) -> Iterator[tuple[Location, Rule]]:
     """Broken rules of a part of the resource and of everything below it."""
-    for rule in broken_rules(part, in_cluster=in_cluster):
-        yield location, rule
+    if isinstance(part, ApiModel):
+        for rule in part.broken_rules(in_cluster=in_cluster):
+            yield location, rule
     for name, field in type(part).model_fields.items():
         value, alias = getattr(part, name), field.alias or name
         if isinstance(value, BaseModel):
@@ -185,7 +186,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     context, shown = detail.get("ctx", {}), _shown(detail["input"])
     match detail["type"]:
         case "missing":
-            return "required, and not set; add it"
+            return "required but not set; add it"
         case "extra_forbidden":
             return _unknown_field(model, detail["loc"])
         case "literal_error":
@@ -208,11 +209,11 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         case "string_too_long":
             return f"{shown} is too long; give at most {context['max_length']} characters"
         case "too_long":
-            return f"{context['actual_length']} entries are too many; give at most {context['max_length']}"
+            return f"{context['actual_length']} entries are too many; list at most {context['max_length']}"
         case "model_type" | "dict_type" | "model_attributes_type":
-            return f"{shown} is no mapping; write fields below it, indented"
+            return f"{shown} is not a mapping; write its fields below it, indented"
         case "list_type":
-            return f"{shown} is no list; begin each entry with '- '"
+            return f"{shown} is not a list; begin each entry with '- '"
         case _:
             return f"{detail['msg']} (is {shown}); see docs/reference.md"
 

@@ -1,27 +1,29 @@
-"""What a worker process reads at start: the part of the resource that its pipeline revision was planned from."""
+"""Configuration of the processes of a deployment: the pipeline revision, and the part of the spec that each component reads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from mmd_api.base import ApiModel
-from mmd_api.pools import POOL_NAMES, PoolName, Role
-from mmd_api.spec import GatewaySpec, ImageSpec, MultimodalDeploymentSpec, NatsSpec, Pool
-
-__all__ = [
-    "WIRE_VERSION",
-    "PipelineConfig",
-    "PoolName",
-    "Role",
-    "pipeline_revision",
-    "roles_of",
-    "worker_view",
-]
-
-WIRE_VERSION = 1
-"""Version of the messages and tensors between pods: raise it when peers of before and after must not talk."""
+from mmd_api.base import STRUCTURE_ONLY, ApiModel
+from mmd_api.contract.pools import POOL_NAMES, PoolName, Role
+from mmd_api.contract.version import WIRE_VERSION
+from mmd_api.readers import (
+    EVERY_READER,
+    Component,
+    Reader,
+    canonical,
+    limited_to,
+    live_for,
+    read_by,
+    readers_of,
+    replacing,
+    selected,
+)
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import PinnedRevision
 
 
 def roles_of(spec: MultimodalDeploymentSpec, pool: PoolName) -> tuple[Role, ...]:
@@ -38,10 +40,14 @@ def roles_of(spec: MultimodalDeploymentSpec, pool: PoolName) -> tuple[Role, ...]
     return (*roles, "decode")
 
 
+_KV_FORMAT = ("Auto", "Native")
+"""Data type and wire precision of KV: one of each is served. They stay in the revision, so that those of running deployments do not change."""
+
+
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
-    Covers the weights and where they come from, their dtype, how video is sampled, the KV block layout and wire precision, the
+    Covers the weights and where they come from, their dtype, how video is sampled, the KV block layout and format, the
     worker image (its processors and adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it
     unchanged: pods that differ in those may pair.
     """
@@ -50,54 +56,118 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         "model": [spec.model.id, spec.model.revision, spec.model.dtype],
         "storage": [spec.model.storage.type, spec.model.storage.claim_name, spec.model.storage.sub_path],
         "video": [video.max_frames, video.frames_per_second_milli],
-        "kv": [spec.decode.kv_block_tokens, spec.decode.kv_dtype, spec.transfer.kv.wire_precision],
+        "kv": [spec.decode.kv_block_tokens, *_KV_FORMAT],
         "image": spec.image.worker,
         "wire": WIRE_VERSION,
     }
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def worker_view(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
-    """The spec without what only the operator reads (sizes, placement, bus, budget), so that changing those restarts no pod."""
-    changes: dict[str, object] = {
-        "image": ImageSpec(worker=spec.image.worker),
-        "gateway": _without_placement(spec.gateway, GatewaySpec()),
-        "nats": NatsSpec(),
-        "gpu_budget": None,
-        "paused": False,
+def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
+    """Short hash of everything in the spec that pods of a component are made from: pods are replaced when it changes, and only then.
+
+    It is taken from the spec and not from the manifest, so that an operator that writes manifests differently replaces no pod.
+    """
+    roles = _roles(spec, component)
+    readers = readers_of(component, roles)
+    content = {
+        "component": component,
+        "roles": roles,
+        "revision": "" if component == "nats" else pipeline_revision(spec),
+        "fields": selected(spec, replacing(component, readers)),
     }
-    for name in POOL_NAMES:
-        pool: Pool | None = getattr(spec, name)
-        if pool is not None:
-            changes[name] = _without_placement(pool, Pool())
-    return spec.model_copy(update=changes)
+    return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]
 
 
-def _without_placement(part: GatewaySpec | Pool, plain: GatewaySpec | Pool) -> GatewaySpec | Pool:
-    kept = ("replicas", "autoscaling", "resources", "node_selector", "tolerations", "template")
-    return part.model_copy(update={f: getattr(plain, f) for f in kept if f in type(plain).model_fields})
+def _roles(spec: MultimodalDeploymentSpec, component: Component) -> tuple[Role, ...]:
+    pool = next((name for name in POOL_NAMES if name == component), None)
+    return () if pool is None else roles_of(spec, pool)
 
 
 class PipelineConfig(ApiModel):
-    """Name, revision and spec of one pipeline revision, as it stands in the ConfigMap that every pod mounts."""
+    """Configuration of one component of a pipeline revision: the fields of the spec that its processes read, and no others.
+
+    Reading any other field raises AttributeError: a reader that `readers.EFFECTS` does not name cannot run on a default by mistake.
+    """
 
     namespace: str
     name: str
     revision: str
+    readers: tuple[Reader, ...] | None = None
+    """For whom this was written; None: everybody, as tests and tools use it."""
+    pinned: PinnedRevision | None = None
+    """What the revision consists of, once a pod of it was Ready."""
     spec: MultimodalDeploymentSpec
 
     @classmethod
-    def of(cls, spec: MultimodalDeploymentSpec, namespace: str, name: str) -> PipelineConfig:
-        """What the workers of a deployment are told."""
-        return cls(namespace=namespace, name=name, revision=pipeline_revision(spec), spec=worker_view(spec))
+    def text_for(
+        cls,
+        spec: MultimodalDeploymentSpec,
+        namespace: str,
+        name: str,
+        component: Component,
+        pinned: PinnedRevision | None = None,
+    ) -> str:
+        """The configuration file of a component: canonical JSON, without fields that have their defaults."""
+        readers = readers_of(component, _roles(spec, component))
+        content: dict[str, Any] = {
+            "namespace": namespace,
+            "name": name,
+            "revision": pipeline_revision(spec),
+            "readers": readers,
+            "spec": selected(spec, read_by(readers)),
+        }
+        if pinned is not None:
+            content["pinned"] = pinned.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return canonical(content)
+
+    @classmethod
+    def of(
+        cls, spec: MultimodalDeploymentSpec, namespace: str, name: str, component: Component
+    ) -> PipelineConfig:
+        """What the processes of a component read."""
+        return cls.parse(cls.text_for(spec, namespace, name, component))
 
     @classmethod
     def load(cls, path: str | Path) -> PipelineConfig:
-        """Read a JSON file that `dump` wrote."""
-        return cls.model_validate(json.loads(Path(path).read_text()))
+        """Read a file that holds `text_for`.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or is no configuration.
+        """
+        return cls.parse(Path(path).read_text())
+
+    @classmethod
+    def parse(cls, text: str) -> PipelineConfig:
+        """Read a configuration file's text. Rules between fields are the operator's: a part of a spec need not keep them.
+
+        Raises:
+            ValueError: it is no configuration; the message names the fields.
+        """
+        config = cls.model_validate(json.loads(text), context=STRUCTURE_ONLY)
+        if config.readers is not None:
+            spec = limited_to(config.spec, read_by(config.readers))
+            return config.model_copy(update={"spec": spec})
+        return config
 
     def dump(self) -> str:
-        """Canonical JSON, the same for the same content."""
-        return json.dumps(
-            self.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=True, indent=1
-        )
+        """Canonical JSON of all of it."""
+        return canonical(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+    def with_live_fields_of(self, fresh: PipelineConfig) -> PipelineConfig:
+        """This configuration with the fields of `fresh` that may change while a process runs; the others stay as they are."""
+        live = live_for(EVERY_READER if self.readers is None else self.readers)
+        spec = _merged(selected(self.spec, lambda path: not live(path)), selected(fresh.spec, live))
+        head = self.model_dump(mode="json", by_alias=True, exclude={"spec"})
+        return PipelineConfig.parse(json.dumps({**head, "spec": spec}))
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both JSON objects merged; no key is in both."""
+    both = {**one, **other}
+    return {
+        key: _merged(one[key], other[key])
+        if key in one and key in other and isinstance(one[key], dict)
+        else value
+        for key, value in both.items()
+    }

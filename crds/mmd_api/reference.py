@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mmd_api.contract.pools import Role
 from mmd_api.crd import Schema, custom_resource_definition
+from mmd_api.readers import Component, effect_of, live_for, readers_of, replacing, spec_paths
 
 _NOT_YET = "served yet"
 _HEAD = """\
@@ -18,22 +20,34 @@ _HEAD = """\
 - **A pool that is left out is served by the next one downstream.** Without `encoder`, prefill workers encode; without `prefill`, decode
   workers prefill; `decode` alone is one monolithic server.
 - **Size of a pool:** `replicas`, or `autoscaling`, or neither, which means one replica. With `autoscaling` a pool is created with
-  `minReplicas`, and with one replica where that is 0, so that a new revision can become whole.
+  `minReplicas`, and with one replica where that is 0, so that a new revision can become Ready.
 - **`gpuBudget`** bounds the GPUs of all pools together. Where it is short, each goes to the pool that is furthest above its target, as `slo` and
   `autoscaling` set it; a budget below the smallest sizes is refused.
 - **Where the model comes from:** `builtin/demo`; a hub id such as `org/model`, fetched (`storage.type: Hub`) or baked into the worker image
   (`Image`); or an absolute path, in the image or below `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
-  or `../` is taken from the file's folder by `mmd up`; a cluster refuses it, and `mmd validate` says so without failing.
+  or `../` is taken from the file's folder by `mmd up`; a cluster rejects it, and `mmd validate` notes this without failing.
 - **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never speak to each other. It changes
   with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim and sub-path), `gateway.media.video.maxFrames` and
-  `framesPerSecondMilli`, `decode.kvBlockTokens`, `decode.kvDtype`, `transfer.kv.wirePrecision`, `image.worker` and the version of the wire, and
+  `framesPerSecondMilli`, `decode.kvBlockTokens`, `image.worker` and the version of the wire, and
   with nothing else.
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
-- **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password` (URL-encoded); `model.storage.tokenSecret` one with
+- **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with
   the key `token`.
 - **Numbers** are whole: fractions are percent or milli, and units stand in names.
+- **The column "change"** shows what a change of the field does to running pods. *No restart*: the operator, or the process while it runs,
+  takes the new value. *Replaces*: pods of these components are replaced in a rolling update, and no others; where a pool is left out, the
+  pods that hold its role. *New revision*: pods of another pipeline revision start beside the present ones, and requests move to them. No
+  field is immutable.
 """
+_ROLES: dict[Component, tuple[Role, ...]] = {
+    "gateway": (),
+    "nats": (),
+    "encoder": ("encode",),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+}
+"""Roles of a component's pods where every pool has pods of its own."""
 
 
 def reference_page() -> str:
@@ -43,7 +57,7 @@ def reference_page() -> str:
     unserved = {message: paths for message, paths in refusals.items() if _NOT_YET in message}
     lasting = {message: paths for message, paths in refusals.items() if _NOT_YET not in message}
     parts = _grouped(
-        (_table(node), path) for part in ("spec", "status") for path, node in _objects(schema, part)
+        (_table(node, path), path) for part in ("spec", "status") for path, node in _objects(schema, part)
     )
     return "\n".join(
         [
@@ -56,7 +70,7 @@ def reference_page() -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Paths of each text, so that what several parts share is said once."""
+    """Paths of each text, so that a text shared by several parts is printed once."""
     groups: dict[str, list[str]] = {}
     for text, path in pairs:
         groups.setdefault(text, []).append(path)
@@ -82,16 +96,40 @@ def _objects(parent: Schema, name: str, path: str = "") -> Iterator[tuple[str, S
             yield from _objects(node, child, below)
 
 
-def _table(node: Schema) -> str:
-    required = node.get("required", [])
-    rows = [_row(name, child, name in required) for name, child in node["properties"].items()]
-    head = ["| field | type | default | |", "|---|---|---|---|"]
+def _table(node: Schema, path: str) -> str:
+    required, in_spec = node.get("required", []), path.partition(".")[0] == "spec"
+    head = ["| field | type | default | change | |", "|---|---|---|---|---|"]
+    if not in_spec:
+        head = ["| field | type | default | |", "|---|---|---|---|"]
+    rows = []
+    for name, child in node["properties"].items():
+        cells = [f"`{name}`", _type(child), "required" if name in required else _default(child)]
+        if in_spec:
+            cells.append(change_of(f"{path}.{name}".removeprefix("spec.")))
+        rows.append(f"| {' | '.join([*cells, child.get('description', '')])} |")
     return "\n".join([node.get("description", ""), "", *head, *rows, ""])
 
 
-def _row(name: str, node: Schema, required: bool) -> str:
-    default = "required" if required else _default(node)
-    return f"| `{name}` | {_type(node)} | {default} | {node.get('description', '')} |"
+def change_of(path: str) -> str:
+    """What a change of a field of the spec does to running pods; nothing for a part whose fields have their own."""
+    path = path.partition("[]")[0]  # a list is taken as a whole
+    if path not in set(spec_paths()):
+        return ""
+    if effect_of(path).revision:
+        return "new revision"
+    owner = path.partition(".")[0]
+    readers = {component: readers_of(component, roles) for component, roles in _ROLES.items()}
+    replaced = [c for c in _ROLES if replacing(c, readers[c])(path) and c != path]  # a pool comes or goes
+    running = [c for c in _ROLES if live_for(readers[c])(path) and c not in replaced]
+    if not replaced:
+        return "no restart"
+    if replaced == [owner]:
+        text = "replaces its pods"
+    elif len(replaced) == len(_ROLES):
+        text = "replaces all pods"
+    else:
+        text = f"replaces {', '.join(replaced)}"
+    return f"{text}; no restart of {', '.join(running)}" if running else text
 
 
 def _default(node: Schema) -> str:

@@ -1,4 +1,4 @@
-"""The MultimodalDeployment as it stands in a file or comes from the API server, and how to read it from YAML.
+"""The MultimodalDeployment in a file or from the API server, and how to read it from YAML.
 
 Knows no cluster and opens nothing but the file it is given.
 """
@@ -15,7 +15,8 @@ from pydantic.alias_generators import to_camel
 
 from mmd_api.base import ApiModel
 from mmd_api.faults import Fault, InvalidDeploymentError, parse
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.rule import Rule
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import MultimodalDeploymentStatus
 
 GROUP = "serving.multimodal.dev"
@@ -31,8 +32,26 @@ MAX_FILE_BYTES = 4 * 2**20
 DnsLabel = Annotated[str, Field(max_length=63, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
 
 
-class ObjectMeta(ApiModel):
-    """The part of Kubernetes' object metadata that we read; what else stands there is ignored."""
+MAX_NAME_LENGTH = 32
+
+
+def _name_fits(m: ObjectMeta) -> bool:
+    return len(m.name) <= MAX_NAME_LENGTH
+
+
+METADATA = (
+    Rule(
+        field="name",
+        cel=f"self.name.size() <= {MAX_NAME_LENGTH}",
+        holds=_name_fits,
+        problem="the name is too long for the names and labels of the pools' pods",
+        remedy=f"use at most {MAX_NAME_LENGTH} characters",
+    ),
+)
+
+
+class ObjectMeta(ApiModel, rules=METADATA):
+    """The part of Kubernetes' object metadata that we read; the rest is ignored."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
 
@@ -75,7 +94,7 @@ def load(path: str | Path) -> MultimodalDeployment:
     if len(found) > 1:
         names = ", ".join(d.metadata.name for d in found)
         raise InvalidDeploymentError(
-            [Fault("", f"{len(found)} deployments ({names}) where one is wanted; put each into a file")]
+            [Fault("", f"{len(found)} deployments ({names}), but one is expected; put each in its own file")]
         )
     return found[0]
 
@@ -98,21 +117,21 @@ def load_all(path: str | Path) -> list[MultimodalDeployment]:
             where = f"document[{number}]." if len(documents) > 1 else ""
             faults += [Fault(f"{where}{f.field}".rstrip("."), f.message) for f in error.faults]
     if not found and not faults:
-        faults = [Fault("", f"holds no {KIND}; begin it with apiVersion: {API_VERSION}, kind: {KIND}")]
+        faults = [Fault("", f"contains no {KIND}; begin it with apiVersion: {API_VERSION}, kind: {KIND}")]
     if faults:
         raise InvalidDeploymentError(faults)
     return found
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice in a mapping is an error, and dates stay text."""
+    """Safe YAML in which a duplicate key in a mapping is an error, and dates stay text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:str" and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} stands twice in one mapping", problem_mark=key.start_mark
+                    problem=f"the key {key.value!r} appears twice in one mapping", problem_mark=key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -152,11 +171,9 @@ def _documents(text: str) -> list[object]:
         return cast("list[object]", list(yaml.load_all(text, Loader=_UniqueKeyLoader)))
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise InvalidDeploymentError(
-            [Fault("", f"{where}no valid YAML: {error.problem}; mend it")]
-        ) from error
+        raise InvalidDeploymentError([Fault("", f"{where}invalid YAML: {error.problem}; fix it")]) from error
     except yaml.YAMLError as error:
-        raise InvalidDeploymentError([Fault("", f"no valid YAML: {error}; mend it")]) from error
+        raise InvalidDeploymentError([Fault("", f"invalid YAML: {error}; fix it")]) from error
     except RecursionError as error:
         raise InvalidDeploymentError([Fault("", "is nested too deeply; flatten it")]) from error
 

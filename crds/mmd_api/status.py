@@ -1,4 +1,4 @@
-"""The status of a MultimodalDeployment: what the operator observed and why it decided what it did. Holds nothing it would need to act.
+"""The status of a MultimodalDeployment: what the operator observed, and the reasons for its decisions.
 
 Conditions are keyed by type; numbers with fractions are milli integers, as everywhere in the resource.
 """
@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from mmd_api.base import ApiModel
+from mmd_api.contract.pools import MODALITIES
 
 ConditionType = Literal[
     "Ready",
@@ -23,7 +24,6 @@ ConditionType = Literal[
     "ScalingActive",
     "ScalingLimited",
     "MetricsFresh",
-    "TransferHealthy",
 ]
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Revision = Annotated[str, Field(max_length=10, pattern=r"^[0-9a-f]{10}$")]
@@ -32,43 +32,43 @@ Text = Annotated[str, Field(max_length=1024)]
 
 
 class Condition(ApiModel):
-    """One fact about the deployment, true at `observedGeneration`."""
+    """Condition of the deployment."""
 
     type: ConditionType
-    """What the fact is about."""
+    """Type of the condition."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Status of the condition."""
     observed_generation: Annotated[int, Field(ge=0)]
-    """Generation of the spec it was seen at."""
+    """Generation of the spec that the condition was derived from."""
     last_transition_time: AwareDatetime
-    """When status last changed."""
+    """Time of the last change of status."""
     reason: Reason
-    """One CamelCase word."""
+    """Machine-readable reason for the last transition, in CamelCase."""
     message: Text = ""
-    """For people, with the remedy where something is wrong."""
+    """Human-readable details, with the remedy if there is a problem."""
 
 
 class ScalingDecision(ApiModel):
-    """The last change of a pool's size, with the metric and the numbers that drove it."""
+    """Last change of the size of a pool, with the metric that caused it."""
 
     time: AwareDatetime
-    """When."""
+    """Time of the decision."""
     from_replicas: Count
-    """Size before."""
+    """Number of replicas before the decision."""
     to_replicas: Count
-    """Size after."""
+    """Number of replicas after the decision."""
     reason: Reason
-    """Why, in one CamelCase word."""
+    """Machine-readable reason, in CamelCase."""
     metric: Annotated[str, Field(max_length=64)] | None = None
-    """Signal that drove it."""
+    """Metric that caused the decision."""
     observed_milli: Annotated[int, Field(ge=0)] | None = None
-    """What the signal said, times 1000."""
+    """Observed value of the metric, in thousandths."""
     target_milli: Annotated[int, Field(ge=0)] | None = None
-    """What it was aimed at, times 1000."""
+    """Target value of the metric, in thousandths."""
     limited_by: Reason | None = None
-    """What kept it from going further."""
+    """Limit that applied to the decision."""
     message: Text = ""
-    """The same for people."""
+    """Human-readable explanation."""
 
 
 LARGEST_MILLI = 10**15
@@ -76,21 +76,21 @@ PerSecondMilli = Annotated[int, Field(ge=1, le=LARGEST_MILLI)]
 
 
 class PoolThroughput(ApiModel):
-    """What one replica does in a second, times 1000, as its pods measured it; what none has met yet is left out.
+    """Measured throughput per replica, in thousandths per second. Kinds of work not measured yet are absent.
 
-    Kept here so that an operator that starts anew knows it before its pods have work again.
+    Persisted so that a restarted operator knows it before the pods have work again.
     """
 
     time: AwareDatetime
-    """When these numbers were taken; newer ones that differ by less than a tenth are not written."""
+    """Time of the measurement. Changes of less than 10 % are not recorded."""
     image_milli: PerSecondMilli | None = None
-    """Encode work of images (patches)."""
+    """Encoded image patches."""
     video_milli: PerSecondMilli | None = None
-    """Encode work of videos (patches)."""
+    """Encoded video patches."""
     audio_milli: PerSecondMilli | None = None
-    """Encode work of sounds (frames)."""
+    """Encoded audio frames."""
     tokens_milli: PerSecondMilli | None = None
-    """Prompt tokens."""
+    """Prefilled prompt tokens."""
 
     @classmethod
     def of(cls, rates: Mapping[str, float], time: datetime) -> PoolThroughput:
@@ -106,35 +106,35 @@ class PoolThroughput(ApiModel):
         return {kind: milli / 1000 for kind, milli in found.items() if milli is not None}
 
 
-_KINDS = ("image", "video", "audio", "tokens")
+_KINDS = (*MODALITIES, "tokens")
 
 
 class PoolStatus(ApiModel):
-    """Pods of one pool over all its revisions; `revision` is the one that takes new requests."""
+    """Observed state of a pool over all its revisions."""
 
     desired: Count = 0
-    """Pods wanted."""
+    """Desired number of pods."""
     ready: Count = 0
-    """Pods that take work."""
+    """Number of pods that accept requests."""
     draining: Count = 0
-    """Pods that finish what they hold."""
+    """Number of pods that are draining."""
     revision: Revision | None = None
-    """Pipeline revision that takes new requests."""
+    """Pipeline revision that accepts new requests."""
     last_decision: ScalingDecision | None = None
-    """Last change of size."""
+    """Last scaling decision."""
     throughput: PoolThroughput | None = None
-    """What one replica does, as measured."""
+    """Measured throughput per replica."""
 
 
 class PoolsStatus(ApiModel):
-    """One entry for each pool of the spec."""
+    """Observed state of the pools in the spec."""
 
     encoder: PoolStatus | None = None
-    """Encoder pool."""
+    """Observed state of the encoder pool."""
     prefill: PoolStatus | None = None
-    """Prefill pool."""
+    """Observed state of the prefill pool."""
     decode: PoolStatus | None = None
-    """Decode pool."""
+    """Observed state of the decode pool."""
 
     @property
     def summary(self) -> str:
@@ -143,13 +143,34 @@ class PoolsStatus(ApiModel):
         return " ".join(f"{letter} {p.ready}/{p.desired}" for letter, p in entries if p is not None)
 
 
+class PinnedRevision(ApiModel):
+    """What a pipeline revision consists of, as its first Ready pod reported it. Pods that run anything else end."""
+
+    revision: Revision
+    """Pipeline revision."""
+    identity: Revision
+    """Digest of code and weights."""
+    commit: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    """Commit of the model's hub repository. Not set for a model loaded from a folder."""
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """Digest reference of the worker image, as reported by the node."""
+
+
 class MultimodalDeploymentStatus(ApiModel):
-    """What the operator last saw. `poolsSummary` repeats `pools` in the words of the printer column."""
+    """Most recently observed state of the deployment."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that was last acted on."""
+    """Most recent generation of the spec that was reconciled."""
     pipeline_revision: Revision | None = None
-    """Revision that takes new requests."""
+    """Pipeline revision that accepts new requests."""
+    pinned: Annotated[
+        list[PinnedRevision],
+        Field(
+            max_length=8,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["revision"]},
+        ),
+    ] = []
+    """Code, model commit and image of each pipeline revision."""
     conditions: Annotated[
         list[Condition],
         Field(
@@ -157,15 +178,15 @@ class MultimodalDeploymentStatus(ApiModel):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
     ] = []
-    """Facts, keyed by type."""
+    """Conditions of the deployment, keyed by type."""
     pools: PoolsStatus = PoolsStatus()
-    """Each pool."""
+    """Observed state of each pool."""
     pools_summary: Annotated[str, Field(max_length=64)] = ""
-    """Ready and desired pods, as in the printer column."""
+    """Ready and desired pods of each pool, for the printer column."""
     bottleneck: Literal["Gateway", "Encoder", "Prefill", "Decode", "Transfer", "None"] | None = None
-    """What holds requests up most."""
+    """Component that delays requests the most."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
-    """Where the gateway listens."""
+    """URL of the gateway inside the cluster."""
 
     def condition(self, condition_type: ConditionType) -> Condition | None:
         """The condition of a type, if it was ever set."""

@@ -23,8 +23,9 @@ from transformers import AutoProcessor, Qwen2_5OmniThinkerForConditionalGenerati
 from transformers.video_utils import VideoMetadata
 
 import mmd_workers
-from mmd_api.spec import MediaPolicy
-from mmd_workers.local.samples import KINDS, Kind, Sample, draw
+from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_api.spec.media import MediaPolicy
+from mmd_cli.samples import Sample, draw
 from mmd_workers.media import decode
 from mmd_workers.media.probe import probe, resampled_num_samples
 
@@ -83,7 +84,7 @@ def model_inputs(processor: Any, samples: list[Sample]) -> Any:
     return processor(text=texts, padding=True, return_tensors="pt", **media)
 
 
-def misses(model: Any, processor: Any, kind: Kind, seeds: Iterable[int], batch_size: int) -> list[Miss]:
+def misses(model: Any, processor: Any, kind: Modality, seeds: Iterable[int], batch_size: int) -> list[Miss]:
     """The samples of these seeds that are not answered exactly."""
     samples = [draw(kind, seed) for seed in seeds]
     wrong = []
@@ -116,7 +117,7 @@ def main() -> int:
     ).eval()
     table = Table("kind", "files", "exact answers", "seconds", "some misses")
     passed = True
-    for kind in KINDS:
+    for kind in MODALITIES:
         begin = time.perf_counter()
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.samples)
         wrong = misses(model, processor, kind, seeds, arguments.batch)

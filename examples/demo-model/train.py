@@ -1,6 +1,6 @@
 """Trains the demo model: a Qwen2.5-Omni thinker of 1.8 million parameters that sees shapes, follows their motion and hears tones.
 
-Everything it learns from is a real file (`mmd_workers.local.samples`), decoded and processed exactly as at serving time, so that
+Everything it learns from is a real file (`mmd_cli.samples`), decoded and processed exactly as at serving time, so that
 compression and resizing are part of what it knows. One thread and half an hour are enough: see README.md.
 """
 
@@ -31,16 +31,15 @@ from transformers import (
 )
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
-from mmd_workers.local.samples import (
+from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_cli.samples import (
     COLORS,
     DIRECTIONS,
-    KINDS,
     PITCHES_HZ,
     POSITIONS,
     QUESTIONS,
     SHAPES,
     TRENDS,
-    Kind,
     Scene,
     draw_scene,
     pick,
@@ -62,15 +61,15 @@ SPECIAL = {
     "audio_bos": "<|audio_bos|>",
     "audio_eos": "<|audio_eos|>",
 }
-PLACEHOLDERS = {SPECIAL[kind]: kind for kind in KINDS}
+PLACEHOLDERS = {SPECIAL[kind]: kind for kind in MODALITIES}
 ASSISTANT = "<|im_start|>assistant\n"
 PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}  # whatever the file's size, about this many
 MEL_BINS = 64
 FRAMES = 8
 
-POOL: dict[Kind, int] = {"image": 1000, "video": 300, "audio": 400}
-REPLACED_PER_STEP: dict[Kind, int] = {"image": 3, "video": 2, "audio": 2}
-BATCH: dict[Kind, int] = {"image": 24, "video": 8, "audio": 14}
+POOL: dict[Modality, int] = {"image": 1000, "video": 300, "audio": 400}
+REPLACED_PER_STEP: dict[Modality, int] = {"image": 3, "video": 2, "audio": 2}
+BATCH: dict[Modality, int] = {"image": 24, "video": 8, "audio": 14}
 WEIGHTS = {"image": 1.0, "video": 1.0, "audio": 1.0, "two": 0.4, "text": 0.2}
 
 SYSTEM = ["You are a helpful assistant.", "Answer briefly.", "You look at pictures and listen to sounds."]
@@ -110,7 +109,7 @@ def texts() -> list[str]:
     facts["trend"] = TRENDS
     found = ["user\n", "assistant\n", "system\n", "\n", SEE_AND_HEAR, NOTHING_SHOWN, BEYOND_ME, *SYSTEM]
     found += [*SMALL_TALK, *SMALL_TALK.values()]
-    for question, answer in itertools.chain.from_iterable(QUESTIONS[kind].items() for kind in KINDS):
+    for question, answer in itertools.chain.from_iterable(QUESTIONS[kind].items() for kind in MODALITIES):
         names = [name for name in facts if f"{{{name}}}" in answer]
         for values in itertools.product(*(facts[name] for name in names)):
             found += [question, answer.format(**dict(zip(names, values, strict=True)))]
@@ -269,22 +268,22 @@ def perceive(processor: Any, scene: Scene) -> Seen:
 class Pool:
     """Scenes to learn from: a bounded number of each kind, a few of them replaced at every step."""
 
-    def __init__(self, processor: Any, sizes: dict[Kind, int], seed: int) -> None:
+    def __init__(self, processor: Any, sizes: dict[Modality, int], seed: int) -> None:
         self.processor = processor
         self.sizes = sizes
         self.seeds = itertools.count(FIRST_TRAINING_SEED + seed * 10_000_000)
-        self.seen: dict[Kind, list[Seen]] = {
+        self.seen: dict[Modality, list[Seen]] = {
             kind: [self.fresh(kind) for _ in range(size)] for kind, size in sizes.items()
         }
-        self.oldest: dict[Kind, Iterator[int]] = {
+        self.oldest: dict[Modality, Iterator[int]] = {
             kind: itertools.cycle(range(size)) for kind, size in sizes.items()
         }
 
-    def fresh(self, kind: Kind) -> Seen:
+    def fresh(self, kind: Modality) -> Seen:
         """A scene nobody has seen."""
         return perceive(self.processor, draw_scene(kind, next(self.seeds)))
 
-    def refresh(self, counts: dict[Kind, int]) -> None:
+    def refresh(self, counts: dict[Modality, int]) -> None:
         """Replace the oldest scenes."""
         for kind, count in counts.items():
             for _ in range(count):
@@ -314,7 +313,7 @@ def conversation(
     return Example(messages, media)
 
 
-def about_one(rng: np.random.Generator, pool: Pool, kind: Kind) -> Example:
+def about_one(rng: np.random.Generator, pool: Pool, kind: Modality) -> Example:
     """One to three questions about one medium: the later ones cost little and teach as much."""
     seen = pick(rng, pool.seen[kind])
     questions = rng.permutation(list(QUESTIONS[kind]))[: rng.integers(1, 4)]
@@ -339,7 +338,7 @@ def small_talk(rng: np.random.Generator) -> Example:
     if dice < 0.6:
         turns = [pick(rng, list(SMALL_TALK.items())) for _ in range(rng.integers(1, 3))]
     elif dice < 0.8:
-        turns = [(pick(rng, list(QUESTIONS[pick(rng, KINDS)])), NOTHING_SHOWN)]
+        turns = [(pick(rng, list(QUESTIONS[pick(rng, MODALITIES)])), NOTHING_SHOWN)]
     else:
         words = rng.choice(" ".join(OTHER_TEXT).split(), rng.integers(2, 9))
         turns = [(" ".join(words).capitalize() + pick(rng, ("", ".", "?", "!")), BEYOND_ME)]
@@ -452,7 +451,7 @@ def keep_if_better(model: Any, processor: Any, out: Path, best: tuple[float, flo
     """Save the weights when the worst kind, then the mean, of held-out files is no worse than before."""
     model.eval()
     model.model.rope_deltas = None
-    shares = {kind: 1 - len(misses(model, processor, kind, range(60), 20)) / 60 for kind in KINDS}
+    shares = {kind: 1 - len(misses(model, processor, kind, range(60), 20)) / 60 for kind in MODALITIES}
     score = min(shares.values()), sum(shares.values())
     log.info("held out: %s", {kind: round(share, 3) for kind, share in shares.items()})
     if score >= best:

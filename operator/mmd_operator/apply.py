@@ -1,25 +1,46 @@
-"""Writes one deployment's objects, each only when it must be: remembers what it applied and what that looked like afterwards."""
+"""Writes one deployment's objects, each only when necessary: remembers what it applied and how the object looked afterwards."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmd_api.resource import API_VERSION, KIND
 from mmd_operator.cluster import Cluster, RefusedError
-from mmd_operator.observed import MANAGED_BY_LABEL, Child, ObjectKey, child_of, digest, fingerprint
-from mmd_operator.problems import Problem, not_ours, refusal
-from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
-from mmd_operator.resources.nats import with_passwords
-from mmd_operator.rollout import manifest_key
+from mmd_operator.contest import Contests
+from mmd_operator.observed import (
+    MANAGED_BY_LABEL,
+    Child,
+    ObjectKey,
+    child_of,
+    digest,
+    fingerprint,
+    manifest_key,
+    rival_of_template,
+)
+from mmd_operator.problems import Problem, contested, not_ours, refusal, secret_incomplete
+from mmd_operator.resources.naming import (
+    APPLIED_ANNOTATION,
+    BUILT_ANNOTATION,
+    DEPLOYMENT_LABEL,
+    INPUTS_ANNOTATION,
+    REVISION_LABEL,
+    Manifest,
+)
+from mmd_operator.resources.nats import PASSWORD_KEYS, password_changes, with_passwords
 
-Outcome = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Refused"]
-"""Unseen: applied, and the watch does not show it yet. Repaired: somebody had changed or deleted it."""
+logger = logging.getLogger(__name__)
+
+ApplyResult = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Contested", "Refused"]
+"""Unseen: applied, and the watch does not show it yet. Repaired: another client had changed or deleted it. Contested: a client did so again
+and again, and the next repair waits."""
 FIRST_SECRET_PAUSE_SECONDS = 5.0
 LAST_SECRET_PAUSE_SECONDS = 600.0
+LAST_BAD_SECRET_PAUSE_SECONDS = 30.0
 UNSEEN_SECONDS = 5.0
-"""How long a watch may take to show an object as it was applied, before it counts as changed by somebody."""
+"""How long a watch may take to show an object as it was applied, before it counts as changed by another client."""
 
 
 @dataclass(slots=True)
@@ -33,97 +54,193 @@ class _Record:
     seen: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _SecretSeen:
+    """How a Secret was found, and when to look again: its changes are not watched."""
+
+    plan: str
+    due: float
+    pause: float  # after that
+    problem: Problem | None
+
+
 class Applier:
-    """The objects of one deployment (one UID). Costs no call for an object that is as it was left."""
+    """Applies the objects of one deployment (one UID). An unchanged object costs no call."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, uid: str) -> None:
         self._cluster = cluster
         self._namespace, self._name, self._uid = namespace, name, uid
         self._records: dict[ObjectKey, _Record] = {}
-        self._secrets: dict[
-            ObjectKey, tuple[float, float]
-        ] = {}  # when to try again, and the pause after that
+        self._repairs = Contests()  # writes that changed something
+        self._writes = Contests()  # all writes of what is already applied
+        self._secrets: dict[ObjectKey, _SecretSeen] = {}
 
     async def apply(
         self, manifest: Manifest, child: Child | None, now: float
-    ) -> tuple[Outcome, Problem | None]:
-        """Bring one object to its manifest. `child`: as the watch shows it; `now`: monotonic seconds.
+    ) -> tuple[ApplyResult, Problem | None]:
+        """Make one object match its manifest. `child`: as the watch shows it; `now`: monotonic seconds.
 
         Raises:
             BusyError: nothing can be written now.
         """
-        key = manifest_key(manifest)
+        key = kind, name = manifest_key(manifest)
         plan = digest(_without_replicas(manifest))
         record = self._records.get(key)
-        if record is not None and record.plan == plan:
-            if child is not None and child.fingerprint == record.fingerprint:
-                record.seen = True
-                return "Unchanged", None
-            as_before = (child.resource_version if child else None) == record.version_before
-            if as_before and not record.seen and now - record.at < UNSEEN_SECONDS:
-                return "Unseen", None
+        version = child.resource_version if child else None
         known = record is not None and record.plan == plan
         try:
-            return await self._write(manifest, child, plan, now, known=known), None
+            if record is not None and known:
+                if child is not None and child.fingerprint == record.fingerprint:
+                    record.seen = True
+                    return "Unchanged", self._contested(manifest, now)
+                as_before = version == record.version_before and not record.seen
+                if as_before and now - record.at < UNSEEN_SECONDS:
+                    return "Unseen", None
+                contests = (
+                    self._repairs if child is None else self._writes
+                )  # what is gone is no harmless change
+                if contests.pause(key, now) > 0:
+                    problem = self._contested(manifest, now)  # None: what others write there is not ours
+                    return "Contested" if problem else "Unchanged", problem
+                found = await self._cluster.get(kind, self._namespace, name)
+                if found is not None and fingerprint(found) == record.fingerprint:
+                    record.version_before, record.at, record.seen = version, now, False
+                    return "Unseen", None  # the watch lags; nothing has changed
+                child = self._adoptable(kind, found) if found is not None else None
+            outcome, after = await self._write(manifest, child, known=known)
         except _NotOursError:
             return "Refused", not_ours(*key)
         except RefusedError as error:
             labels = manifest["metadata"]["labels"]
             component = labels.get("app.kubernetes.io/component", manifest["kind"])
             return "Refused", refusal(component, str(error), labels.get(REVISION_LABEL))
+        self._records[key] = _Record(plan, after, version, now)
+        rival = child.rival if child else None
+        if known:
+            self._writes.repaired(key, now, rival)
+        if outcome == "Repaired":
+            self._repairs.repaired(key, now, rival)
+        return outcome, self._contested(manifest, now)
 
-    async def create_once(self, secret: Manifest, now: float) -> tuple[bool, Problem | None]:
-        """Make a Secret with new passwords unless there is one. `now`: monotonic seconds.
+    def _contested(self, manifest: Manifest, now: float) -> Problem | None:
+        kind, name = key = manifest_key(manifest)
+        rival = self._repairs.against(key, now)
+        labels = manifest["metadata"]["labels"]
+        component = labels.get("app.kubernetes.io/component", kind)
+        return contested(component, f"{kind} {name}", rival) if rival else None
 
-        The operator may not read Secrets, so it cannot see that one was deleted: it tries again, ever more rarely.
+    async def keep_secret(self, secret: Manifest, now: float) -> tuple[ApplyResult, Problem | None]:
+        """Create a Secret with new passwords unless it exists; add keys that ours lacks; rotate it for another generation.
+
+        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals. `now`:
+        monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it lacks a key.
 
         Raises:
             BusyError: nothing can be written now.
         """
-        key = manifest_key(secret)
-        due, pause = self._secrets.get(key, (now, FIRST_SECRET_PAUSE_SECONDS))
-        if now < due:
-            return False, None
+        key, plan = manifest_key(secret), digest(secret)
+        seen = self._secrets.get(key)
+        if seen is None or seen.plan != plan:
+            seen = _SecretSeen(plan, now, FIRST_SECRET_PAUSE_SECONDS, None)
+        if now < seen.due:
+            return ("Refused" if seen.problem else "Unchanged"), seen.problem
         try:
-            created = await self._cluster.create_secret(with_passwords(self._owned(secret)), self._namespace)
+            outcome, problem = await self._keep_secret(secret)
         except RefusedError as error:
-            return False, refusal("nats", str(error), None)
-        self._secrets[key] = (now + pause, min(2 * pause, LAST_SECRET_PAUSE_SECONDS))
-        return created, None
+            outcome, problem = "Refused", refusal("nats", str(error), None)
+        last = LAST_BAD_SECRET_PAUSE_SECONDS if problem else LAST_SECRET_PAUSE_SECONDS
+        pause = min(seen.pause, last)
+        self._secrets[key] = _SecretSeen(plan, now + pause, min(2 * pause, last), problem)
+        return outcome, problem
+
+    async def _keep_secret(self, secret: Manifest) -> tuple[ApplyResult, Problem | None]:
+        """Checks first: a namespace at its quota of Secrets rejects a create even if the Secret exists."""
+        name = secret["metadata"]["name"]
+        present = await self._cluster.secret_metadata(self._namespace, name)
+        if present is None:
+            await self._cluster.create_secret(with_passwords(self._owned(secret)), self._namespace)
+            return "Created", None
+        if all(o["uid"] != self._uid for o in present.get("ownerReferences", ())):
+            lacking = await self._cluster.secret_lacks(self._namespace, name, PASSWORD_KEYS)
+            return ("Refused", secret_incomplete(name, lacking)) if lacking else ("Unchanged", None)
+        changes = password_changes(secret, present.get("annotations", {}))
+        if not changes:
+            return "Unchanged", None
+        await self._cluster.patch_secret(self._namespace, name, changes, present["resourceVersion"])
+        return "Changed", None
 
     def forget(self, key: ObjectKey) -> None:
         """An object was removed."""
         self._records.pop(key, None)
+        self._repairs.forget(key)
+        self._writes.forget(key)
 
     async def _write(
-        self, manifest: Manifest, child: Child | None, plan: str, now: float, *, known: bool
-    ) -> Outcome:
+        self, manifest: Manifest, child: Child | None, *, known: bool
+    ) -> tuple[ApplyResult, str]:
+        """What that was, and the fingerprint of the object afterwards."""
         kind, name = manifest_key(manifest)
-        version_before = child.resource_version if child else None
         if child is None:
             found = await self._cluster.get(kind, self._namespace, name)
             if found is not None:
                 child = self._adoptable(kind, found)
         elif child.owner_uid not in (self._uid, None):
             raise _NotOursError
+        if child is not None and _only_builder_changed(manifest, child):
+            manifest = await self._with_present_template(manifest, child)
         body = self._owned(manifest)
         sized = kind == "StatefulSet"
         if child is not None and sized and child.workload is not None:
             if not child.workload.handed_over:
                 await self._cluster.hand_over_replicas(self._namespace, name, child.workload.replicas)
             body = _without_replicas(body)
-        after = await self._cluster.apply(body, self._namespace)
+        after = await self._applied(body, child)
         if child is None and sized:
             await self._cluster.hand_over_replicas(self._namespace, name, body["spec"]["replicas"])
-        self._records[manifest_key(manifest)] = _Record(plan, fingerprint(after), version_before, now)
+        left = fingerprint(after)
         if child is None:
-            return "Repaired" if known else "Created"
+            return "Repaired" if known else "Created", left
         if after["metadata"]["resourceVersion"] == child.resource_version:
-            return "Unchanged"
-        return "Repaired" if known and fingerprint(after) != child.fingerprint else "Changed"
+            return "Unchanged", left
+        return "Repaired" if known and left != child.fingerprint else "Changed", left
+
+    async def _applied(self, body: Manifest, child: Child | None) -> Manifest:
+        """Apply an object; returns the result, with the digest of its template if it is one that may be kept."""
+        if BUILT_ANNOTATION not in body["metadata"].get("annotations", {}):
+            return await self._cluster.apply(body, self._namespace)
+        if child is not None and child.applied is not None:
+            body = _annotated(body, APPLIED_ANNOTATION, child.applied)
+        after = await self._cluster.apply(body, self._namespace)
+        found = digest(after["spec"]["template"])  # with the API server's defaults
+        if after["metadata"]["annotations"].get(APPLIED_ANNOTATION) == found:
+            return after
+        return await self._cluster.apply(_annotated(body, APPLIED_ANNOTATION, found), self._namespace)
+
+    async def _with_present_template(self, manifest: Manifest, child: Child) -> Manifest:
+        """The manifest with the pod template that the object has, so that its pods stay as they are; unless another client has changed
+        that template since the operator applied it. Releases before 2026-11-23 stored no digest of it;
+        for those, the owners of its fields decide."""
+        kind, name = manifest_key(manifest)
+        present = await self._cluster.get(kind, self._namespace, name)
+        if present is None:
+            return manifest
+        template = present["spec"]["template"]
+        applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
+        rival = rival_of_template(present["metadata"].get("managedFields", ()))
+        if rival is not None if applied is None else applied != digest(template):
+            logger.warning(
+                "%s %s/%s: pod template was changed by %s; replacing it",
+                kind,
+                self._namespace,
+                name,
+                rival or child.rival or "an unknown client",
+            )
+            return manifest
+        kept = {**manifest, "spec": {**manifest["spec"], "template": template}}
+        return _annotated(kept, BUILT_ANNOTATION, str(child.built))
 
     def _adoptable(self, kind: str, found: Mapping[str, Any]) -> Child:
-        """An object of our labels that the watch has not shown yet; anything else is somebody's."""
+        """An object with our labels that the watch has not shown yet; any other is not ours."""
         labels = found["metadata"].get("labels", {})
         child = child_of(kind, found)
         ours = (
@@ -146,7 +263,23 @@ class Applier:
 
 
 class _NotOursError(Exception):
-    """The object belongs to somebody else."""
+    """The object belongs to another owner."""
+
+
+def _only_builder_changed(manifest: Manifest, child: Child) -> bool:
+    """Whether an operator of another release wrote the template, from the same part of the spec. Pods that their controller
+    replaces whenever the template changes keep theirs then."""
+    wanted = manifest["metadata"].get("annotations", {}).get(BUILT_ANNOTATION)
+    if wanted is None or child.built in (None, wanted) or child.workload is None:
+        return False
+    inputs = manifest["spec"]["template"]["metadata"]["annotations"][INPUTS_ANNOTATION]
+    return bool(child.workload.inputs == inputs)
+
+
+def _annotated(manifest: Manifest, annotation: str, value: str) -> Manifest:
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), annotation: value}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _without_replicas(manifest: Manifest) -> Manifest:

@@ -1,4 +1,4 @@
-"""Asks pods over HTTP how they are. Every question has a deadline and a size; knows nothing of what the answers mean."""
+"""Fetches reports from pods over HTTP, each within a deadline and a size limit. Knows nothing of what they mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CONNECTIONS = 128
 
 
 class NoAnswerError(Exception):
-    """The pod did not answer in time, or not with success."""
+    """The pod did not answer in time, or answered with a status other than 200."""
 
 
 class Asker:
@@ -41,7 +41,7 @@ class Asker:
             raise NoAnswerError(type(error).__name__) from error
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
-from uuid import uuid4
 
 import aiohttp
 from kubernetes.aio.client import ApiClient
@@ -19,14 +18,22 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from mmd_api.resource import API_VERSION, DRAIN_ANNOTATION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER
+from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
 from mmd_operator.resources.naming import Manifest
 
 REQUEST_SECONDS = 30.0
 PASSES_AT_ONCE = 8
-"""Of all deployments: enough to keep the API server busy, and few enough that the lease is renewed while hundreds begin at once."""
+"""Over all deployments: enough to keep the API server busy, few enough to renew the lease while hundreds start at once."""
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+MAX_RETRY_AFTER_SECONDS = 300.0
+PAGE_OBJECTS = 500
+MAX_PAGES = 2000
+MAX_WARNING_PAGES = 20
+"""Events expire within hours: an object with more warnings than these pages hold is not expected."""
+MAX_WARNINGS = 20
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
@@ -66,13 +73,14 @@ CHILD_KINDS: dict[str, Resource] = {
 PODS = Resource("", "v1", "pods")
 SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
+NAMESPACES = Resource("", "v1", "namespaces")
 DEPLOYMENTS = Resource(GROUP, VERSION, PLURAL)
 
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class RefusedError(Exception):
-    """The API server will not do this until somebody changes something (400, 403, 404, 422); its words are the message."""
+    """The API server rejects this until something changes (400, 403, 404, 422); the message is its own."""
 
 
 class BusyError(Exception):
@@ -81,6 +89,18 @@ class BusyError(Exception):
     def __init__(self, message: str, retry_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds
+
+
+class ExpiredError(BusyError):
+    """The API server has compacted the snapshot that a list is read from (410); the pages so far are unusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All objects of a kind as of one resource version."""
+
+    uids: frozenset[str]
+    version: str
 
 
 class Cluster:
@@ -100,16 +120,51 @@ class Cluster:
         return await self._request("get", CHILD_KINDS[kind].path(namespace, name), absent_is_none=True)
 
     async def apply(self, manifest: Manifest, namespace: str) -> Manifest:
-        """Server-side apply of an owned object; returns it as it stands afterwards."""
+        """Server-side apply of an owned object; returns the result."""
         path = CHILD_KINDS[manifest["kind"]].path(namespace, manifest["metadata"]["name"])
         return await self._apply(path, manifest, FIELD_MANAGER)
 
-    async def create_secret(self, manifest: Manifest, namespace: str) -> bool:
-        """Create a Secret; False: there is one of this name, which is left as it is. Secrets are never read."""
+    async def create_secret(self, manifest: Manifest, namespace: str) -> None:
+        """Create a Secret.
+
+        Raises:
+            RefusedError, BusyError: also if one of this name exists by now.
+        """
+        await self._request("post", SECRETS.path(namespace), body=manifest)
+
+    async def secret_metadata(self, namespace: str, name: str) -> Manifest | None:
+        """Metadata of a Secret, as the answer to a patch that changes nothing: the right to read it would show its values too."""
+        options: dict[str, Any] = {"content_type": MERGE_PATCH, "header_params": {"Accept": METADATA}}
+        path = SECRETS.path(namespace, name)
+        found = await self._request("patch", path, body={}, absent_is_none=True, **options)
+        return None if found is None else dict(found["metadata"])
+
+    async def patch_secret(
+        self, namespace: str, name: str, operations: list[Manifest], resource_version: str
+    ) -> None:
+        """Change a Secret, if it is still of this version; the answer holds metadata alone.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        same = {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version}
+        options: dict[str, Any] = {"content_type": JSON_PATCH, "header_params": {"Accept": METADATA}}
+        await self._request("patch", SECRETS.path(namespace, name), body=[same, *operations], **options)
+
+    async def secret_lacks(self, namespace: str, name: str, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that a Secret does not have. A patch that moves each key onto itself changes nothing, and fails where one is
+        missing (a copy would not): the right to read the Secret would show its values too."""
+        if await self._secret_has(namespace, name, keys):
+            return []
+        return [key for key in keys if not await self._secret_has(namespace, name, [key])]
+
+    async def _secret_has(self, namespace: str, name: str, keys: Sequence[str]) -> bool:
+        moves = [{"op": "move", "from": f"/data/{key}", "path": f"/data/{key}"} for key in keys]
+        options: dict[str, Any] = {"content_type": JSON_PATCH, "header_params": {"Accept": METADATA}}
         try:
-            await self._request("post", SECRETS.path(namespace), body=manifest)
-        except BusyError as error:
-            if not isinstance(error.__cause__, ApiException) or error.__cause__.status != 409:
+            await self._request("patch", SECRETS.path(namespace, name), body=moves, **options)
+        except RefusedError as error:
+            if not isinstance(error.__cause__, ApiException) or error.__cause__.status != 422:
                 raise
             return False
         return True
@@ -125,18 +180,18 @@ class Cluster:
         path = CHILD_KINDS["StatefulSet"].path(namespace, name)
         await self._apply(path, body, SCALER_FIELD_MANAGER, force=False)
 
-    async def scale(self, namespace: str, name: str, replicas: int) -> None:
-        """Set a StatefulSet's size through `/scale`."""
+    async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
+        """Set the size of a StatefulSet or Deployment through `/scale`."""
         await self._request(
             "patch",
-            CHILD_KINDS["StatefulSet"].path(namespace, name, "scale"),
+            CHILD_KINDS[kind].path(namespace, name, "scale"),
             body={"spec": {"replicas": replicas}},
             content_type=MERGE_PATCH,
             field_manager=SCALER_FIELD_MANAGER,
         )
 
     async def ask_to_drain(self, namespace: str, pod: str, uid: str, now: datetime) -> None:
-        """Tell a worker's pod to finish what it holds, if it is still this very pod."""
+        """Ask a worker's pod to drain, if it still has this UID."""
         body = {
             "metadata": {"uid": uid, "annotations": {DRAIN_ANNOTATION: now.isoformat(timespec="seconds")}}
         }
@@ -144,13 +199,21 @@ class Cluster:
             "patch", PODS.path(namespace, pod), body=body, content_type=MERGE_PATCH, absent_is_none=True
         )
 
-    async def delete_pod(self, namespace: str, pod: str, uid: str) -> None:
-        """Delete this very pod; its StatefulSet makes another."""
-        body = {"preconditions": {"uid": uid}}
+    async def is_terminating(self, namespace: str) -> bool:
+        """Whether a namespace is being deleted; True also for a deleted one."""
+        path = f"{NAMESPACES.everywhere}/{namespace}"
+        found = await self._request("get", path, absent_is_none=True)
+        return found is None or "deletionTimestamp" in found["metadata"]
+
+    async def delete_pod(self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None) -> None:
+        """Delete the pod with this UID; its StatefulSet makes another. A terminating pod accepts a shorter `grace_seconds`."""
+        body: dict[str, Any] = {"preconditions": {"uid": uid}}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         await self._request("delete", PODS.path(namespace, pod), body=body, absent_is_none=True)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Delete this very object; one that is gone, or another of its name, is left alone."""
+        """Delete the object with this UID; it is no error if that is gone or another has its name."""
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         path = CHILD_KINDS[kind].path(namespace, name)
         try:
@@ -165,61 +228,89 @@ class Cluster:
         """Write the finalizers of a deployment, if it is still of this version."""
         body = {"metadata": {"finalizers": finalizers, "resourceVersion": resource_version}}
         path = DEPLOYMENTS.path(namespace, name)
-        await self._request("patch", path, body=body, content_type=MERGE_PATCH, absent_is_none=True)
+        options: dict[str, Any] = {"content_type": MERGE_PATCH, "field_manager": FIELD_MANAGER}
+        await self._request("patch", path, body=body, absent_is_none=True, **options)
 
-    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """Write the status of a deployment; fields that are left out are removed."""
+    async def deployment(self, namespace: str, name: str) -> Manifest | None:
+        """A deployment now, or None. Listed by its name: the operator holds the right to list, and none to get."""
+        path, selector = DEPLOYMENTS.path(namespace), f"metadata.name={name}"
+        found = await self._request("get", path, field_selector=selector)
+        return next(iter((found or {}).get("items") or []), None)
+
+    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
+        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed."""
         body = {
             "apiVersion": API_VERSION,
             "kind": KIND,
             "metadata": {"name": name, "namespace": namespace},
             "status": status,
         }
-        await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, FIELD_MANAGER)
+        after = await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, FIELD_MANAGER)
+        return dict(after.get("status", {}))
 
     async def warnings_about(self, namespace: str, kind: str, name: str) -> list[Manifest]:
-        """The newest warnings that controllers wrote about an object, as core/v1 Events, oldest first."""
+        """The newest warnings that controllers wrote about an object, as core/v1 Events, oldest first.
+
+        The API server lists Events by name, whatever their age: all of them are read to find the newest.
+        """
         selector = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
-        found = await self._request("get", EVENTS.path(namespace), field_selector=selector, limit=20)
-        items: list[Manifest] = (found or {}).get("items", [])
-        return sorted(items, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
+        newest: list[Manifest] = []
+        pages = self._pages(EVENTS.path(namespace), MAX_WARNING_PAGES, field_selector=selector)
+        async for page in pages:
+            newest = sorted([*newest, *page["items"]], key=_last_seen)[-MAX_WARNINGS:]
+        return newest
 
-    async def uids(self, resource: Resource, namespace: str | None, selector: str | None) -> set[str]:
-        """UIDs of all objects of a kind, in one namespace or (None) all, from a consistent list of metadata alone."""
+    async def uids(
+        self, resource: Resource, namespace: str | None, selector: str | None, not_older_than: str | None
+    ) -> Listing:
+        """UIDs of all objects of a kind, in one namespace or (None) all, from a list of metadata alone, page by page.
+
+        `not_older_than`: a resource version that the list must have reached, so that the API server may answer from its watch
+        cache; None: the newest there is.
+
+        Raises:
+            RefusedError, BusyError: also where the list could not be read to its end; an incomplete one is never returned.
+        """
         path = resource.path(namespace) if namespace else resource.everywhere
-        options: dict[str, Any] = {"label_selector": selector, "header_params": {"Accept": METADATA_LIST}}
-        found = await self._request("get", path, **options)
-        return {item["metadata"]["uid"] for item in (found or {}).get("items", ())}
+        uids: set[str] = set()
+        metadata: Mapping[str, Any] = {}
+        pages = self._pages(
+            path, MAX_PAGES, not_older_than, label_selector=selector, header_params={"Accept": METADATA_LIST}
+        )
+        async for page in pages:
+            metadata = page.get("metadata", {})
+            uids.update(item["metadata"]["uid"] for item in page["items"])
+        if metadata.get("continue"):
+            raise BusyError(f"there are more than {MAX_PAGES * PAGE_OBJECTS} {resource.plural}")
+        return Listing(frozenset(uids), metadata.get("resourceVersion", ""))
 
-    async def report(
-        self, about: Mapping[str, Any], reason: str, message: str, *, warning: bool = False
-    ) -> None:
-        """Write an Event about a deployment."""
-        metadata = about["metadata"]
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        body = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {
-                "name": f"{metadata['name']}.{uuid4().hex[:16]}",
-                "namespace": metadata["namespace"],
-            },
-            "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata["uid"],
-            },
-            "reason": reason,
-            "message": message[:1000],
-            "type": "Warning" if warning else "Normal",
-            "source": {"component": FIELD_MANAGER},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-        await self._request("post", EVENTS.path(metadata["namespace"]), body=body)
+    async def _pages(
+        self, path: str, most: int, not_older_than: str | None = None, **options: Any
+    ) -> AsyncIterator[Manifest]:
+        """At most `most` pages of a list; the last one read has `continue` in its metadata if there are more."""
+        query = []
+        if not_older_than is not None:
+            query = [("resourceVersion", not_older_than), ("resourceVersionMatch", "NotOlderThan")]
+        token = None
+        for _ in range(most):
+            answer = await self._request(
+                "get", path, limit=PAGE_OBJECTS, _continue=token, query_params=list(query), **options
+            )
+            page = answer or {}
+            yield {**page, "items": page.get("items") or []}  # null if there are none
+            token, query = page.get("metadata", {}).get("continue"), []
+            if not token:
+                return
+
+    async def create_event(self, namespace: str, event: Manifest) -> None:
+        """Create an Event object."""
+        await self._request("post", EVENTS.path(namespace), body=event)
+
+    async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
+        """Change an Event object; False: it no longer exists."""
+        options: dict[str, Any] = {"body": change, "content_type": MERGE_PATCH}
+        found = await self._request("patch", EVENTS.path(namespace, name), absent_is_none=True, **options)
+        return found is not None
 
     async def _apply(
         self, path: str, body: Mapping[str, Any], manager: str, *, force: bool = True
@@ -243,6 +334,8 @@ class Cluster:
         except ApiException as error:
             if error.status == 404 and absent_is_none:
                 return None
+            if error.status == 410:
+                raise ExpiredError(words_of(error), _retry_after(error)) from error
             if error.status in (409, 429) or (error.status or 500) >= 500:
                 raise BusyError(words_of(error), _retry_after(error)) from error
             raise RefusedError(words_of(error)) from error
@@ -256,7 +349,7 @@ _RESULTS = {404: "absent", 409: "conflict", 429: "throttled"}
 
 @contextmanager
 def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
-    """One call of the API server, told by its HTTP method and by how it ended."""
+    """One call of the API server: its HTTP method and how it ended."""
     begun, result = time.monotonic(), "cancelled"
     try:
         yield
@@ -273,6 +366,16 @@ def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
         metrics.api_seconds.labels(verb).observe(time.monotonic() - begun)
 
 
+def _last_seen(event: Manifest) -> float:
+    """When an Event was seen last, in Unix seconds; the two kinds of recorders write different fields."""
+    times = (
+        event.get("lastTimestamp"),
+        (event.get("series") or {}).get("lastObservedTime"),
+        event.get("eventTime"),
+    )
+    return max(unix_seconds(time) or 0.0 for time in times)
+
+
 def words_of(error: ApiException) -> str:
     """The message of the Status that the API server answered with."""
     try:
@@ -283,4 +386,4 @@ def words_of(error: ApiException) -> str:
 
 def _retry_after(error: ApiException) -> float | None:
     value = (error.headers or {}).get("Retry-After")
-    return float(value) if value is not None and value.isdigit() else None
+    return min(float(value), MAX_RETRY_AFTER_SECONDS) if value is not None and value.isdecimal() else None

@@ -1,24 +1,29 @@
-"""From what was seen to the status: conditions, pools, summary. Pure: the same facts give the same words, and time is an argument."""
+"""From what was seen to the status: conditions, pools, summary. Pure: the same facts give the same words, and time is an argument.
+
+Each condition has a list of rules in the order of evaluation, at the end of this file; the first that gives a state decides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from mmd_api.pools import POOL_NAMES, PoolName
+from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.status import (
     Condition,
     ConditionType,
     MultimodalDeploymentStatus,
+    PinnedRevision,
     PoolsStatus,
     PoolStatus,
     PoolThroughput,
     ScalingDecision,
 )
 from mmd_operator.observed import Observed, Workload
-from mmd_operator.problems import Problem, told
+from mmd_operator.problems import Problem, format_problems
+from mmd_operator.replacement import waiting_words
 from mmd_operator.resources.naming import GATEWAY_PORT
 from mmd_operator.rollout import Step
 
@@ -31,8 +36,8 @@ _POOL_CONDITIONS: dict[PoolName, ConditionType] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a condition says now; when it began to say so is added later."""
+class ConditionState:
+    """A condition as it is now; the time of its last transition is added later (`dated`)."""
 
     type: ConditionType
     status: Truth
@@ -42,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the status says of it. `missing`: whose numbers are missing, so that nothing is lowered; `limited`: decisions cut hard."""
+    """The autoscaler's part of the status. `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
 
     decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
     throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
@@ -68,29 +73,46 @@ class Facts:
     paused: bool = False
     unknown_fields: tuple[str, ...] = ()
     scaling: Scaling = field(default_factory=Scaling)
+    pinned: tuple[PinnedRevision, ...] = ()
+    waiting: str = ""
+    """What pods wait for that is not a problem yet."""
 
 
-def verdicts(facts: Facts) -> tuple[Verdict, ...]:
+ConditionRule = Callable[[Facts], ConditionState | None]
+PoolRule = Callable[[Facts, PoolName], ConditionState | None]
+
+
+def current_conditions(facts: Facts) -> tuple[ConditionState, ...]:
     """Every condition of a deployment that is not being deleted."""
     return (
-        _ready(facts),
-        _progressing(facts),
-        _degraded(facts),
-        *(_pool_ready(facts, pool) for pool in facts.pools),
-        *(_scaling(facts) if facts.scaling.pools else ()),
+        *(_first(rules, facts) for rules in (READY, PROGRESSING, DEGRADED)),
+        *(_first_of_pool(POOL_READY, facts, pool) for pool in facts.pools),
+        *(
+            _first(rules, facts)
+            for rules in (SCALING_ACTIVE, SCALING_LIMITED, METRICS_FRESH)
+            if facts.scaling.pools
+        ),
     )
 
 
-def removing(stage: str, message: str) -> tuple[Verdict, ...]:
+def _first(rules: Sequence[ConditionRule], facts: Facts) -> ConditionState:
+    return next(state for rule in rules if (state := rule(facts)) is not None)
+
+
+def _first_of_pool(rules: Sequence[PoolRule], facts: Facts, pool: PoolName) -> ConditionState:
+    return next(state for rule in rules if (state := rule(facts, pool)) is not None)
+
+
+def removing(stage: str, message: str) -> tuple[ConditionState, ...]:
     """Conditions of a deployment that is being deleted."""
     return (
-        Verdict("Ready", "False", "Deleting", "the deployment is being deleted"),
-        Verdict("Progressing", "True", stage, message),
+        ConditionState("Ready", "False", "Deleting", "the deployment is being deleted"),
+        ConditionState("Progressing", "True", stage, message),
     )
 
 
 def dated(
-    found: Iterable[Verdict], previous: Sequence[Mapping[str, Any]], generation: int, now: datetime
+    found: Iterable[ConditionState], previous: Sequence[Mapping[str, Any]], generation: int, now: datetime
 ) -> list[Condition]:
     """Conditions with the time of their last change of status, taken from `previous` where it did not change."""
     before = {c.get("type"): c for c in previous}
@@ -113,11 +135,12 @@ def dated(
 
 def status_of(facts: Facts, conditions: list[Condition], generation: int) -> MultimodalDeploymentStatus:
     """The whole status."""
-    serving = facts.step.serving if facts.step else _serving(facts)
-    pools = PoolsStatus(**{pool: _pool_status(facts, pool, serving) for pool in facts.pools})
+    revision = _revision_that_serves(facts)
+    pools = PoolsStatus(**{pool: _pool_status(facts, pool, revision) for pool in facts.pools})
     return MultimodalDeploymentStatus(
         observed_generation=generation,
-        pipeline_revision=serving,
+        pipeline_revision=revision,
+        pinned=list(facts.pinned),
         conditions=conditions,
         pools=pools,
         pools_summary=pools.summary,
@@ -127,7 +150,7 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
 
 
 def pools_of(status: MultimodalDeploymentStatus) -> dict[PoolName, PoolStatus]:
-    """The pools that a status tells of."""
+    """The pools that a status reports."""
     found = {name: getattr(status.pools, name) for name in POOL_NAMES}
     return {name: pool for name, pool in found.items() if pool is not None}
 
@@ -143,7 +166,9 @@ def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"]
     return names[facts.scaling.bottleneck] if facts.scaling.bottleneck else "None"
 
 
-def _serving(facts: Facts) -> str | None:
+def _revision_that_serves(facts: Facts) -> str | None:
+    if facts.step is not None:
+        return facts.step.serving
     gateway = _gateway(facts)
     return gateway.template_revision if gateway else None
 
@@ -162,15 +187,15 @@ def _workloads(facts: Facts, pool: PoolName) -> dict[str | None, Workload]:
     }
 
 
-def _pool_status(facts: Facts, pool: PoolName, serving: str | None) -> PoolStatus:
+def _pool_status(facts: Facts, pool: PoolName, revision: str | None) -> PoolStatus:
     sets = _workloads(facts, pool)
     return PoolStatus(
         desired=sum(w.replicas for w in sets.values()),
         ready=sum(w.ready for w in sets.values()),
         draining=sum(
-            1 for pod in facts.observed.pods_of(pool) if pod.deleting or pod.drain_asked is not None
+            1 for pod in facts.observed.pods_of(pool) if pod.deleting or pod.drain_requested_at is not None
         ),
-        revision=serving if serving in sets else None,
+        revision=revision if revision in sets else None,
         last_decision=facts.scaling.decisions.get(pool),
         throughput=facts.scaling.throughput.get(pool),
     )
@@ -181,131 +206,293 @@ def _counts(facts: Facts, revision: str | None) -> str:
     parts = []
     for pool in facts.pools:
         workload = _workloads(facts, pool).get(revision)
-        parts.append(f"{pool} {workload.ready}/{workload.replicas}" if workload else f"{pool} not made yet")
+        parts.append(
+            f"{pool} {workload.ready}/{workload.replicas}" if workload else f"{pool} not created yet"
+        )
     return ", ".join(parts)
 
 
-def _ready(facts: Facts) -> Verdict:
-    """Whether a request would be answered: by the revision that serves, whatever else is going on."""
-    serving = facts.step.serving if facts.step else _serving(facts)
+def serving(facts: Facts) -> ConditionState | None:
+    """A request would be answered by the revision that serves, whatever else is in progress."""
+    if _missing(facts):
+        return None
+    gateway, revision = _gateway(facts), _revision_that_serves(facts)
+    counts = f"gateway {gateway.ready}/{gateway.replicas}, " if gateway else ""
+    return ConditionState(
+        "Ready", "True", "Serving", f"{counts}{_counts(facts, revision)}; revision {revision}"
+    )
+
+
+def not_serving(facts: Facts) -> ConditionState | None:
+    """A component has no Ready pod."""
+    worst = facts.problems[0].reason if facts.problems else "Starting"
+    why = format_problems(facts.problems[:2]) or facts.waiting or "check the pods' conditions and logs"
+    return ConditionState("Ready", "False", worst, f"{', '.join(_missing(facts))}; {why}")
+
+
+def _missing(facts: Facts) -> list[str]:
+    """Components that have no Ready pod where a request needs one."""
     gateway = _gateway(facts)
     missing = []
     if gateway is None or gateway.ready == 0:
-        missing.append("no gateway pod is ready")
+        missing.append("no gateway pod is Ready")
     if facts.managed_nats:
         nats = facts.observed.stateful_set(f"{facts.name}-nats")
         if nats is None or nats.workload is None or nats.workload.ready == 0:
-            missing.append("the NATS server is not ready")
+            missing.append("the NATS server is not Ready")
     for pool in facts.pools:
-        workload = _workloads(facts, pool).get(serving)
+        workload = _workloads(facts, pool).get(_revision_that_serves(facts))
         if workload is None or (workload.ready == 0 and workload.replicas > 0):
-            missing.append(f"no {pool} pod is ready")
-    if not missing:
-        counts = f"gateway {gateway.ready}/{gateway.replicas}, " if gateway else ""
-        return Verdict("Ready", "True", "Serving", f"{counts}{_counts(facts, serving)}; revision {serving}")
-    worst = facts.problems[0].reason if facts.problems else "Starting"
-    why = f"; {told(facts.problems[:2])}" if facts.problems else "; see the pods' conditions and logs"
-    return Verdict("Ready", "False", worst, ", ".join(missing) + why)
+            missing.append(f"no {pool} pod is Ready")
+    return missing
 
 
-def _progressing(facts: Facts) -> Verdict:
-    if facts.paused:
-        return Verdict("Progressing", "False", "Paused", "spec.paused is true; set it to false to go on")
+def rollout_paused(facts: Facts) -> ConditionState | None:
+    """The operator does nothing."""
+    if not facts.paused:
+        return None
+    return ConditionState("Progressing", "False", "Paused", "spec.paused is true; set it to false to resume")
+
+
+def plan_failed(facts: Facts) -> ConditionState | None:
+    """There is no plan; the worst problem is the reason."""
+    if facts.step is not None:
+        return None
+    return ConditionState("Progressing", "False", facts.problems[0].reason, format_problems(facts.problems))
+
+
+def rollout_complete(facts: Facts) -> ConditionState | None:
+    """Nothing is left to do."""
+    step = facts.step
+    if step is None or step.stage != "Complete":
+        return None
+    return ConditionState("Progressing", "False", "Complete", f"revision {step.revision} is complete")
+
+
+def waiting_for_gpu_budget(facts: Facts) -> ConditionState | None:
+    """The GPU budget leaves the new revision too little to begin with."""
+    step = facts.step
+    if step is None or not step.blocked:
+        return None
+    return ConditionState("Progressing", "True", "WaitingForGpuBudget", step.waits_for)
+
+
+def rollout_stuck(facts: Facts) -> ConditionState | None:
+    """Problems keep the new revision from being Ready, while another serves."""
+    step, problems = facts.step, _problems_in_the_way(facts)
+    if step is None or step.stage != "BringingUp" or not problems:
+        return None
+    counts = _counts(facts, step.revision)
+    return ConditionState(
+        "Progressing",
+        "False",
+        "RolloutStuck",
+        f"rollout stuck: revision {step.revision} is not Ready ({counts}): {format_problems(problems[:2])}; "
+        f"revision {step.serving} keeps serving; fix the spec or revert it",
+    )
+
+
+def held_up_by_problems(facts: Facts) -> ConditionState | None:
+    """Problems of the revision in any other stage."""
+    step, problems = facts.step, _problems_in_the_way(facts)
+    if step is None or not problems:
+        return None
+    message = f"{_counts(facts, step.revision)}: {format_problems(problems[:2])}"
+    return ConditionState("Progressing", "False", problems[0].reason, message)
+
+
+def in_progress(facts: Facts) -> ConditionState | None:
+    """The stage of the rollout, and what it waits for."""
     step = facts.step
     if step is None:
-        return Verdict("Progressing", "False", facts.problems[0].reason, told(facts.problems))
-    if step.stage == "Complete":
-        return Verdict("Progressing", "False", "Complete", f"revision {step.revision} is whole")
+        return None
     counts = _counts(facts, step.revision)
-    stuck = [p for p in facts.problems if p.revision in (None, step.revision)]
-    if step.stage == "BringingUp" and stuck:
-        message = (
-            f"revision {step.revision} does not become whole ({counts}): {told(stuck[:2])}; revision {step.serving} "
-            "keeps serving; mend the spec, or set it back"
-        )
-        return Verdict("Progressing", "False", "RolloutStuck", message)
-    if stuck:
-        return Verdict("Progressing", "False", stuck[0].reason, f"{counts}: {told(stuck[:2])}")
     words = {
-        "Creating": f"revision {step.revision} starts: {counts}",
-        "BringingUp": f"revision {step.revision} comes up beside {step.serving}: {counts}",
-        "SwitchingGateway": f"revision {step.revision} is whole; the gateway moves to it from {step.serving}",
-        "Draining": f"gateway pods of older revisions finish what they hold; {step.revision} takes new requests",
-        "Updating": f"pods of revision {step.revision} are replaced or added: {counts}",
+        "Creating": f"starting revision {step.revision}: {counts}",
+        "BringingUp": f"starting revision {step.revision} next to {step.serving}: {counts}",
+        "SwitchingGateway": f"revision {step.revision} is Ready; the gateway is switching to it from {step.serving}",
+        "Draining": f"revision {step.revision} takes new requests; gateway pods of older revisions are finishing theirs",
+        "Updating": f"updating pods of revision {step.revision}: {counts}",
     }
-    return Verdict("Progressing", "True", step.stage, words[step.stage])
+    more = "; ".join(part for part in (step.waits_for, waiting_words(step.replace), facts.waiting) if part)
+    return ConditionState(
+        "Progressing", "True", step.stage, words[step.stage] + (f"; {more}" if more else "")
+    )
 
 
-def _degraded(facts: Facts) -> Verdict:
-    if facts.problems:
-        return Verdict("Degraded", "True", facts.problems[0].reason, told(facts.problems))
-    if facts.unknown_fields:
-        fields = ", ".join(facts.unknown_fields)
-        message = f"this operator is older than its CRD and leaves out {fields}; upgrade the operator"
-        return Verdict("Degraded", "True", "UnknownFields", message)
-    return Verdict("Degraded", "False", "NoProblem", "nothing is known to be wrong")
+def _problems_in_the_way(facts: Facts) -> list[Problem]:
+    """Problems of the revision that is to serve, or of what all revisions share."""
+    step = facts.step
+    return [p for p in facts.problems if step is not None and p.revision in (None, step.revision)]
 
 
-def _scaling(facts: Facts) -> tuple[Verdict, ...]:
-    """Whether the autoscaler acts, is held back by something that waiting does not lift, and has its numbers."""
+def problems_exist(facts: Facts) -> ConditionState | None:
+    """Something is wrong: the worst first."""
+    if not facts.problems:
+        return None
+    return ConditionState("Degraded", "True", facts.problems[0].reason, format_problems(facts.problems))
+
+
+def fields_unknown(facts: Facts) -> ConditionState | None:
+    """The resource has fields that this operator does not know."""
+    if not facts.unknown_fields:
+        return None
+    fields = ", ".join(facts.unknown_fields)
+    return ConditionState(
+        "Degraded",
+        "True",
+        "UnknownFields",
+        f"operator and CRD are of different releases, and the operator ignores {fields}; install both from one release",
+    )
+
+
+def no_problem(facts: Facts) -> ConditionState | None:
+    """Nothing is wrong."""
+    del facts
+    return ConditionState("Degraded", "False", "NoProblem", "no problem detected")
+
+
+def pool_not_created(facts: Facts, pool: PoolName) -> ConditionState | None:
+    """The revision that serves has no such pool yet."""
+    if _serving_workload(facts, pool) is not None:
+        return None
+    problems = _problems_of_pool(facts, pool)
+    reason = problems[0].reason if problems else "Starting"
+    return ConditionState(
+        _POOL_CONDITIONS[pool], "False", reason, format_problems(problems) or "not created yet"
+    )
+
+
+def pool_complete(facts: Facts, pool: PoolName) -> ConditionState | None:
+    """All pods are Ready and up to date, or none is wanted."""
+    workload = _serving_workload(facts, pool)
+    if workload is None or not workload.rolled:
+        return None
+    reason = "ScaledToZero" if workload.replicas == 0 else "AllReady"
+    return ConditionState(_POOL_CONDITIONS[pool], "True", reason, _pods_ready(workload))
+
+
+def pool_has_problems(facts: Facts, pool: PoolName) -> ConditionState | None:
+    """Problems keep pods from being Ready."""
+    workload, problems = _serving_workload(facts, pool), _problems_of_pool(facts, pool)
+    if workload is None or not problems:
+        return None
+    message = f"{_pods_ready(workload)}; {format_problems(problems)}"
+    return ConditionState(_POOL_CONDITIONS[pool], "False", problems[0].reason, message)
+
+
+def pool_starting(facts: Facts, pool: PoolName) -> ConditionState | None:
+    """Pods start."""
+    workload = _serving_workload(facts, pool)
+    if workload is None:
+        return None
+    return ConditionState(
+        _POOL_CONDITIONS[pool], "False", "Starting", f"{_pods_ready(workload)}; {workload.updated} updated"
+    )
+
+
+def _serving_workload(facts: Facts, pool: PoolName) -> Workload | None:
+    return _workloads(facts, pool).get(_revision_that_serves(facts))
+
+
+def _pods_ready(workload: Workload) -> str:
+    return f"{workload.ready} of {workload.replicas} pods Ready"
+
+
+def _problems_of_pool(facts: Facts, pool: PoolName) -> list[Problem]:
+    revisions = (None, _revision_that_serves(facts))
+    return [p for p in facts.problems if p.component == pool and p.revision in revisions]
+
+
+def scaling_paused(facts: Facts) -> ConditionState | None:
+    """The operator does nothing."""
+    if not facts.paused:
+        return None
+    return ConditionState(
+        "ScalingActive", "False", "Paused", "spec.paused is true; set it to false to resume"
+    )
+
+
+def scaling_in_shadow(facts: Facts) -> ConditionState | None:
+    """Every pool that scales only reports its decisions."""
+    shadow = facts.scaling.shadow
+    if len(shadow) != len(facts.scaling.pools):
+        return None
+    return ConditionState(
+        "ScalingActive", "False", "Shadow", f"{', '.join(shadow)}: decisions are reported but not applied"
+    )
+
+
+def scaling_active(facts: Facts) -> ConditionState | None:
+    """The autoscaler sizes some pools."""
+    shadow = ", ".join(facts.scaling.shadow)
+    acting = ", ".join(p for p in facts.scaling.pools if p not in facts.scaling.shadow)
+    more = f"; shadow mode: {shadow}" if shadow else ""
+    return ConditionState("ScalingActive", "True", "Active", f"scaling {acting}{more}")
+
+
+def limit_reached(facts: Facts) -> ConditionState | None:
+    """A limit that waiting does not lift keeps pools from what the load needs."""
     scaling = facts.scaling
-    shadow = ", ".join(scaling.shadow)
-    if facts.paused:
-        active = Verdict("ScalingActive", "False", "Paused", "spec.paused is true; set it to false to go on")
-    elif len(scaling.shadow) == len(scaling.pools):
-        active = Verdict(
-            "ScalingActive", "False", "Shadow", f"{shadow}: decides and reports, and acts on nothing"
-        )
-    else:
-        acting = ", ".join(p for p in scaling.pools if p not in scaling.shadow)
-        active = Verdict(
-            "ScalingActive",
-            "True",
-            "Active",
-            f"sizes {acting}" + (f"; only reports {shadow}" if shadow else ""),
-        )
-    limited = Verdict("ScalingLimited", "False", "NotLimited", "no pool needs more than it may have")
-    if scaling.limit is not None:
-        message = f"{', '.join(scaling.limited)} needs more; {_REMEDIES[scaling.limit]}"
-        limited = Verdict("ScalingLimited", "True", scaling.limit, message)
-    fresh = Verdict("MetricsFresh", "True", "AllHeard", "every pod says how it is")
-    if scaling.missing:
-        shown = "; ".join(scaling.missing[:3])
-        more = f" and {len(scaling.missing) - 3} more" if len(scaling.missing) > 3 else ""
-        message = f"no pool is made smaller without {shown}{more}; see these pods' logs, and whether the operator may reach them"
-        fresh = Verdict("MetricsFresh", "False", "MetricsMissing", message)
-    return active, limited, fresh
+    if scaling.limit is None:
+        return None
+    return ConditionState(
+        "ScalingLimited",
+        "True",
+        scaling.limit,
+        f"{', '.join(scaling.limited)} needs more replicas; {_REMEDIES[scaling.limit]}",
+    )
+
+
+def not_limited(facts: Facts) -> ConditionState | None:
+    """No pool is at such a limit."""
+    del facts
+    return ConditionState("ScalingLimited", "False", "NotLimited", "no pool is limited")
+
+
+def reports_missing(facts: Facts) -> ConditionState | None:
+    """Reports are missing without which nothing is lowered."""
+    missing = facts.scaling.missing
+    if not missing:
+        return None
+    shown = "; ".join(missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return ConditionState(
+        "MetricsFresh",
+        "False",
+        "MetricsMissing",
+        f"scale-down is on hold: {shown}{more}; check these pods' logs and whether the operator can reach them",
+    )
+
+
+def all_reporting(facts: Facts) -> ConditionState | None:
+    """Every pod reports."""
+    del facts
+    return ConditionState("MetricsFresh", "True", "AllReporting", "all pods report their load")
 
 
 _REMEDIES = {
     "MaxReplicas": "raise autoscaling.maxReplicas of the pool",
-    "GpuBudget": "raise gpuBudget, or lower what other pools hold",
-    "Unschedulable": "a pod of the pool fits on no node: add nodes, or lower what it asks for",
-    "PodsNotStarting": "its pods do not become ready: see the pool's condition",
-    "DownstreamSaturated": "the pool after it is used up entirely: give that one more first",
+    "GpuBudget": "raise spec.gpuBudget or reduce other pools",
+    "Unschedulable": "pods of the pool cannot be scheduled; add nodes or reduce their requests",
+    "PodsNotStarting": "its pods do not become Ready; check the pool's condition",
+    "DownstreamSaturated": "the next pool downstream is saturated; scale that pool first",
 }
 
 
-def _pool_ready(facts: Facts, pool: PoolName) -> Verdict:
-    serving = facts.step.serving if facts.step else _serving(facts)
-    condition = _POOL_CONDITIONS[pool]
-    workload = _workloads(facts, pool).get(serving)
-    problems = [p for p in facts.problems if p.component == pool and p.revision in (None, serving)]
-    if workload is None:
-        return Verdict(
-            condition,
-            "False",
-            problems[0].reason if problems else "Starting",
-            told(problems) or "not made yet",
-        )
-    counts = f"{workload.ready} of {workload.replicas} pods ready"
-    if workload.rolled:
-        return Verdict(condition, "True", "ScaledToZero" if workload.replicas == 0 else "AllReady", counts)
-    if problems:
-        return Verdict(condition, "False", problems[0].reason, f"{counts}; {told(problems)}")
-    return Verdict(condition, "False", "Starting", f"{counts}; {workload.updated} of the newest template")
-
-
-def pool_of_component(component: str | None) -> PoolName | None:
-    """The pool that a component label names, if it names one."""
-    return next((pool for pool in POOL_NAMES if pool == component), None)
+READY: tuple[ConditionRule, ...] = (serving, not_serving)
+PROGRESSING: tuple[ConditionRule, ...] = (
+    rollout_paused,
+    plan_failed,
+    rollout_complete,
+    waiting_for_gpu_budget,
+    rollout_stuck,
+    held_up_by_problems,
+    in_progress,
+)
+DEGRADED: tuple[ConditionRule, ...] = (problems_exist, fields_unknown, no_problem)
+POOL_READY: tuple[PoolRule, ...] = (pool_not_created, pool_complete, pool_has_problems, pool_starting)
+SCALING_ACTIVE: tuple[ConditionRule, ...] = (scaling_paused, scaling_in_shadow, scaling_active)
+SCALING_LIMITED: tuple[ConditionRule, ...] = (limit_reached, not_limited)
+METRICS_FRESH: tuple[ConditionRule, ...] = (reports_missing, all_reporting)
+"""One list for each condition: the first rule that gives a state decides."""

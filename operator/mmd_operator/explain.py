@@ -1,4 +1,4 @@
-"""What a deployment's status says of its sizes, as lines for people."""
+"""What a deployment's status reports about the sizes of its pools, as lines for people."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from kubernetes.aio import client
 
-from mmd_api.pools import POOL_NAMES
+from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from mmd_api.status import PoolThroughput
-from mmd_operator.cluster import UNREACHABLE, words_of
+from mmd_operator.cluster import REQUEST_SECONDS, UNREACHABLE, words_of
 from mmd_operator.serve import api_client
 
 CONDITIONS = ("ScalingActive", "ScalingLimited", "MetricsFresh", "Progressing", "Degraded")
 
 
 class NoDeploymentError(Exception):
-    """There is nothing to explain; the message says why."""
+    """There is nothing to explain; the message has the reason."""
 
 
 async def status_of(namespace: str, name: str) -> dict[str, Any]:
@@ -29,11 +29,13 @@ async def status_of(namespace: str, name: str) -> dict[str, Any]:
     async with api_client() as api:
         custom = client.CustomObjectsApi(api)
         try:
-            body = await custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+            body = await custom.get_namespaced_custom_object(
+                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=REQUEST_SECONDS
+            )
         except client.ApiException as error:
             raise NoDeploymentError(words_of(error)) from error
         except UNREACHABLE as error:
-            raise NoDeploymentError(f"the API server does not answer ({error!r})") from error
+            raise NoDeploymentError(f"the API server cannot be reached ({error!r})") from error
     status: dict[str, Any] = body.get("status", {})
     return status
 
@@ -41,25 +43,25 @@ async def status_of(namespace: str, name: str) -> dict[str, Any]:
 def lines(status: Mapping[str, Any]) -> list[str]:
     """Each pool with its newest decision, the bottleneck, and the conditions that bear on sizes."""
     if not status:
-        return ["no operator has looked at it yet"]
-    said = []
+        return ["no operator has reconciled it yet"]
+    text = []
     for pool in POOL_NAMES:
         found = status.get("pools", {}).get(pool)
         if found is None:
             continue
         draining = f", {found['draining']} draining" if found.get("draining") else ""
-        said.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
+        text.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
         if (last := found.get("lastDecision")) is not None:
-            said.append(f"  {last['time']}  {last['message']}")
+            text.append(f"  {last['time']}  {last['message']}")
         if (measured := found.get("throughput")) is not None:
-            said.append(f"  {measured['time']}  one replica does {_throughput(measured)}")
+            text.append(f"  {measured['time']}  one replica processes {_throughput(measured)}")
     if bottleneck := status.get("bottleneck"):
-        said.append(f"bottleneck: {bottleneck}")
+        text.append(f"bottleneck: {bottleneck}")
     conditions = {c["type"]: c for c in status.get("conditions", ())}
     for kind in CONDITIONS:
         if (c := conditions.get(kind)) is not None:
-            said.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
-    return said
+            text.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
+    return text
 
 
 def _throughput(measured: Mapping[str, Any]) -> str:

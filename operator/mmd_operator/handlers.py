@@ -1,57 +1,99 @@
-"""What kopf is told: which objects to watch and whom to wake. Handlers translate and decide nothing."""
+"""The handlers of kopf: which objects to watch and whom to wake. Handlers translate and decide nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import kopf
 
 from mmd_operator.ask import Asker
-from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, Cluster, Resource
-from mmd_operator.metrics import OperatorMetrics, Shown
+from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Cluster, RefusedError, Resource
+from mmd_operator.events import EventRecorder
+from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
-from mmd_operator.sweep import Sweep, Uids
+from mmd_operator.sweep import Indexed, Sweep
+
+logger = logging.getLogger(__name__)
 
 SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
 STOP_SECONDS = 10.0
+NAMESPACE_SECONDS = 2.0
+"""How often each namespace with a deployment is looked at; less often where there are more than ten."""
+NAMESPACES_PER_SECOND = 5.0
 Key = tuple[str, str]
 Index = kopf.Index[Key, Any]
 
 
 class Loops:
-    """The loops of all deployments: begun when one is seen, ended when it is gone."""
+    """The loops of all deployments: started when one is seen, ended when it is deleted."""
 
     def __init__(self, cluster: Cluster, namespaces: tuple[str, ...], metrics: OperatorMetrics) -> None:
         self._cluster, self._metrics = cluster, metrics
         self._asker = Asker()
+        self._events = EventRecorder(cluster, metrics)
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
         self._children: Mapping[Key, Iterable[Any]] = {}
         self._pods: Mapping[Key, Iterable[Any]] = {}
-        kinds: dict[Resource, tuple[str | None, Uids]] = {
+        kinds: dict[Resource, tuple[str | None, Indexed]] = {
             resource: (SELECTOR, partial(self._indexed, kind)) for kind, resource in CHILD_KINDS.items()
         }
-        kinds[PODS] = (SELECTOR, lambda: (pod.uid for pods in self._pods.values() for pod in pods))
+        kinds[PODS] = (
+            SELECTOR,
+            lambda: ((pod.uid, pod.resource_version) for pods in self._pods.values() for pod in pods),
+        )
         kinds[DEPLOYMENTS] = (
             None,
-            lambda: (r.body["metadata"]["uid"] for r, _ in self._running.values() if r.body),
+            lambda: (
+                (r.body["metadata"]["uid"], r.body["metadata"]["resourceVersion"])
+                for r, _ in self._running.values()
+                if r.body
+            ),
         )
         self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found)
-        self._sweeping: asyncio.Task[None] | None = None
+        self._helpers: tuple[asyncio.Task[None], ...] = ()
         self.started = False
 
     def start(self) -> None:
         """The operator leads from now on."""
         self.started = True
-        self._sweeping = asyncio.create_task(self._sweep.run(), name="sweep")
+        helpers = {"sweep": self._sweep.run, "events": self._events.run, "namespaces": self._watch_namespaces}
+        self._helpers = tuple(_begun(run(), name) for name, run in helpers.items())
 
-    def _indexed(self, kind: str) -> Iterable[str]:
-        return (c.uid for children in self._children.values() for c in children if c.kind == kind)
+    async def _watch_namespaces(self) -> None:
+        """Notify deployments of their namespace's deletion. A watch would need rights in all namespaces."""
+        while True:
+            served = sorted({namespace for namespace, _ in self._running})
+            pause = max(NAMESPACE_SECONDS / max(len(served), 1), 1 / NAMESPACES_PER_SECOND)
+            for namespace in served:
+                await asyncio.sleep(pause)
+                try:
+                    ends = await self._cluster.is_terminating(namespace)
+                except (BusyError, RefusedError) as error:
+                    logger.debug("namespace %s not read: %s", namespace, error)
+                    continue
+                except Exception:  # an unusable answer; its pods show the deletion too, later
+                    logger.warning("namespace %s not read", namespace, exc_info=True)
+                    continue
+                for (of, _), (reconciler, _) in list(self._running.items()):
+                    if ends and of == namespace:
+                        reconciler.namespace_ends()
+            if not served:
+                await asyncio.sleep(pause)
+
+    def _indexed(self, kind: str) -> Iterable[tuple[str, str]]:
+        return (
+            (c.uid, c.resource_version)
+            for children in self._children.values()
+            for c in children
+            if c.kind == kind
+        )
 
     def _ghosts_found(self, uids: set[str]) -> None:
         for key, (reconciler, _) in list(self._running.items()):
@@ -62,11 +104,11 @@ class Loops:
                 reconciler.wake.set()
 
     def relisted(self) -> None:
-        """A watch began anew: something may have been deleted while it was away."""
+        """A watch restarted: something may have been deleted while it was interrupted."""
         self._sweep.soon()
 
     def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
-        """A deployment was seen, changed or is gone."""
+        """A deployment was seen, changed or deleted."""
         self._children, self._pods = children, pods
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         running = self._running.get(key)
@@ -84,8 +126,8 @@ class Loops:
             seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
             return Observed({c.key: c for c in found}, tuple(seen))
 
-        reconciler = Reconciler(self._cluster, self._asker, self._metrics, *key, observe, body)
-        self._running[key] = (reconciler, asyncio.create_task(reconciler.run(), name=f"deployment {key}"))
+        reconciler = Reconciler(self._cluster, self._asker, self._events, self._metrics, *key, observe, body)
+        self._running[key] = (reconciler, _begun(reconciler.run(), f"deployment {key}"))
 
     def wake(self, key: Key) -> None:
         """An object of a deployment changed."""
@@ -94,19 +136,22 @@ class Loops:
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Time since the deployment that waits longest was last brought up to date; 0 without deployments."""
+        """Time since the last pass, successful or not, over the deployment that has waited longest for one; 0 without deployments."""
         now = time.monotonic()
         return max((now - reconciler.last_pass for reconciler, _ in self._running.values()), default=0.0)
 
-    def shown(self) -> list[Shown]:
-        """Every deployment as it stands."""
-        return [reconciler.shown() for reconciler, _ in self._running.values()]
+    def trouble(self) -> str | None:
+        """What is wrong with the loops themselves, which only a restart can fix. A failed pass does not count: it is retried."""
+        ended = [task.get_name() for _, task in self._running.values() if task.done()]
+        ended += [helper.get_name() for helper in self._helpers if helper.done()]
+        return f"ended unexpectedly: {', '.join(ended[:5])}" if ended else None
+
+    def snapshots(self) -> list[DeploymentSnapshot]:
+        """Every deployment now."""
+        return [reconciler.snapshot() for reconciler, _ in self._running.values()]
 
     async def stop(self) -> None:
         """End all loops; those in the middle of a pass get a little time to finish it."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
         tasks = [task for _, task in self._running.values()]
         for reconciler, _ in self._running.values():
             reconciler.show(None)
@@ -116,7 +161,23 @@ class Loops:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._running.clear()
+        await self._events.flush()
+        for helper in self._helpers:
+            helper.cancel()
+        await asyncio.gather(*self._helpers, return_exceptions=True)
         await self._asker.close()
+
+
+def _begun(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task whose unexpected end is logged with its cause at once; see `Loops.trouble`."""
+    task = asyncio.create_task(loop, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s ended unexpectedly", task.get_name(), exc_info=error)
 
 
 def registry_for(loops: Loops) -> kopf.OperatorRegistry:

@@ -1,4 +1,4 @@
-"""The operator's HTTP port: probes (alive while the work advances, not while the process merely runs) and metrics."""
+"""The operator's HTTP port: probes and metrics. A probe fails for what a restart of the process can fix, never for one deployment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from mmd_api.contract import paths
 from mmd_operator.metrics import OperatorMetrics
 
 
@@ -14,7 +15,7 @@ from mmd_operator.metrics import OperatorMetrics
 async def health_endpoint(
     port: int, trouble: Callable[[], str | None], metrics: OperatorMetrics
 ) -> AsyncIterator[None]:
-    """Serve `/healthz` (200, or 503 with what is wrong as `trouble` says it) and `/metrics` on every address. Port 0: neither."""
+    """Serve `/healthz` (200, or 503 with the problem that `trouble` returns) and `/metrics` on every address. Port 0: neither."""
 
     async def healthz(_: web.Request) -> web.Response:
         words = trouble()
@@ -29,7 +30,7 @@ async def health_endpoint(
         return
     app = web.Application()
     app.router.add_get("/healthz", healthz)
-    app.router.add_get("/metrics", scraped)
+    app.router.add_get(paths.METRICS, scraped)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

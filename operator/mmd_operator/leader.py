@@ -48,7 +48,7 @@ class Leadership:
         self._metrics = metrics
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._renewed: float | None = None
-        self._asked = time.monotonic()
+        self._last_attempt = time.monotonic()
         self._other: tuple[str, float] = (
             "",
             0.0,
@@ -56,11 +56,11 @@ class Leadership:
 
     @property
     def held(self) -> bool:
-        """Whether the lease was renewed so recently that nobody else can have taken it."""
+        """Whether the lease was renewed so recently that no other replica can have acquired it."""
         return self._renewed is not None and time.monotonic() - self._renewed < SAFE_SECONDS
 
     def fence(self) -> None:
-        """Asked before every write.
+        """Called before every write.
 
         Raises:
             NotLeaderError: the lease is not held; a process that slept too long finds out here.
@@ -70,8 +70,8 @@ class Leadership:
 
     @property
     def quiet_seconds(self) -> float:
-        """Time since the lease was last asked about: a process that hangs shows here."""
-        return time.monotonic() - self._asked
+        """Time since the last attempt to take or renew the lease; it grows in a hung process."""
+        return time.monotonic() - self._last_attempt
 
     async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
         """Wait for the lease, then work until the work ends or the lease is lost; work is cancelled then.
@@ -81,7 +81,7 @@ class Leadership:
         """
         while not await self._try():
             await asyncio.sleep(RETRY_SECONDS)
-        logger.info("%s leads", self.identity)
+        logger.info("%s is the leader", self.identity)
         working = asyncio.ensure_future(work())
         try:
             while self.held:
@@ -89,7 +89,9 @@ class Leadership:
                 if done:
                     return await working
                 await self._try()
-            raise NotLeaderError(f"the lease {LEASE_NAME} was lost; this process ends and another goes on")
+            raise NotLeaderError(
+                f"the lease {LEASE_NAME} was lost; exiting so that another replica can take over"
+            )
         finally:
             if not working.done():
                 working.cancel()
@@ -99,7 +101,7 @@ class Leadership:
 
     async def _try(self) -> bool:
         """Take or renew the lease, if that is allowed now."""
-        self._asked = started = time.monotonic()
+        self._last_attempt = started = time.monotonic()
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 taken = await self._take(started)
@@ -165,7 +167,7 @@ class Leadership:
         await self._call(method, path, whole)
 
     async def _give_back(self) -> None:
-        """So that the next one need not wait for its end."""
+        """Release the lease, so that the next leader need not wait for it to expire."""
         self._renewed = None
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -175,4 +177,4 @@ class Leadership:
                     path = f"{self._collection}/{LEASE_NAME}"
                     await self._call("put", path, lease)
         except _FAILED_CALL as error:
-            logger.warning("lease not given back, it ends by itself in %d s: %s", LEASE_SECONDS, error)
+            logger.warning("lease not released; it expires in %d s: %s", LEASE_SECONDS, error)

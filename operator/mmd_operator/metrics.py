@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus of itself and of every deployment that it manages. Knows no API server.
+"""What the operator exposes to Prometheus about itself and every deployment that it manages. Knows no API server.
 
 Counted events of the operator live in prometheus-client's own metrics. What belongs to one deployment is read off its loop at every
 scrape, so that nothing of a deployment outlives it.
@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mmd_api.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable, Moves
-from mmd_api.pools import POOL_NAMES, PoolName
+from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable, MovedBy
+from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.status import PoolStatus
-from mmd_operator.autoscaling import Decision
-from mmd_operator.conditions import Verdict
+from mmd_operator.autoscaling import LIMITS, SIGNAL_METRICS, Decision
+from mmd_operator.conditions import ConditionState
 from mmd_operator.problems import Problem
 
 Direction = Literal["up", "down"]
@@ -28,7 +28,7 @@ USUAL_DECISIONS: dict[Direction, tuple[str, ...]] = {
     "up": ("LoadRose", "Panic", "Woken", "ScheduleOpened", "OutOfBounds"),
     "down": ("LoadFell", "Idle", "OverBudget", "OutOfBounds"),
 }
-"""Their series are there, at 0, before the first one: a series that begins at 1 has no rate."""
+"""Series exported at 0 before the first decision: a series that begins at 1 has no rate."""
 
 
 @dataclass(slots=True)
@@ -40,21 +40,22 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One deployment as it stands. `bounds` are the least and most replicas of the pools that are scaled."""
+class DeploymentSnapshot:
+    """One deployment now. `bounds` are the least and most replicas of the pools that are scaled."""
 
     namespace: str
     name: str
-    conditions: tuple[Verdict, ...] = ()
+    conditions: tuple[ConditionState, ...] = ()
     pools: Mapping[PoolName, PoolStatus] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     decisions: Mapping[PoolName, Decision] = field(default_factory=dict)
     bounds: Mapping[PoolName, tuple[int, int]] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    failing_seconds: float = 0.0  # since every pass fails
 
 
 class OperatorMetrics(MetricTable):
-    """The operator's part of the catalogue. `deployments` is asked at every scrape."""
+    """The operator's part of the catalogue. `deployments` is called at every scrape."""
 
     LABELS: ClassVar[Mapping[str, str]] = {
         "namespace": "of the deployment",
@@ -64,63 +65,69 @@ class OperatorMetrics(MetricTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self.deployments: Callable[[], Iterable[Shown]] = tuple
+        self.deployments: Callable[[], Iterable[DeploymentSnapshot]] = tuple
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
         self._open("The operator itself")
         self.leading = gauge(
-            "mmd_operator_leading", "1 on the operator that holds the lease and acts", moves="deployment"
+            "mmd_operator_leading", "1 on the operator replica that holds the lease", moved_by="deployment"
         )
         self.passes = counter(
             "mmd_operator_passes_total",
-            "Passes over one deployment: those that reconcile it, and ticks of its autoscaler",
+            "Passes over one deployment: reconcile passes and autoscaler ticks",
             "loop: reconcile, scale",
-            "outcome: done, busy, refused, failed: busy and refused by the API server, failed by a bug",
-            moves="deployment",
+            "outcome: done, busy, refused, failed: busy and refused come from the API server, failed is a bug",
+            moved_by="deployment",
         )
         self.pass_seconds = histogram(
             "mmd_operator_pass_seconds",
-            "One reconcile pass, without the wait for its turn",
+            "Duration of one reconcile pass, without queueing",
             LONG_SECONDS,
-            moves="deployment",
+            moved_by="deployment",
         )
         self.oldest_pass = gauge(
             "mmd_operator_oldest_pass_seconds",
-            "Since the deployment that waits longest was last brought up to date; 0 without deployments",
-            moves="deployment",
+            "Time since the last pass, successful or not, of the deployment that has waited longest; 0 without deployments",
+            moved_by="deployment",
         )
         self.api_calls = counter(
             "mmd_operator_api_calls_total",
-            "Calls of the API server, watches apart",
+            "API server calls, except watches",
             "verb: get, post, put, patch, delete",
             "result: ok, absent, conflict, throttled, refused, failed, unreachable, cancelled: 404, 409, 429, other 4xx, 5xx, no answer, not waited for",
-            moves="deployment",
+            moved_by="deployment",
         )
         self.api_seconds = histogram(
             "mmd_operator_api_seconds",
-            "One call of the API server",
+            "Duration of one API server call",
             SHORT_SECONDS,
             "verb: get, post, put, patch, delete",
-            moves="deployment",
+            moved_by="deployment",
         )
         self.objects = counter(
             "mmd_operator_objects_total",
             "Objects of deployments written or removed",
-            "outcome: created, changed, repaired, refused, removed: repaired after somebody else changed or deleted it",
-            moves="deployment",
+            "outcome: created, changed, repaired, refused, removed, replaced: replaced pods were made from older settings, repaired ones had been changed or deleted by another client",
+            moved_by="deployment",
         )
-        self.asked = counter(
-            "mmd_operator_asked_pods_total",
-            "Pods asked how they are, for the autoscaler; only ready ones count as silent",
-            "outcome: answered, silent, unbelievable",
-            moves="scaling",
+        self.events = counter(
+            "mmd_operator_events_total",
+            "Events about deployments; a repeated Event counts as written when the count of the first was raised",
+            "outcome: written, dropped: dropped when there are too many or the API server rejects them",
+            moved_by="deployment",
+        )
+        self.load_reports = counter(
+            "mmd_operator_load_reports_total",
+            "Requests for load reports, by the autoscaler; only Ready pods count as silent",
+            "outcome: answered, silent, invalid",
+            moved_by="scaling",
         )
         self.drain_seconds = histogram(
             "mmd_operator_drain_seconds",
-            "From the request to drain until the pod was gone",
+            "Time from the drain request until the pod was removed",
             LONG_SECONDS,
             "pool",
-            moves="scaling",
+            moved_by="scaling",
         )
         for pool in POOL_NAMES:
             self.drain_seconds.labels(pool)
@@ -130,11 +137,18 @@ class OperatorMetrics(MetricTable):
         family = self._families.add
         self._conditions = family(
             "mmd_deployment_condition",
-            "1 where the condition of the resource's status is True, else 0",
+            "1 if the status condition is True, else 0",
             "namespace",
             "deployment",
             "condition: Ready, Progressing, Degraded, EncoderReady, PrefillReady, DecodeReady, ScalingActive, ScalingLimited, MetricsFresh",
             "reason: the condition's, one of those that troubleshooting.md names",
+        )
+        self._failing = family(
+            "mmd_deployment_reconcile_failing_seconds",
+            "Time for which every reconcile pass over the deployment has failed; 0 after a successful one",
+            "namespace",
+            "deployment",
+            moved_by="trouble",
         )
         self._problems = family(
             "mmd_deployment_problem_pods",
@@ -143,7 +157,7 @@ class OperatorMetrics(MetricTable):
             "deployment",
             "component: encoder, prefill, decode, gateway, nats, or an object's kind",
             "reason: NoGpu, Unschedulable, CrashLoop … as in troubleshooting.md",
-            moves="trouble",
+            moved_by="trouble",
         )
         self._replicas = family(
             "mmd_pool_replicas",
@@ -157,66 +171,66 @@ class OperatorMetrics(MetricTable):
         self._open("Decisions of the autoscaler (pools that it sizes)")
         self._sizes = family(
             "mmd_scaling_replicas",
-            "What the load asks for, what was decided, and the bounds",
+            "Replicas wanted by load, decided, and the bounds",
             "namespace",
             "deployment",
             "pool",
             "size: wanted, decided, minimum, maximum",
-            moves="scaling",
+            moved_by="scaling",
         )
         self._signals = family(
             "mmd_scaling_signal",
-            "What the autoscaler measured of a replica: seconds, a share, or sequences, as the signal says",
+            "Measured load per replica: seconds, a ratio or sequences, depending on the signal",
             "namespace",
             "deployment",
             "pool",
-            "signal: BacklogSeconds, BusyFraction, TtftSeconds, KvUtilization, Sequences, ItlSeconds, HeldRequests",
-            moves="scaling",
+            f"signal: {', '.join(SIGNAL_METRICS)}",
+            moved_by="scaling",
         )
         self._targets = family(
             "mmd_scaling_signal_target",
-            "What a replica may have of it; absent for HeldRequests, of which one is enough",
+            "Target load per replica; absent for HeldRequests, where one is enough",
             "namespace",
             "deployment",
             "pool",
             "signal: as above",
-            moves="scaling",
+            moved_by="scaling",
         )
         self._limits = family(
             "mmd_scaling_limited",
-            "1 for what keeps the decision from what the load asks for; absent without",
+            "1 for each limit that keeps the decision from the wanted size; absent without one",
             "namespace",
             "deployment",
             "pool",
-            "limit: MaxReplicas, MinReplicas, Schedule, Stabilization, RateLimit, Cooldown, PanicHold, WindowNotSeen, MetricsMissing, Unschedulable, PodsNotStarting, GpuBudget, DownstreamSaturated, UpstreamBusy",
-            moves="scaling",
+            f"limit: {', '.join(LIMITS)}",
+            moved_by="scaling",
         )
         self._missing = family(
             "mmd_scaling_missing_samples",
-            "Pods and gateways whose numbers are missing or stale: above 0 the pool is not made smaller",
+            "Pods and gateways whose reports are missing or stale; above 0, scale-down is on hold",
             "namespace",
             "deployment",
             "pool",
-            moves="trouble",
+            moved_by="trouble",
         )
         self._decisions = family(
             "mmd_scaling_decisions_total",
-            "Decisions to change the size of a pool, carried out",
+            "Applied decisions to change the size of a pool",
             "namespace",
             "deployment",
             "pool",
             "direction: up, down",
             "reason: LoadRose, LoadFell, Idle, Woken, Panic, ScheduleOpened, OutOfBounds, OverBudget",
-            moves="scaling",
+            moved_by="scaling",
         )
         self._drains = family(
             "mmd_drains_total",
-            "Pods that were asked to drain, and what became of it",
+            "Drained pods, by outcome",
             "namespace",
             "deployment",
             "pool",
-            f"outcome: {', '.join(DRAIN_OUTCOMES)}: overdue ones are removed with what they hold, renewed ones start afresh",
-            moves="scaling",
+            f"outcome: {', '.join(DRAIN_OUTCOMES)}: overdue pods are removed with the requests they hold, renewed ones are replaced",
+            moved_by="scaling",
         )
         self.registry.register(self._families)
         self._process()
@@ -224,30 +238,31 @@ class OperatorMetrics(MetricTable):
     def of_deployments(self) -> Iterator[Metric]:
         """The families that are read off the loops, filled with what the loops show now."""
         made = self._families.empty()
-        for shown in self.deployments():
-            whose = [shown.namespace, shown.name]
-            for verdict in shown.conditions:
-                truth = float(verdict.status == "True")
-                made[self._conditions].add_metric([*whose, verdict.type, verdict.reason], truth)
+        for snapshot in self.deployments():
+            whose = [snapshot.namespace, snapshot.name]
+            for condition in snapshot.conditions:
+                truth = float(condition.status == "True")
+                made[self._conditions].add_metric([*whose, condition.type, condition.reason], truth)
+            made[self._failing].add_metric(whose, snapshot.failing_seconds)
             pods = Counter[tuple[str, str]]()
-            for problem in shown.problems:
+            for problem in snapshot.problems:
                 pods[problem.component, problem.reason] += problem.pods
-            for told, count in pods.items():
-                made[self._problems].add_metric([*whose, *told], count)
-            for pool, status in shown.pools.items():
+            for labels, count in pods.items():
+                made[self._problems].add_metric([*whose, *labels], count)
+            for pool, status in snapshot.pools.items():
                 counts = {"desired": status.desired, "ready": status.ready, "draining": status.draining}
                 for state, count in counts.items():
                     made[self._replicas].add_metric([*whose, pool, state], count)
-            self._scaling(made, shown, whose)
-            for decided, count in shown.counts.decisions.items():
+            self._scaling(made, snapshot, whose)
+            for decided, count in snapshot.counts.decisions.items():
                 made[self._decisions].add_metric([*whose, *decided], count)
-            for drained, count in shown.counts.drains.items():
+            for drained, count in snapshot.counts.drains.items():
                 made[self._drains].add_metric([*whose, *drained], count)
         yield from made.values()
 
-    def _scaling(self, made: Mapping[str, Family], shown: Shown, whose: list[str]) -> None:
-        for pool, decision in shown.decisions.items():
-            least, most = shown.bounds[pool]
+    def _scaling(self, made: Mapping[str, Family], snapshot: DeploymentSnapshot, whose: list[str]) -> None:
+        for pool, decision in snapshot.decisions.items():
+            least, most = snapshot.bounds[pool]
             sizes = {
                 "wanted": decision.wanted,
                 "decided": decision.replicas,
@@ -275,10 +290,10 @@ class _Families(Collector):
         self._table = table
         self._declared: dict[str, tuple[str, list[str]]] = {}
 
-    def add(self, name: str, text: str, *labels: str, moves: Moves = "deployment") -> str:
+    def add(self, name: str, text: str, *labels: str, moved_by: MovedBy = "deployment") -> str:
         """Declare one; its name is how to find it."""
         kind = "counter" if name.endswith("_total") else "gauge"
-        names = self._table._enter(name, kind, text, self._table._labels(labels), moves)
+        names = self._table._enter(name, kind, text, self._table._labels(labels), moved_by)
         self._declared[name] = (text, names)
         return name
 
@@ -295,5 +310,5 @@ class _Families(Collector):
         return self.empty().values()
 
     def collect(self) -> Iterable[Metric]:
-        """What stands now."""
+        """The current values."""
         return self._table.of_deployments()

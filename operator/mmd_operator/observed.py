@@ -13,21 +13,36 @@ from datetime import datetime
 from typing import Any
 
 from mmd_api.resource import DRAIN_ANNOTATION
-from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
+from mmd_operator.resources.naming import (
+    ADMIN_PORT,
+    ADMIN_PORT_NAME,
+    APPLIED_ANNOTATION,
+    BUILT_ANNOTATION,
+    DEPLOYMENT_LABEL,
+    INPUTS_ANNOTATION,
+    REVISION_LABEL,
+)
 
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
+FAILING_RESTARTS = 3
+"""A container that ended fewer times may have met something temporary, such as NATS still starting."""
 Body = Mapping[str, Any]
 ObjectKey = tuple[str, str]
 """Kind and name of an object in the deployment's namespace."""
 
 
+def manifest_key(manifest: Body) -> ObjectKey:
+    """Kind and name of the object that a manifest describes."""
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Where a StatefulSet or Deployment stands. Counts are of pods; those that are being deleted are in none of them."""
+    """The state of a StatefulSet or Deployment. Counts are of pods and leave out those that are being deleted."""
 
     replicas: int
     current: int
@@ -36,12 +51,17 @@ class Workload:
     seen: bool  # the controller has acted on the newest spec
     template_revision: str | None  # pipeline revision of the pods it makes
     handed_over: bool  # `spec.replicas` would survive an apply that leaves it out
-    failure: str | None  # why it cannot make pods, where it says so itself
+    failure: str | None  # why it cannot make pods, if its status reports that
+    inputs: str | None = None  # what the pods of its template are made from
+    gpus: int = 0  # of each pod
+    sized_by: str | None = None  # the field manager, other than ours, that gave it its present size
+    on_delete: bool = False  # its pods are replaced by us, not by its controller
 
     @property
     def rolled(self) -> bool:
-        """Whether every pod is of the newest template, ready, and none is left of an older one."""
-        return self.seen and self.updated == self.ready == self.current == self.replicas
+        """Whether every pod is there and Ready, and none is left of an older template that its controller replaces."""
+        updated = self.on_delete or self.updated == self.replicas
+        return self.seen and updated and self.ready == self.current == self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,9 @@ class Child:
     fingerprint: str  # of everything but status, sizes and bookkeeping
     deleting: bool
     workload: Workload | None
+    built: str | None = None  # digest of the pod template as its builder wrote it
+    applied: str | None = None  # digest of the pod template as the operator's last apply left it
+    rival: str | None = None  # the field manager, other than ours, that changed it last
 
     @property
     def key(self) -> ObjectKey:
@@ -67,25 +90,36 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """One pod: whether it takes work, and what it says when it does not."""
+    """One pod: whether it takes work, and the reason when it does not."""
 
     name: str
     uid: str
+    resource_version: str
     created_at: float  # Unix seconds
     address: str | None
-    drain_asked: float | None  # Unix seconds at which it was asked to drain
+    drain_requested_at: float | None  # Unix seconds at which it was asked to drain
     component: str
     revision: str | None
     ready: bool
     deleting: bool
     scheduled: bool
     unschedulable: str | None  # the scheduler's words
+    unschedulable_since: float | None  # Unix seconds
+    starting_since: float  # Unix seconds at which the present try to become Ready began
+    failing: bool  # its container ended several times, the last time without having become Ready
     waiting_reason: str | None  # of the first container that waits
     waiting_message: str
     restarts: int
     exit_code: int | None  # of the last run that ended
     exit_reason: str | None
     last_words: str  # what the container wrote when it ended
+    inputs: str | None = None  # what it was made from
+    image_id: str | None = None  # of its first container, by digest
+    report_port: int = ADMIN_PORT  # where it answers about its load
+
+    def unplaced(self, now: float, deadline_seconds: float) -> bool:
+        """Whether no node has taken it within the deadline. `now`: Unix seconds."""
+        return self.unschedulable_since is not None and now - self.unschedulable_since > deadline_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +159,29 @@ def child_of(kind: str, body: Body) -> Child:
         fingerprint=fingerprint(body),
         deleting="deletionTimestamp" in metadata,
         workload=_workload(body) if kind in ("StatefulSet", "Deployment") else None,
+        built=metadata.get("annotations", {}).get(BUILT_ANNOTATION),
+        applied=metadata.get("annotations", {}).get(APPLIED_ANNOTATION),
+        rival=rival_of(metadata.get("managedFields", ())),
     )
+
+
+def rival_of(managed_fields: Any, *, of_status: bool = False) -> str | None:
+    """The field manager, other than ours, that wrote an object, or its status, last; None if none has since ours.
+
+    A client that only removed something leaves no trace there.
+    """
+    written = [
+        (str(entry.get("time", "")), str(entry["manager"]))
+        for entry in managed_fields
+        if entry.get("manager") is not None and (entry.get("subresource") == "status") == of_status
+    ]
+    ours = max((time for time, manager in written if manager == FIELD_MANAGER), default="")
+    others = [
+        (time, manager)
+        for time, manager in written
+        if manager not in (FIELD_MANAGER, SCALER_FIELD_MANAGER) and time >= ours
+    ]
+    return max(others)[1] if others else None
 
 
 def controlling_owner(metadata: Body) -> str | None:
@@ -134,7 +190,7 @@ def controlling_owner(metadata: Body) -> str | None:
 
 
 def fingerprint(body: Body) -> str:
-    """Changes when anybody changes the object, except its status, its size and its bookkeeping."""
+    """Changes when any client changes the object, except its status, its size and its bookkeeping."""
     metadata = {
         key: value
         for key, value in body["metadata"].items()
@@ -160,32 +216,56 @@ def pod_of(body: Body) -> PodView:
     labels = metadata.get("labels", {})
     conditions = {c["type"]: c for c in status.get("conditions", ())}
     scheduled = conditions.get("PodScheduled", {})
+    no_node = scheduled.get("reason") == "Unschedulable" and scheduled.get("status") != "True"
+    created = unix_seconds(metadata.get("creationTimestamp")) or 0.0
     states = [s for s in status.get("containerStatuses", ()) if s]
+    began_running = (unix_seconds(s.get("state", {}).get("running", {}).get("startedAt")) for s in states)
+    running = [at for at in began_running if at]
+    since_ready = unix_seconds(conditions.get("Ready", {}).get("lastTransitionTime")) or created
+    has_node = unix_seconds(scheduled.get("lastTransitionTime")) or created
     waiting: Body = next((s["state"]["waiting"] for s in states if s.get("state", {}).get("waiting")), {})
     ended: Body = next((t for s in states if (t := _last_end(s))), {})
+    began, ended_at = unix_seconds(ended.get("startedAt")), unix_seconds(ended.get("finishedAt"))
+    restarts = max((s.get("restartCount", 0) for s in states), default=0)
     return PodView(
         name=metadata["name"],
         uid=metadata["uid"],
-        created_at=_unix(metadata.get("creationTimestamp")) or 0.0,
+        resource_version=metadata.get("resourceVersion", ""),
+        created_at=created,
         address=status.get("podIP"),
-        drain_asked=_unix(metadata.get("annotations", {}).get(DRAIN_ANNOTATION)),
+        drain_requested_at=unix_seconds(metadata.get("annotations", {}).get(DRAIN_ANNOTATION)),
         component=labels.get(COMPONENT_LABEL, ""),
         revision=labels.get(REVISION_LABEL),
         ready=conditions.get("Ready", {}).get("status") == "True",
         deleting="deletionTimestamp" in metadata,
         scheduled=scheduled.get("status") == "True",
-        unschedulable=_text(scheduled.get("message")) if scheduled.get("reason") == "Unschedulable" else None,
+        unschedulable=_text(scheduled.get("message")) if no_node else None,
+        unschedulable_since=(unix_seconds(scheduled.get("lastTransitionTime")) or created)
+        if no_node
+        else None,
+        starting_since=max(since_ready, has_node, ended_at or 0.0, *running),
+        failing=restarts >= FAILING_RESTARTS and began is not None and began >= since_ready,
         waiting_reason=waiting.get("reason"),
         waiting_message=_text(waiting.get("message")),
-        restarts=max((s.get("restartCount", 0) for s in states), default=0),
+        restarts=restarts,
         exit_code=ended.get("exitCode"),
         exit_reason=ended.get("reason"),
         last_words=_last_words(ended.get("message")),
+        inputs=metadata.get("annotations", {}).get(INPUTS_ANNOTATION),
+        image_id=next((s["imageID"] for s in states if s.get("imageID")), None),
+        report_port=_report_port(body),
     )
 
 
-def _unix(time: str | None) -> float | None:
-    """Seconds of a time as Kubernetes writes it; of one that is no time, 0."""
+def _report_port(pod: Body) -> int:
+    """The port for administration if the pod has one; workers, and gateways of releases before it, have one port for everything."""
+    container: Body = next(iter(pod.get("spec", {}).get("containers", ())), {})
+    ports = {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
+    return ports.get(ADMIN_PORT_NAME) or ports.get("http") or ADMIN_PORT
+
+
+def unix_seconds(time: str | None) -> float | None:
+    """Unix seconds of a time as Kubernetes writes it; 0 if it cannot be parsed."""
     if time is None:
         return None
     try:
@@ -206,7 +286,7 @@ def _text(message: str | None) -> str:
 
 
 def _last_words(message: str | None) -> str:
-    """The end of what a container wrote: an exception stands in the last lines."""
+    """The end of what a container wrote: an exception is in the last lines."""
     return " ".join((message or "").split())[-MAX_TEXT_CHARACTERS:]
 
 
@@ -228,15 +308,44 @@ def _workload(body: Body) -> Workload:
         seen=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
         template_revision=spec["template"]["metadata"].get("labels", {}).get(REVISION_LABEL),
         handed_over=_handed_over(metadata.get("managedFields", ())),
+        sized_by=_sized_by(metadata.get("managedFields", ())),
         failure=failure,
+        inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
+        gpus=_gpus(spec["template"]),
+        on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
     )
 
 
-def _handed_over(managed_fields: Any) -> bool:
-    """Whether somebody other than the applier owns `spec.replicas`, or the applier does not."""
+def rival_of_template(managed_fields: Any) -> str | None:
+    """A field manager, other than ours, that owns part of the pod template."""
     owners = {
-        entry.get("manager")
+        str(entry.get("manager"))
+        for entry in managed_fields
+        if "f:template" in entry.get("fieldsV1", {}).get("f:spec", {})
+    }
+    return max(owners - {FIELD_MANAGER, SCALER_FIELD_MANAGER}, default=None)
+
+
+def _gpus(template: Body) -> int:
+    containers = template.get("spec", {}).get("containers", ())
+    return sum(int(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for c in containers)
+
+
+def _handed_over(managed_fields: Any) -> bool:
+    """Whether a client other than the applier owns `spec.replicas`, or the applier does not."""
+    owners = _owners_of_size(managed_fields)
+    return FIELD_MANAGER not in owners or len(owners) > 1
+
+
+def _sized_by(managed_fields: Any) -> str | None:
+    owners = _owners_of_size(managed_fields)
+    ours = owners & {FIELD_MANAGER, SCALER_FIELD_MANAGER}
+    return max(owners) if owners and not ours else None
+
+
+def _owners_of_size(managed_fields: Any) -> set[str]:
+    return {
+        str(entry.get("manager"))
         for entry in managed_fields
         if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
     }
-    return FIELD_MANAGER not in owners or len(owners) > 1

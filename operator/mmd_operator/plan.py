@@ -1,30 +1,34 @@
-"""From a MultimodalDeployment to every Kubernetes object it stands for. Pure: imports neither kopf nor a Kubernetes client."""
+"""From a MultimodalDeployment to every Kubernetes object of its plan. Pure: imports neither kopf nor a Kubernetes client."""
 
 from __future__ import annotations
 
+from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.faults import InvalidDeploymentError, cluster_faults
-from mmd_api.pools import POOL_NAMES
+from mmd_api.readers import Component
 from mmd_api.resource import MultimodalDeployment
+from mmd_api.status import PinnedRevision
 from mmd_operator.resources.config import config_map
 from mmd_operator.resources.disruption import disruption_budget
 from mmd_operator.resources.gateway import gateway_objects
-from mmd_operator.resources.naming import Component, Manifest, Scope
+from mmd_operator.resources.naming import Manifest, RevisionScope
 from mmd_operator.resources.nats import nats_objects
 from mmd_operator.resources.network import network_policy
 from mmd_operator.resources.pools import pool_objects
 
 
-def plan_objects(deployment: MultimodalDeployment, namespace: str) -> list[Manifest]:
+def plan_objects(
+    deployment: MultimodalDeployment, namespace: str, pinned: PinnedRevision | None = None
+) -> list[Manifest]:
     """Every object of the deployment's present revision, in the order to apply them; the same for the same input.
 
-    The applier adds the ownerReference, and leaves `spec.replicas` out of every StatefulSet that already exists.
+    `pinned`: what that revision consists of, once that is known. The applier adds the ownerReference, and leaves `spec.replicas` out of every StatefulSet that already exists.
 
     Raises:
         InvalidDeploymentError: it holds what only `mmd up` can serve (a relative model path, which that resolves first).
     """
     if faults := cluster_faults(deployment):
         raise InvalidDeploymentError(faults)
-    scope = Scope.of(deployment, namespace)
+    scope = RevisionScope.of(deployment, namespace, pinned)
     pools = {name: pool for name in POOL_NAMES if (pool := getattr(scope.spec, name)) is not None}
     objects = [config_map(scope), network_policy(scope)]
     if scope.spec.nats.managed:
@@ -33,4 +37,6 @@ def plan_objects(deployment: MultimodalDeployment, namespace: str) -> list[Manif
         objects += pool_objects(scope, name, pool)
     objects += gateway_objects(scope)
     components: list[Component] = [*pools, "gateway"]
+    if scope.spec.nats.managed:
+        components.append("nats")
     return objects + [disruption_budget(scope, component) for component in components]

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_operator.observed import PodView
 
 MAX_MESSAGE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a pod may take before that is a problem. Those of the gateway and of NATS are the defaults."""
+
+    scheduling_seconds: float = SCHEDULING_DEADLINE_SECONDS
+    start_seconds: float = START_DEADLINE_SECONDS
+
+    @classmethod
+    def of(cls, pool: Pool) -> Deadlines:
+        """The deadlines of a pool's pods."""
+        return cls(pool.scheduling_deadline_seconds, pool.start_deadline_seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that keeps the deployment from being whole. `component` is a pool, gateway, nats or an object's kind."""
+    """One thing that keeps the deployment from being Ready. `component` is a pool, gateway, nats or an object's kind."""
 
     reason: str
     component: str
@@ -37,33 +51,51 @@ _IMAGE_REASONS = {
 _WAITING_IS_NORMAL = {"ContainerCreating", "PodInitializing", None}
 
 
-def pod_problem(pod: PodView) -> Problem | None:
-    """What keeps a pod from becoming ready, or None for one that is ready, leaving, or still on its way."""
+def pod_problem(pod: PodView, now: float, deadlines: Deadlines) -> Problem | None:
+    """What keeps a pod from becoming ready, or None for one that is ready, leaving, or still on its way. `now`: Unix seconds."""
     if pod.ready or pod.deleting:
         return None
-    said = _scheduling(pod) or _waiting(pod) or _ended(pod)
-    return Problem(*said[:1], pod.component, *said[1:], revision=pod.revision) if said else None
+    found = _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
+    return Problem(*found[:1], pod.component, *found[1:], revision=pod.revision) if found else None
 
 
-def _scheduling(pod: PodView) -> tuple[str, str, str] | None:
+def waiting_for_nodes(pods: Iterable[PodView], now: float, deadlines: Mapping[str, Deadlines]) -> str:
+    """Which pods wait for a node and are no problem yet: `2 encoder pods wait for a node (the scheduler's words)`."""
+    waiting: dict[str, list[PodView]] = {}
+    for pod in pods:
+        limits = deadlines.get(pod.component, Deadlines())
+        if pod.unschedulable and not pod.deleting and pod_problem(pod, now, limits) is None:
+            waiting.setdefault(pod.component, []).append(pod)
+    parts = []
+    for component, found in sorted(waiting.items()):
+        seconds = deadlines.get(component, Deadlines()).scheduling_seconds
+        count = f"1 {component} pod is" if len(found) == 1 else f"{len(found)} {component} pods are"
+        parts.append(f"{count} waiting for a node, for up to {seconds:.0f} s ({found[0].unschedulable})")
+    return "; ".join(parts)
+
+
+def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
     words = pod.unschedulable
     if words is None:
         return None
-    if "persistentvolumeclaim" in words.lower():
+    if "persistentvolumeclaim" in words.lower():  # no autoscaler adds one
         return (
             "VolumePending",
-            f"pod {pod.name} waits for its volume: {words}",
-            "create the claim that spec.model.storage.claimName names, with a storage class that can bind it",
+            f"pod {pod.name} is waiting for its volume: {words}",
+            "create the PersistentVolumeClaim named in spec.model.storage.claimName, with a storage class that can bind it",
         )
+    if not pod.unplaced(now, deadlines.scheduling_seconds):
+        return None
+    waited = f"for more than {deadlines.scheduling_seconds:.0f} s: {words}"
     if "nvidia.com/gpu" in words:
         return (
             "NoGpu",
-            f"pod {pod.name} finds no GPU: {words}",
+            f"pod {pod.name} has waited for a GPU {waited}",
             "add GPU nodes, free GPUs, or lower gpus or replicas of the pool",
         )
     return (
         "Unschedulable",
-        f"pod {pod.name} fits on no node: {words}",
+        f"pod {pod.name} could not be scheduled {waited}",
         "add nodes, or change resources, nodeSelector or tolerations of the pool",
     )
 
@@ -74,29 +106,34 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
         return None
     if reason in _IMAGE_REASONS:
         field = "spec.image.nats" if pod.component == "nats" else "spec.image.worker"
+        image = "an image that exists"
+        if "@sha256:" in words:
+            image += (
+                " (if it names a tag, the registry no longer has the image that this revision was pinned to)"
+            )
         return (
             "ImageNotPulled",
-            f"pod {pod.name} cannot get its image ({reason}): {words}",
-            f"set {field} to an image that exists, and spec.image.pullSecrets if its registry asks who you are",
+            f"pod {pod.name} cannot pull its image ({reason}): {words}",
+            f"set {field} to {image}, and spec.image.pullSecrets if its registry requires authentication",
         )
     if reason == "CreateContainerConfigError":
         if "secret" in words.lower():
             return (
                 "SecretMissing",
                 f"pod {pod.name} cannot start: {words}",
-                "create the Secret in this namespace with the key that the field's description names",
+                "create the Secret in this namespace, with the key given in the field's description",
             )
         return (
             "ConfigInvalid",
             f"pod {pod.name} cannot start: {words}",
-            "create or mend what the message names; the pod tries again by itself",
+            "create or fix what the message names; the pod retries on its own",
         )
     if reason == "CrashLoopBackOff":
         return _crashed(pod)
     return (
         "ContainerNotStarted",
         f"pod {pod.name} cannot start ({reason}): {words}",
-        "mend what the message names; the pod tries again by itself",
+        "fix what the message names; the pod retries on its own",
     )
 
 
@@ -104,18 +141,30 @@ def _ended(pod: PodView) -> tuple[str, str, str] | None:
     return _crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
 
 
+def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
+    seconds = deadlines.start_seconds
+    waits = pod.unschedulable is not None or pod.drain_requested_at is not None  # for a node, or drains
+    if waits or now - pod.starting_since <= seconds:
+        return None
+    return (
+        "NotStarting",
+        f"pod {pod.name} has not become Ready within {seconds:.0f} s of its start",
+        f"check `kubectl logs {pod.name}`; if it only needs more time, raise startDeadlineSeconds of the pool",
+    )
+
+
 def _crashed(pod: PodView) -> tuple[str, str, str]:
     if pod.exit_reason == "OOMKilled":
         return (
             "OutOfMemory",
-            f"pod {pod.name} was killed for memory {pod.restarts} times",
-            "raise resources.memory of the pool, or lower its caches",
+            f"pod {pod.name} ran out of memory {pod.restarts} times",
+            "raise resources.memory of the pool, or reduce its caches",
         )
-    words = f"; its last words: {pod.last_words}" if pod.last_words else ""
+    words = f"; last message: {pod.last_words}" if pod.last_words else ""
     return (
         "CrashLoop",
-        f"pod {pod.name} ended {pod.restarts} times, last with code {pod.exit_code}{words}",
-        "mend what the last words name, then see `kubectl logs --previous`",
+        f"pod {pod.name} exited {pod.restarts} times, last with code {pod.exit_code}{words}",
+        "fix what the last message names; check `kubectl logs --previous`",
     )
 
 
@@ -124,25 +173,49 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     words = re.sub(r"\s+", " ", words)[:500]
     lowered = words.lower()
     if "exceeded quota" in lowered or "must specify" in lowered:
-        reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or ask for less in the spec"
+        reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or request less in the spec"
     elif "violates podsecurity" in lowered or "admission webhook" in lowered or "admission policy" in lowered:
         reason, remedy = "AdmissionRefused", "change the spec or the policy that the message names"
     elif " cannot " in lowered and "forbidden" in lowered:
-        reason, remedy = "PermissionMissing", "give the operator's service account the rights of its chart"
+        reason, remedy = (
+            "PermissionMissing",
+            "grant the operator's service account the permissions defined in its chart",
+        )
     elif "serviceaccount" in lowered:
-        reason, remedy = "ServiceAccountMissing", "create the service account that the pool's template names"
+        reason, remedy = "ServiceAccountMissing", "create the ServiceAccount named in the pool's template"
     else:
-        reason, remedy = "ObjectRefused", "change what the message names"
+        reason, remedy = "ObjectRefused", "fix what the message names"
     return Problem(reason, component, words, remedy, revision=revision)
 
 
 def not_ours(kind: str, name: str) -> Problem:
-    """An object stands where the deployment needs one of its own."""
+    """An object of another owner has a name that the deployment needs."""
     return Problem(
         "NameTaken",
         kind,
-        f"{kind} {name} exists and belongs to somebody else",
-        "delete it, or give this deployment another name; it is left as it is",
+        f"{kind} {name} exists and is not owned by this deployment",
+        "delete it or rename this deployment; the operator leaves it unchanged",
+    )
+
+
+def secret_incomplete(name: str, lacking: Sequence[str]) -> Problem:
+    """The user's own Secret with the NATS passwords lacks keys that NATS users need."""
+    return Problem(
+        "SecretIncomplete",
+        "nats",
+        f"Secret {name}, which was not created by the operator, lacks {', '.join(lacking)}",
+        "add these keys (USER_previous may be a copy of USER), or delete the Secret so that the operator creates its own; until then a running NATS "
+        "server keeps its configuration",
+    )
+
+
+def contested(component: str, what: str, rival: str) -> Problem:
+    """Another client undoes what the operator writes."""
+    return Problem(
+        "FieldsContested",
+        component,
+        f"{rival} keeps changing {what}",
+        "stop that client from changing it; the operator backs off to one revert every five minutes",
     )
 
 
@@ -156,13 +229,17 @@ _SEVERITY = (
     "ObjectRefused",
     "ImageNotPulled",
     "SecretMissing",
+    "SecretIncomplete",
     "ConfigInvalid",
     "VolumePending",
     "OutOfMemory",
     "CrashLoop",
     "ContainerNotStarted",
+    "NotStarting",
     "NoGpu",
     "Unschedulable",
+    "ImageMoved",
+    "FieldsContested",
 )
 
 
@@ -180,6 +257,6 @@ def gathered(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     )
 
 
-def told(problems: Iterable[Problem]) -> str:
+def format_problems(problems: Iterable[Problem]) -> str:
     """Problems as one message of a condition."""
     return " | ".join(str(p) for p in problems)[:MAX_MESSAGE_CHARACTERS]

@@ -10,14 +10,14 @@ from pydantic import BaseModel
 
 from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
 from mmd_api.resource import MultimodalDeployment
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 
 _READ = ("name", "namespace", "uid", "generation")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was understood. Exactly one of `deployment` and `faults` is there; `unknown` are fields that were left out."""
+    """What was understood. Exactly one of `deployment` and `faults` is set; `unknown` are fields that were ignored."""
 
     deployment: MultimodalDeployment | None
     faults: tuple[Fault, ...]

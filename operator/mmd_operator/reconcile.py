@@ -1,4 +1,6 @@
-"""The loop of one deployment: gather, plan, apply, say, wait. Knows no kopf: it is given what was seen and is woken when that changes."""
+"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Knows no kopf: it is
+given what was seen and is woken when that changes. What a pass does is in `reconcile_pass`.
+"""
 
 from __future__ import annotations
 
@@ -6,87 +8,85 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import Any
+from datetime import datetime
 
-from mmd_api.pipeline import pipeline_revision
-from mmd_api.resource import GROUP, MultimodalDeployment
-from mmd_operator.apply import Applier
 from mmd_operator.ask import Asker
 from mmd_operator.cluster import BusyError, Cluster, RefusedError
-from mmd_operator.conditions import Facts, Verdict, dated, pools_of, removing, status_of, verdicts
-from mmd_operator.metrics import OperatorMetrics, Shown
-from mmd_operator.observed import Child, Observed
-from mmd_operator.plan import plan_objects
-from mmd_operator.problems import Problem, gathered, pod_problem, refusal
-from mmd_operator.reading import Reading, read
-from mmd_operator.resources.naming import Manifest
-from mmd_operator.rollout import Step, next_step, pools_in
-from mmd_operator.scaling import TICK_SECONDS, PoolScaling
+from mmd_operator.conditions import ConditionState
+from mmd_operator.context import PassContext
+from mmd_operator.events import EventRecorder
+from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
+from mmd_operator.observed import Body, Observed
+from mmd_operator.problems import refusal
+from mmd_operator.reconcile_pass import ReconcilePass
+from mmd_operator.scaling import TICK_SECONDS
+from mmd_operator.status_writer import now
 
 logger = logging.getLogger(__name__)
 
-FINALIZER = f"{GROUP}/drain"
-RESYNC_SECONDS = 60.0
-MOVING_SECONDS = 5.0
 GATHER_SECONDS = 0.05
 """Changes come in bursts: a pass waits this long after the first, to see them all."""
+MAX_TICK_PAUSE_SECONDS = 30.0
+"""Between ticks of an autoscaler that the API server keeps refusing."""
 BACKOFF_SECONDS = (0.2, 60.0)
-SHORT_OF_PODS_SECONDS = 3.0
-WARNINGS_SECONDS = 30.0
-DRAIN_MARGIN_SECONDS = 5.0
-"""Beyond the gateway's own grace period; after that a deletion goes on without its drain."""
-Body = Mapping[str, Any]
+PASS_SECONDS = 120.0
+BUSY_PASSES = 5
+"""How many passes in a row may fail because the API server is busy before a condition reports it."""
 
 
 class Reconciler:
-    """One deployment, from the first time it is seen until it is gone."""
+    """One deployment, from the first time it is seen until it is deleted."""
 
     def __init__(
         self,
         cluster: Cluster,
         asker: Asker,
+        events: EventRecorder,
         metrics: OperatorMetrics,
         namespace: str,
         name: str,
         observe: Callable[[], Observed],
         body: Body,
     ) -> None:
-        self._asker, self._metrics = asker, metrics
+        self._context = PassContext(cluster, events, metrics, namespace, name)
+        self._asker, self._observe = asker, observe
         self.cluster, self.namespace, self.name = cluster, namespace, name
+        self._events, self._metrics = events, metrics
         self.wake = asyncio.Event()
         self.body: Body | None = body
         self.last_pass = time.monotonic()
-        self._observe = observe
         self._failures = 0
-        self._forget_everything()
-
-    def _forget_everything(self) -> None:
-        self._uid: str | None = None
-        self._planned: tuple[object, Reading, list[Manifest]] | None = None
-        self._written: dict[str, Any] | None = None
-        self._settled = False
-        self._short_since: dict[str, float] = {}
-        self._warned: dict[str, tuple[float, Problem | None]] = {}
-        self._drain_overdue = False
-        self._scaling = PoolScaling(self.cluster, self._asker, self._metrics, self.namespace)
-        self._shown = Shown(self.namespace, self.name)
+        self._failing_since: datetime | None = None
+        self._pass = ReconcilePass(self._context, asker, observe, self.wake.set)
 
     def show(self, body: Body | None) -> None:
-        """The deployment as it stands now, or None: it is gone."""
+        """The deployment now, or None if it was deleted."""
         self.body = body
         self.wake.set()
 
-    def shown(self) -> Shown:
+    def namespace_ends(self) -> None:
+        """The namespace is being deleted."""
+        if not self._pass.removal.ending:
+            self._pass.removal.ending = True
+            self.wake.set()
+
+    def snapshot(self) -> DeploymentSnapshot:
         """The deployment as the last pass and the last tick left it."""
-        scaling = self._scaling
-        return replace(self._shown, decisions=scaling.decisions, bounds=scaling.bounds, counts=scaling.counts)
+        scaling = self._pass.scaling
+        since = self._failing_since
+        return replace(
+            self._pass.status.snapshot,
+            decisions=scaling.decisions,
+            bounds=scaling.bounds,
+            counts=scaling.counts,
+            failing_seconds=(now() - since).total_seconds() if since else 0.0,
+        )
 
     async def run(self) -> None:
-        """Until the deployment is gone. Errors are logged, and tried again ever more slowly."""
+        """Run until the deployment is deleted. Errors are logged and retried with backoff."""
         scaling = asyncio.create_task(self._keep_scaling(), name=f"scale {self.namespace}/{self.name}")
         try:
             await self._keep_reconciling()
@@ -95,39 +95,47 @@ class Reconciler:
             await asyncio.gather(scaling, return_exceptions=True)
 
     async def _keep_scaling(self) -> None:
-        """Ticks of the autoscaler. They end with the deployment; what fails is tried again at the next tick."""
+        """Ticks of the autoscaler. They end with the deployment; after failures they come less often."""
+        failures, at_least = 0, 0.0
         while True:
-            await asyncio.sleep(TICK_SECONDS * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            pause = max(at_least, min(TICK_SECONDS * 2.0**failures, MAX_TICK_PAUSE_SECONDS))
+            await asyncio.sleep(pause * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            failures, at_least = min(failures + 1, 10), 0.0
             try:
                 await self._scale()
                 self._passed("scale", None)
+                self._pass.not_scaled = None
+                failures = 0
             except (BusyError, RefusedError) as error:
                 self._passed("scale", error)
+                at_least = getattr(error, "retry_seconds", None) or 0.0
                 logger.warning("%s/%s: not scaled: %s", self.namespace, self.name, error)
+                if isinstance(error, RefusedError):
+                    self._pass.not_scaled = refusal("autoscaler", str(error))
             except Exception as error:  # as for passes
                 self._passed("scale", error)
-                logger.exception("%s/%s: a tick of the autoscaler failed", self.namespace, self.name)
+                logger.exception("%s/%s: autoscaler tick failed", self.namespace, self.name)
 
     async def _scale(self) -> None:
-        body, planned = self.body, self._planned
-        if body is None or planned is None or body["metadata"]["uid"] != self._uid:
+        body, work = self.body, self._pass
+        if body is None or not work.has_read or body["metadata"]["uid"] != work.uid:
             return
-        self._scaling.watch_drains(observed := self._observe(), time.time())
-        deployment = planned[1].deployment
+        work.scaling.watch_drains(observed := self._observe(), time.time())
+        deployment = work.deployment
         if deployment is None or deployment.spec.paused or "deletionTimestamp" in body["metadata"]:
-            self._scaling.decisions = {}
+            work.scaling.suspend()
             return
         gateway = observed.children.get(("Deployment", f"{self.name}-gateway"))
         serving = gateway.workload.template_revision if gateway and gateway.workload else None
-        if serving is None or not self._scaling.needed(deployment.spec, observed, serving):
-            self._scaling.decisions = {}
+        if serving is None or not work.scaling.needed(deployment.spec, observed, serving):
+            work.scaling.suspend()
             return
-        events, changed = await self._scaling.tick(time.time(), deployment.spec, observed, serving)
+        events, changed = await work.scaling.tick(time.time(), deployment.spec, observed, serving)
         if changed:
             self.wake.set()
         for reason, message in events:
             warning = reason in ("ScalingLimited", "DrainDeadlineExceeded")
-            await self.cluster.report(body, reason, message, warning=warning)
+            self._events.report(body, reason, message, warning=warning)
 
     async def _keep_reconciling(self) -> None:
         while (body := self.body) is not None:
@@ -135,23 +143,62 @@ class Reconciler:
             try:
                 async with self.cluster.passes:
                     with self._metrics.pass_seconds.time():
-                        delay = await self.one_pass(body)
+                        delay = await self._bounded_pass(body)
                 self._passed("reconcile", None)
-                self._failures = 0
-                self.last_pass = time.monotonic()
+                self._failures, self._failing_since = 0, None
             except (BusyError, RefusedError) as error:
                 delay = self._backoff(error)
-                logger.warning("%s/%s: %s; again in %.1f s", self.namespace, self.name, error, delay)
-            except Exception as error:  # a bug that one deployment meets must not stop its loop for good
+                logger.warning("%s/%s: %s; retrying in %.1f s", self.namespace, self.name, error, delay)
+                await self._report_failure(body, error)
+            except Exception as error:  # a bug that one deployment meets must not stop its loop permanently
                 delay = self._backoff(error)
-                logger.exception("%s/%s: pass failed; again in %.1f s", self.namespace, self.name, delay)
+                logger.exception(
+                    "%s/%s: reconcile pass failed; retrying in %.1f s", self.namespace, self.name, delay
+                )
+                await self._report_failure(body, error)
+            self.last_pass = time.monotonic()
             if self._failures:
-                await asyncio.sleep(delay)  # deaf on purpose: events must not turn a backoff into a busy loop
+                await self._pause(delay, body)
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):  # noqa: S311 - jitter
                     await self.wake.wait()
             await asyncio.sleep(GATHER_SECONDS)
+
+    async def _bounded_pass(self, body: Body) -> float:
+        """`_one_pass` within its deadline.
+
+        Raises:
+            BusyError: the deadline is over.
+        """
+        try:
+            async with asyncio.timeout(PASS_SECONDS) as deadline:
+                return await self._one_pass(body)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise BusyError(f"the reconcile pass did not finish within {PASS_SECONDS:.0f} s") from None
+
+    async def _pause(self, seconds: float, body: Body) -> None:
+        """Wait before a retry. Changes of objects do not end it, or they would turn a backoff into a busy loop; a new spec and
+        the deletion of the namespace do."""
+        ending = self._pass.removal.ending
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while _intent(self.body) == _intent(body) and self._pass.removal.ending == ending:
+                    self.wake.clear()
+                    await self.wake.wait()
+
+    async def _report_failure(self, body: Body, error: Exception) -> None:
+        """Report in condition Degraded why no pass succeeds; the other conditions stay as they are. Best effort."""
+        if self._failing_since is None:
+            self._failing_since = now()
+        if isinstance(error, BusyError) and self._failures < BUSY_PASSES:
+            return  # conflicts and throttling are normal
+        since = self._failing_since.strftime("%H:%M:%S UTC")
+        message = f"reconciliation has failed since {since}: {str(error) or repr(error)}; the operator keeps retrying"
+        failing = ConditionState("Degraded", "True", "ReconcileFailed", message[:1024])
+        await self._pass.status.publish_failure(body, failing)
 
     def _passed(self, loop: str, error: Exception | None) -> None:
         kinds = {type(None): "done", BusyError: "busy", RefusedError: "refused"}
@@ -164,263 +211,16 @@ class Reconciler:
         asked = error.retry_seconds if isinstance(error, BusyError) else None
         return max(grown, min(asked or 0.0, high))
 
-    async def one_pass(self, body: Body) -> float:
-        """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
-        metadata = body["metadata"]
-        if metadata["uid"] != self._uid:
-            self._forget_everything()
-            self._uid = metadata["uid"]
-            self._scaling.remember(body.get("status", {}))
-            self._applier = Applier(self.cluster, self.namespace, self.name, metadata["uid"])
-        finalizers = list(metadata.get("finalizers", ()))
-        if "deletionTimestamp" in metadata:
-            if FINALIZER not in finalizers:
-                return RESYNC_SECONDS
-            return await self._remove(body)
-        if FINALIZER not in finalizers:
-            await self.cluster.set_finalizers(
-                self.namespace, self.name, [*finalizers, FINALIZER], metadata["resourceVersion"]
-            )
-            return RESYNC_SECONDS  # the change comes back as an event
-        reading, planned = self._plan(body)
-        observed = self._observe()
-        if reading.deployment is None:
-            faults = tuple(
-                Problem("InvalidSpec", f.field or "spec", f.message, "mend the field", revision=None)
-                for f in reading.faults
-            )
-            await self._say(body, self._facts(body, observed, reading, None, faults), [])
-            return RESYNC_SECONDS
-        return await self._towards(body, reading, reading.deployment, planned, observed)
-
-    def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
-        """The objects of the spec; made anew only for a new generation."""
-        generation = body["metadata"].get("generation")
-        if self._planned is None or self._planned[0] != generation:
-            reading = read(body)
-            objects = plan_objects(reading.deployment, self.namespace) if reading.deployment else []
-            self._planned = (generation, reading, objects)
-        return self._planned[1], self._planned[2]
-
-    async def _towards(
-        self,
-        body: Body,
-        reading: Reading,
-        deployment: MultimodalDeployment,
-        planned: list[Manifest],
-        observed: Observed,
-    ) -> float:
-        spec, uid = deployment.spec, body["metadata"]["uid"]
-        secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
-        applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
-        step = next_step(spec, pipeline_revision(spec), applied, observed, uid)
-        problems = [p for pod in observed.pods if (p := pod_problem(pod))]
-        events: list[tuple[str, str]] = []
-        if not spec.paused:
-            found, settled = await self._carry_out(step, secrets, observed, events)
-            problems += found
-            if not settled and step.stage == "Complete":
-                step = replace(step, stage="Updating")
-        problems += await self._short_of_pods(observed)
-        facts = self._facts(body, observed, reading, step, tuple(problems))
-        await self._say(body, facts, events)
-        return RESYNC_SECONDS if step.stage == "Complete" and not self._short_since else MOVING_SECONDS
-
-    def _facts(
-        self,
-        body: Body,
-        observed: Observed,
-        reading: Reading,
-        step: Step | None,
-        problems: tuple[Problem, ...],
-    ) -> Facts:
-        spec = reading.deployment.spec if reading.deployment else None
-        return Facts(
-            name=self.name,
-            namespace=self.namespace,
-            pools=pools_in(spec) if spec else (),
-            managed_nats=spec.nats.managed if spec else False,
-            observed=observed,
-            problems=gathered(problems),
-            step=step,
-            paused=bool(body.get("spec", {}).get("paused")),
-            unknown_fields=reading.unknown,
-            scaling=self._scaling.report,
-        )
-
-    async def _carry_out(
-        self, step: Step, secrets: list[Manifest], observed: Observed, events: list[tuple[str, str]]
-    ) -> tuple[list[Problem], bool]:
-        """Problems, and whether what was observed is what was applied: while it is not, nothing is switched or removed."""
-        problems: list[Problem] = []
-        done: dict[str, list[str]] = {}
-        settled = True
-        try:
-            for secret in secrets:
-                created, problem = await self._applier.create_once(secret, time.monotonic())
-                if created:
-                    done.setdefault("Created", []).append(f"Secret {secret['metadata']['name']}")
-                if problem is not None:
-                    problems.append(problem)
-            for manifest in step.apply:
-                if not settled and manifest["kind"] == "Deployment" and step.stage == "SwitchingGateway":
-                    continue
-                child = observed.children.get((manifest["kind"], manifest["metadata"]["name"]))
-                outcome, problem = await self._applier.apply(manifest, child, time.monotonic())
-                settled = settled and outcome == "Unchanged"
-                if problem is not None:
-                    problems.append(problem)
-                    self._metrics.objects.labels("refused").inc()
-                elif outcome not in ("Unchanged", "Unseen"):
-                    done.setdefault(outcome, []).append(f"{manifest['kind']} {manifest['metadata']['name']}")
-            for name, replicas in step.sizes.items():
-                present = observed.stateful_set(name)
-                before = present.workload.replicas if present and present.workload else 0
-                if replicas < before:
-                    continue  # its pods drain first: see `scaling`
-                await self.cluster.scale(self.namespace, name, replicas)
-                events.append(("Scaled", f"StatefulSet {name} from {before} to {replicas} pods"))
-            for child in step.remove if settled else ():
-                await self._delete(child)
-                done.setdefault("Removed", []).append(f"{child.kind} {child.name}")
-        finally:
-            events += [(outcome, f"{len(names)}: {', '.join(names)}") for outcome, names in done.items()]
-            for what, names in done.items():
-                self._metrics.objects.labels(what.lower()).inc(len(names))
-        return problems, settled
-
-    async def _delete(self, child: Child) -> None:
-        await self.cluster.delete(child.kind, self.namespace, child.name, child.uid)
-        self._applier.forget(child.key)
-
-    async def _short_of_pods(self, observed: Observed) -> list[Problem]:
-        """Why a workload has fewer pods than it should, in its controller's words: quota and admission show nowhere else."""
-        now = time.monotonic()
-        short = {
-            child.name: child
-            for child in observed.children.values()
-            if child.workload is not None
-            and child.workload.seen
-            and not child.deleting
-            and child.workload.current < child.workload.replicas
-        }
-        self._short_since = {name: self._short_since.get(name, now) for name in short}
-        self._warned = {name: seen for name, seen in self._warned.items() if name in short}
-        problems = []
-        for name, child in short.items():
-            component = child.component or child.kind
-            if child.workload is not None and child.workload.failure:
-                problems.append(refusal(component, child.workload.failure, child.workload.template_revision))
-                continue
-            if now - self._short_since[name] < SHORT_OF_PODS_SECONDS:
-                continue
-            asked, problem = self._warned.get(name, (float("-inf"), None))
-            if now - asked >= WARNINGS_SECONDS:
-                warnings = await self.cluster.warnings_about(self.namespace, child.kind, name)
-                words = [w["message"] for w in warnings if w.get("reason") == "FailedCreate"]
-                problem = refusal(component, words[-1], child.revision) if words else None
-                self._warned[name] = (now, problem)
-            if problem is not None:
-                problems.append(problem)
-        return problems
-
-    async def _say(self, body: Body, facts: Facts, events: list[tuple[str, str]]) -> None:
-        """Write the status if it changed, and an Event for everything that did."""
-        said = verdicts(facts)
-        previous = self._previous(body)
-        generation = body["metadata"].get("generation", 0)
-        conditions = dated(said, previous, generation, _now())
-        status = status_of(facts, conditions, generation)
-        self._shown = Shown(self.namespace, self.name, said, pools_of(status), facts.problems)
-        await self._write_status(body, status.model_dump(mode="json", by_alias=True, exclude_none=True))
-        for reason, message in events:
-            await self.cluster.report(body, reason, message)
-        await self._report_transitions(body, said, previous)
-
-    def _previous(self, body: Body) -> list[dict[str, Any]]:
-        status = self._written if self._written is not None else body.get("status", {})
-        return list(status.get("conditions", ()))
-
-    async def _write_status(self, body: Body, status: dict[str, Any]) -> None:
-        present = body.get("status", {})
-        if self._written is not None and present == self._written:
-            self._settled = True
-        undone = self._settled and present != self._written
-        if status == (present if self._written is None else self._written) and not undone:
-            return
-        await self.cluster.apply_status(self.namespace, self.name, status)
-        self._written, self._settled = status, False
-
-    async def _report_transitions(
-        self, body: Body, said: tuple[Verdict, ...], previous: list[dict[str, Any]]
-    ) -> None:
-        before = {c["type"]: (c["status"], c["reason"]) for c in previous}
-        for verdict in said:
-            if verdict.type not in ("Ready", "Progressing", "Degraded"):
-                continue
-            was = before.get(verdict.type)
-            if was == (verdict.status, verdict.reason) or (was is None and verdict.type != "Progressing"):
-                continue
-            if verdict.type == "Ready" and was is not None and was[0] == verdict.status:
-                continue
-            bad = (verdict.type == "Degraded") == (verdict.status == "True")
-            bad = bad and verdict.reason not in ("Complete", "Paused", "Deleting")
-            if verdict.type == "Progressing" and bad and verdict.reason != "RolloutStuck":
-                continue  # Degraded says the same
-            reason = {"Ready": "Ready" if not bad else "NotReady"}.get(verdict.type, verdict.reason)
-            await self.cluster.report(body, reason, verdict.message, warning=bad)
-
-    async def _remove(self, body: Body) -> float:
-        """Deletion: the gateway finishes what it holds, then everything goes, then the deployment itself."""
-        metadata = body["metadata"]
-        observed = self._observe()
-        ours = [c for c in observed.children.values() if c.owner_uid == metadata["uid"]]
-        gateways = [c for c in ours if c.kind == "Deployment"]
-        for child in gateways:
-            if not child.deleting:
-                await self._delete(child)
-        held = [pod.name for pod in observed.pods_of("gateway")]
-        left = self._drain_seconds(body)
-        if (gateways or held) and left > 0:
-            message = f"{len(held)} gateway pods finish what they hold, for {left:.0f} s at most"
-            await self._say_removing(body, "Draining", message if held else "the gateway stops")
-            return min(MOVING_SECONDS, left)
-        if held and not self._drain_overdue:
-            self._drain_overdue = True
-            names = ", ".join(held[:5])
-            message = f"{len(held)} gateway pods did not end in time ({names}); going on without them"
-            await self.cluster.report(body, "DrainDeadlineExceeded", message, warning=True)
-        remaining = [c for c in ours if c not in gateways]
-        for child in remaining:
-            if not child.deleting:
-                await self._delete(child)
-        if remaining:
-            await self._say_removing(body, "Removing", f"{len(remaining)} objects are removed")
-            return MOVING_SECONDS
-        await self.cluster.report(body, "Removed", "every object of the deployment is gone")
-        rest = [f for f in metadata.get("finalizers", ()) if f != FINALIZER]
-        await self.cluster.set_finalizers(self.namespace, self.name, rest, metadata["resourceVersion"])
-        return RESYNC_SECONDS
-
-    async def _say_removing(self, body: Body, stage: str, message: str) -> None:
-        generation = body["metadata"].get("generation", 0)
-        self._shown = Shown(self.namespace, self.name, removing(stage, message))
-        said = dated(self._shown.conditions, self._previous(body), generation, _now())
-        before = self._previous(body)
-        conditions = [c.model_dump(mode="json", by_alias=True) for c in said]
-        if [(c["type"], c["reason"]) for c in before] == [(c["type"], c["reason"]) for c in conditions]:
-            return
-        await self._write_status(body, {**body.get("status", {}), "conditions": conditions})
-        await self.cluster.report(body, stage, message)
-
-    @staticmethod
-    def _drain_seconds(body: Body) -> float:
-        """Seconds that the gateway's pods still have to finish."""
-        template = body.get("spec", {}).get("gateway", {}).get("template", {})
-        grace = float(template.get("terminationGracePeriodSeconds", 120))
-        since = datetime.fromisoformat(body["metadata"]["deletionTimestamp"])
-        return grace + DRAIN_MARGIN_SECONDS - (datetime.now(UTC) - since).total_seconds()
+    async def _one_pass(self, body: Body) -> float:
+        """A pass over the current deployment; the state of an earlier one of the same name is dropped."""
+        if body["metadata"]["uid"] != self._pass.uid:
+            self._pass = ReconcilePass(self._context, self._asker, self._observe, self.wake.set, body)
+        return await self._pass.run(body, failing=bool(self._failures))
 
 
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
+def _intent(body: Body | None) -> object:
+    """Changes when a user changes what the deployment should be."""
+    if body is None:
+        return None
+    metadata = body["metadata"]
+    return metadata["uid"], metadata.get("generation"), metadata.get("deletionTimestamp")

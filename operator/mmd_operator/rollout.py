@@ -1,24 +1,53 @@
-"""How a deployment gets from what stands to what is wanted, one step at a time. Pure.
+"""How a deployment gets from what exists to what is wanted: the steps of one pass, in the order in which they apply. Pure.
 
-A pipeline revision is brought up beside the one that serves. When all its pools are whole, the gateway's Deployment is applied with it:
+A pipeline revision is brought up beside the one that serves. When all pods of its pools are Ready, the gateway's Deployment is applied with it:
 Kubernetes then starts gateway pods of the new revision, which place requests on the new pools only, before it stops old ones, which finish
-what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is whole
-the gateway is not touched, so a bad one never serves; taking it back is a rollout whose target is already whole.
+what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
+the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
+Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
+Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
 Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from mmd_api.pools import POOL_NAMES, PoolName
-from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_operator import rollout_steps as steps
 from mmd_operator.observed import Child, ObjectKey, Observed
-from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
+from mmd_operator.replacement import Replacement
+from mmd_operator.resources.naming import Manifest
+from mmd_operator.rollout_steps import RolloutState
 
-Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Updating", "Complete"]
+Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Complete", "Updating"]
+
+STEPS: tuple[Callable[[RolloutState], RolloutState], ...] = (
+    # What is applied.
+    steps.share_gpu_budget,
+    steps.apply_planned_objects,
+    steps.hold_gateway_until_pools_are_ready,
+    steps.hold_new_pools_without_gpus,
+    steps.start_pools_at_present_size,
+    # What is corrected.
+    steps.correct_pool_sizes,
+    steps.replace_outdated_pods,
+    steps.restore_fixed_sizes,
+    # What goes.
+    steps.remove_unused_objects,
+)
+
+STAGES: tuple[tuple[Stage, Callable[[RolloutState], bool]], ...] = (
+    ("Creating", steps.nothing_serves),
+    ("BringingUp", steps.pools_are_not_ready),
+    ("SwitchingGateway", steps.another_revision_serves),
+    ("Draining", steps.older_gateways_finish),
+    ("Complete", steps.nothing_is_left),
+    ("Updating", steps.something_is_left),
+)
+"""After all steps: the first that holds is the stage, and the reason of `Progressing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,128 +60,40 @@ class Step:
     apply: tuple[Manifest, ...]
     sizes: Mapping[str, int]
     remove: tuple[Child, ...]
-
-
-def manifest_key(manifest: Manifest) -> ObjectKey:
-    """Kind and name."""
-    return manifest["kind"], manifest["metadata"]["name"]
+    replace: Mapping[str, Replacement] = field(default_factory=dict)
+    """By StatefulSet of the revision, where pods are to be replaced."""
+    waits_for: str = ""
+    """What keeps the rollout from continuing or from reaching its full size, with numbers."""
+    restore: Mapping[ObjectKey, int] = field(default_factory=dict)
+    """Sizes of the gateway and of NATS, where another client changed them: no scaler owns them, and neither drains before it shrinks."""
+    blocked: bool = False
+    """The rollout cannot continue until what `waits_for` names has changed."""
 
 
 def next_step(
-    spec: MultimodalDeploymentSpec, revision: str, planned: Sequence[Manifest], observed: Observed, uid: str
+    spec: MultimodalDeploymentSpec,
+    revision: str,
+    planned: Sequence[Manifest],
+    observed: Observed,
+    uid: str,
+    now: float = 0.0,
 ) -> Step:
-    """The step from `observed` towards `planned`, the objects of `revision`. `uid` is the deployment's own."""
-    gateway = _gateway(planned, observed)
-    serving = gateway.workload.template_revision if gateway and gateway.workload else None
-    whole = _whole(planned, observed)
-    switching = serving is not None and serving != revision
-    hold = switching and not whole
-    in_use = {revision, serving} | {pod.revision for pod in observed.pods_of("gateway")}
-    switched = bool(
-        gateway
-        and gateway.workload
-        and gateway.workload.rolled
-        and serving == revision
-        and in_use <= {revision}
-    )
-    wanted = {manifest_key(m) for m in planned}
-    apply = [m for m in planned if not (hold and m["kind"] == "Deployment")]
-    remove = [
-        child
-        for child in observed.children.values()
-        if child.owner_uid == uid
-        and child.key not in wanted
-        and not child.deleting
-        and (switched and whole if child.revision in (None, revision) else child.revision not in in_use)
-    ]
-    sizes = _sizes(spec, {revision, serving}, observed, uid)
-    left = bool(remove or sizes)
+    """The step from `observed` towards `planned`, the objects of `revision`.
+
+    `uid` is the deployment's own; `now`: Unix seconds.
+    """
+    state = RolloutState(spec, revision, planned, observed, uid, now)
+    for step in STEPS:
+        state = step(state)
     return Step(
-        stage=_stage(serving, revision, whole=whole, switched=switched, left=left, in_use=in_use),
+        stage=next(stage for stage, holds in STAGES if holds(state)),
         revision=revision,
-        serving=serving,
-        apply=tuple(_starting_size(m, spec, serving, observed) for m in apply),
-        sizes=sizes,
-        remove=tuple(remove),
+        serving=state.serving,
+        apply=state.apply,
+        sizes=state.sizes,
+        remove=state.remove,
+        replace=state.replace,
+        waits_for=state.share.words,
+        restore=state.restore,
+        blocked=state.share.blocked,
     )
-
-
-def _gateway(planned: Sequence[Manifest], observed: Observed) -> Child | None:
-    name = next(m["metadata"]["name"] for m in planned if m["kind"] == "Deployment")
-    return observed.children.get(("Deployment", name))
-
-
-def _whole(planned: Sequence[Manifest], observed: Observed) -> bool:
-    """Whether every StatefulSet of the plan (pools, and the managed NATS server) has all its pods, new and ready."""
-    for manifest in planned:
-        if manifest["kind"] == "StatefulSet":
-            child = observed.stateful_set(manifest["metadata"]["name"])
-            if child is None or child.workload is None or not child.workload.rolled:
-                return False
-    return True
-
-
-def _stage(
-    serving: str | None, revision: str, *, whole: bool, switched: bool, left: bool, in_use: set[str | None]
-) -> Stage:
-    if serving is None:
-        return "Creating"
-    if serving != revision:
-        return "SwitchingGateway" if whole else "BringingUp"
-    if in_use - {revision}:
-        return "Draining"
-    return "Complete" if whole and switched and not left else "Updating"
-
-
-def wanted_replicas(pool: Pool, present: int) -> int:
-    """Size of a pool: the spec's, or the present one within the bounds of a pool that scales."""
-    if pool.autoscaling is not None:
-        low, high = pool.autoscaling.min_replicas, pool.autoscaling.max_replicas
-        return min(max(present, low), high)
-    return 1 if pool.replicas is None else pool.replicas
-
-
-def _pool(spec: MultimodalDeploymentSpec, component: str | None) -> Pool | None:
-    return cast("Pool | None", getattr(spec, component)) if component in POOL_NAMES else None
-
-
-def _starting_size(
-    manifest: Manifest, spec: MultimodalDeploymentSpec, serving: str | None, observed: Observed
-) -> Manifest:
-    """A pool that scales starts a new revision at the size it has now, so that the switch does not meet a small pool."""
-    labels = manifest["metadata"]["labels"]
-    component = labels.get("app.kubernetes.io/component")
-    pool = _pool(spec, component)
-    if manifest["kind"] != "StatefulSet" or pool is None or labels[REVISION_LABEL] == serving:
-        return manifest
-    old = observed.stateful_set(f"{labels[DEPLOYMENT_LABEL]}-{component}-{serving}")
-    if old is None or old.workload is None or pool.autoscaling is None:
-        return manifest
-    replicas = max(1, wanted_replicas(pool, old.workload.replicas))
-    return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
-
-
-def _sizes(
-    spec: MultimodalDeploymentSpec, revisions: set[str | None], observed: Observed, uid: str
-) -> dict[str, int]:
-    """StatefulSets of pools whose size is not what it should be, with the size they should have."""
-    sizes = {}
-    for child in observed.children.values():
-        pool = _pool(spec, child.component)
-        if (
-            child.kind == "StatefulSet"
-            and child.workload is not None
-            and pool is not None
-            and child.owner_uid == uid
-            and child.revision in revisions
-            and not child.deleting
-        ):
-            wanted = wanted_replicas(pool, child.workload.replicas)
-            if wanted != child.workload.replicas:
-                sizes[child.name] = wanted
-    return sizes
-
-
-def pools_in(spec: MultimodalDeploymentSpec) -> tuple[PoolName, ...]:
-    """Pools that the spec holds, upstream first."""
-    return tuple(name for name in POOL_NAMES if getattr(spec, name) is not None)

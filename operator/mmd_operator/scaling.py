@@ -1,70 +1,115 @@
-"""One deployment's autoscaler on a cluster: asks its pods, decides, drains, resizes, and keeps what there is to say about it.
+"""One deployment's autoscaler on a cluster: collects reports, decides, drains and resizes pools, and keeps a record of each.
 
-The decisions are those of `autoscaling`; this file only brings facts to them and carries out their moves.
+The decisions are those of `autoscaling`; this file only brings facts to them and carries out their actions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Generic, TypeVar
 
-from mmd_api.pools import POOL_NAMES, PoolName
-from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_api.contract import paths
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import Pool
 from mmd_api.status import PoolThroughput, ScalingDecision
 from mmd_operator.ask import Asker, NoAnswerError
 from mmd_operator.autoscaling import (
-    GATEWAY_PATH,
-    HARD_LIMITS,
     MAX_REPORT_BYTES,
-    WORKER_PATH,
-    Bottleneck,
     Decision,
+    DeploymentDecision,
     DeploymentPolicy,
-    Moves,
     PodFacts,
     PoolFacts,
     ReportError,
+    ScaleActions,
     Scaler,
-    Verdict,
     gateway_report,
     worker_report,
 )
 from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
-from mmd_operator.observed import Child, Observed, PodView
-from mmd_operator.resources.naming import GATEWAY_PORT, WORKER_PORT
+from mmd_operator.observed import Body, Child, Observed, PodView
+from mmd_operator.replacement import gpus_held, outdated_pods
 
 TICK_SECONDS = 2.0
 THROUGHPUT_STEP = 0.1
-"""A measured throughput is written anew when it has changed by this share."""
+"""A measured throughput is written again once it has changed by this share."""
 STEADY_TICKS = 3
-"""What is said of metrics and of the bottleneck changes when it has been so for this many ticks."""
-Body = Mapping[str, Any]
+"""The missing reports and the bottleneck in the status change once they have been the same for this many ticks."""
+_AGE = re.compile(r" for -?[0-9.]+ s$")
+"""The age at the end of a missing report's description; it changes with every tick."""
 Events = list[tuple[str, str]]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolRecord:
+    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
+
+    `change`: the decision that began the present change of size; `announced`: the sizes and the limit of the last Event about them;
+    `counted`: the size whose change has been counted; `draining`: since when, by uid; `overdue`: pods with an Event about it;
+    `last_change` and `throughput`: as in the status.
+    """
+
+    bounds: tuple[int, int] | None = None
+    decision: Decision | None = None
+    change: Decision | None = None
+    announced: tuple[int, int, str | None] | None = None
+    counted: int | None = None
+    draining: dict[str, float] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
+    last_change: ScalingDecision | None = None
+    throughput: PoolThroughput | None = None
+
+
+class Debounced(Generic[T]):
+    """A value that is published once it has been the same for some ticks."""
+
+    def __init__(self, published: T) -> None:
+        self._published, self._last, self._ticks = published, published, 0
+
+    def update(self, value: T) -> T:
+        """The published value, after a tick with this one."""
+        self._ticks = self._ticks + 1 if self._ticks and value == self._last else 1
+        self._last = value
+        if self._ticks >= STEADY_TICKS:
+            self._published = value
+        return self._published
 
 
 class PoolScaling:
-    """Ticks of one deployment."""
+    """Runs the autoscaler's ticks for one deployment."""
 
     def __init__(self, cluster: Cluster, asker: Asker, metrics: OperatorMetrics, namespace: str) -> None:
         self._cluster, self._asker, self._metrics, self._namespace = cluster, asker, metrics, namespace
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
-        self._said: dict[PoolName, tuple[int, int, str | None]] = {}
-        self._steady: dict[str, tuple[object, int]] = {}
-        self._overdue: set[str] = set()
-        self._why: dict[PoolName, Decision] = {}
-        self._aims: dict[PoolName, int] = {}
-        self._draining: dict[str, tuple[PoolName, float]] = {}
+        self._records = {name: PoolRecord() for name in POOL_NAMES}
+        self._missing: Debounced[tuple[str, ...]] = Debounced(())
+        self._bottleneck: Debounced[PoolName | None] = Debounced(None)
         self.report = Scaling()
-        self.decisions: dict[PoolName, Decision] = {}
-        """Of the last tick, of the pools that are scaled."""
-        self.bounds: dict[PoolName, tuple[int, int]] = {}
         self.counts = Counts()
+
+    @property
+    def decisions(self) -> dict[PoolName, Decision]:
+        """Of the last tick, of the pools that are scaled."""
+        return {name: r.decision for name, r in self._records.items() if r.decision is not None}
+
+    @property
+    def bounds(self) -> dict[PoolName, tuple[int, int]]:
+        """The least and most replicas of each pool."""
+        return {name: r.bounds for name, r in self._records.items() if r.bounds is not None}
+
+    def suspend(self) -> None:
+        """Nothing is scaled now: there are no decisions."""
+        for record in self._records.values():
+            record.decision = None
 
     def needed(self, spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> bool:
         """Whether there is anything to decide or to drain."""
@@ -75,31 +120,31 @@ class PoolScaling:
                 continue
             if pool.autoscaling is not None:
                 return True
-            size = 1 if pool.replicas is None else pool.replicas
-            if child.workload.replicas > size or any(p.drain_asked for p in observed.pods_of(name)):
+            if child.workload.replicas > pool.min_replicas or any(
+                p.drain_requested_at for p in observed.pods_of(name)
+            ):
                 return True
         return False
 
     def watch_drains(self, observed: Observed, now: float) -> None:
-        """Pods that were asked to drain and are gone have ended their drain. `now`: Unix seconds."""
-        present = {pod.uid: pod for name in POOL_NAMES for pod in observed.pods_of(name)}
-        for uid, (pool, asked) in list(self._draining.items()):
-            if uid not in present:
-                del self._draining[uid]
-                self.counts.drains[pool, "ended"] += 1
-                self._metrics.drain_seconds.labels(pool).observe(max(0.0, now - asked))
-        for name in POOL_NAMES:
-            for pod in observed.pods_of(name):
-                if pod.drain_asked is not None:
-                    self._draining[pod.uid] = (name, pod.drain_asked)
+        """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        for name, record in self._records.items():
+            pods = observed.pods_of(name)
+            for uid in record.draining.keys() - {pod.uid for pod in pods}:
+                requested = record.draining.pop(uid)
+                self.counts.drains[name, "ended"] += 1
+                self._metrics.drain_seconds.labels(name).observe(max(0.0, now - requested))
+            record.draining |= {
+                pod.uid: pod.drain_requested_at for pod in pods if pod.drain_requested_at is not None
+            }
 
     async def tick(
         self, now: float, spec: MultimodalDeploymentSpec, observed: Observed, revision: str
     ) -> tuple[Events, bool]:
-        """Ask, decide, act. Returns what to report as Events, and whether `report` changed.
+        """Collect reports, decide, act. Returns what to report as Events, and whether `report` changed.
 
         Raises:
-            BusyError, RefusedError: a move could not be made; the next tick makes it again.
+            BusyError, RefusedError: an action could not be carried out; the next tick tries again.
         """
         scaler = self._scaler_for(spec)
         sets = {
@@ -108,8 +153,9 @@ class PoolScaling:
             if (child := _stateful_set(observed, name, revision)) and child.workload
         }
         if sets.keys() != scaler.policy.pools.keys():
-            return [], False  # a pool is not made yet
-        faults = await self._ask(scaler, observed, revision, now)
+            return [], False  # a pool does not exist yet
+        scaler.policy = replace(scaler.policy, gpu_budget=_budget(spec, observed, revision))
+        faults = await self._collect(scaler, observed, revision, now)
         pods = {
             name: [
                 p
@@ -122,37 +168,44 @@ class PoolScaling:
             name: PoolFacts(
                 replicas=child.workload.replicas if child.workload else 0,
                 pods=tuple(_facts(pod) for pod in pods[name]),
-                drain_seconds=float(getattr(spec, name).template.termination_grace_period_seconds),
+                drain_seconds=float(getattr(spec, name).drain_seconds),
             )
             for name, child in sets.items()
         }
-        verdict = scaler.tick(now, facts, frozenset(p.name for p in _gateways(observed, revision)))
+        decided = scaler.tick(now, facts, frozenset(p.name for p in _gateways(observed, revision)))
         before = self.report
         events: Events = []
-        self._note(verdict, faults, spec, events)
-        for name, decision in verdict.decisions.items():
-            moves = scaler.moves(now, decision, facts[name])
-            await self._make(moves, sets[name], facts[name], pods[name], decision, events)
+        self._record(decided, faults, spec, events)
+        for name, decision in decided.decisions.items():
+            wanted = scaler.actions(now, decision, facts[name])
+            actions = _without_loss(wanted, sets[name], observed, pods[name])
+            await self._carry_out(actions, sets[name], facts[name], pods[name], decision, events)
         return events, self.report != before
 
     def remember(self, status: Body) -> None:
-        """After a start: the last decisions and what a replica does stand in the status."""
-        found: dict[PoolName, ScalingDecision] = {}
-        for name in POOL_NAMES:
-            last = status.get("pools", {}).get(name, {}).get("lastDecision")
-            if last is not None:
-                found[name] = ScalingDecision.model_validate(last)
-        self.report = replace(self.report, decisions=found, throughput=_throughput_in(status))
+        """Restore the last decisions and throughputs from the status after a start."""
+        for name, record in self._records.items():
+            kept = status.get("pools", {}).get(name, {})
+            last, rates = kept.get("lastDecision"), kept.get("throughput")
+            record.last_change = None if last is None else ScalingDecision.model_validate(last)
+            record.throughput = None if rates is None else PoolThroughput.model_validate(rates)
+        self.report = replace(self.report, decisions=self._last_changes(), throughput=self._throughputs())
+
+    def _last_changes(self) -> dict[PoolName, ScalingDecision]:
+        return {name: r.last_change for name, r in self._records.items() if r.last_change is not None}
+
+    def _throughputs(self) -> dict[PoolName, PoolThroughput]:
+        return {name: r.throughput for name, r in self._records.items() if r.throughput is not None}
 
     def _scaler_for(self, spec: MultimodalDeploymentSpec) -> Scaler:
         if self._scaler is None or self._spec is not spec:
             policy = DeploymentPolicy.of(spec)
             if self._scaler is None:
-                known = {name: kept.rates for name, kept in self.report.throughput.items()}
+                known = {name: kept.rates for name, kept in self._throughputs().items()}
                 self._scaler = Scaler(policy, known)
             self._scaler.policy, self._spec = policy, spec
             for name, rules in policy.pools.items():
-                self.bounds[name] = (rules.min_replicas, rules.max_replicas)
+                self._records[name].bounds = (rules.min_replicas, rules.max_replicas)
                 for outcome in DRAIN_OUTCOMES:
                     self.counts.drains[name, outcome] += 0
                 for direction, reasons in USUAL_DECISIONS.items() if getattr(spec, name).autoscaling else ():
@@ -160,148 +213,164 @@ class PoolScaling:
                         self.counts.decisions[name, direction, reason] += 0
         return self._scaler
 
-    async def _ask(self, scaler: Scaler, observed: Observed, revision: str, now: float) -> dict[str, str]:
-        """Ask every pod that can answer. Returns what was wrong with the answers, by pod."""
+    async def _collect(self, scaler: Scaler, observed: Observed, revision: str, now: float) -> dict[str, str]:
+        """Collect the report of every pod that can answer. Returns what was wrong with them, by pod."""
         faults: dict[str, str] = {}
 
         async def worker(pod: PodView) -> None:
-            body = await self._asker.get(pod.address or "", WORKER_PORT, WORKER_PATH, MAX_REPORT_BYTES)
-            scaler.heard(pod.name, now, worker_report(body, pod.name, revision))
+            body = await self._asker.get(
+                pod.address or "", pod.report_port, paths.WORKER_STATE, MAX_REPORT_BYTES
+            )
+            scaler.record_report(pod.name, now, worker_report(body, pod.name, revision))
 
         async def gateway(pod: PodView) -> None:
-            body = await self._asker.get(pod.address or "", GATEWAY_PORT, GATEWAY_PATH, MAX_REPORT_BYTES)
-            scaler.gateway_heard(pod.name, now, gateway_report(body, pod.name, revision))
+            body = await self._asker.get(
+                pod.address or "", pod.report_port, paths.GATEWAY_DEMAND, MAX_REPORT_BYTES
+            )
+            scaler.record_gateway_report(pod.name, now, gateway_report(body, pod.name, revision))
 
-        async def heard(pod: PodView) -> None:
+        async def collect(pod: PodView) -> None:
             try:
                 await (gateway(pod) if pod.component == "gateway" else worker(pod))
-                self._metrics.asked.labels("answered").inc()
+                self._metrics.load_reports.labels("answered").inc()
             except NoAnswerError as error:
                 if pod.ready:
                     faults[pod.name] = f"pod {pod.name} {error}"
-                    self._metrics.asked.labels("silent").inc()
+                    self._metrics.load_reports.labels("silent").inc()
             except ReportError as error:
                 faults[pod.name] = str(error)
-                self._metrics.asked.labels("unbelievable").inc()
+                self._metrics.load_reports.labels("invalid").inc()
 
-        asked = [p for name in scaler.policy.pools for p in observed.pods_of(name) if p.revision == revision]
-        asked += _gateways(observed, revision)
-        await asyncio.gather(*(heard(pod) for pod in asked if pod.address))
+        pods = [p for name in scaler.policy.pools for p in observed.pods_of(name) if p.revision == revision]
+        pods += _gateways(observed, revision)
+        await asyncio.gather(*(collect(pod) for pod in pods if pod.address))
         return faults
 
-    async def _make(
+    async def _carry_out(
         self,
-        moves: Moves,
+        actions: ScaleActions,
         child: Child,
         facts: PoolFacts,
         pods: list[PodView],
         decision: Decision,
         events: Events,
     ) -> None:
+        pool, record = decision.pool, self._records[decision.pool]
         uids = {pod.name: pod.uid for pod in pods}
         if decision.replicas != decision.current:
-            self._why[decision.pool] = decision
-        begun = self._why.get(decision.pool, decision)
-        why = begun if begun.replicas == decision.replicas else decision
-        if moves.replicas is not None:
-            await self._cluster.scale(self._namespace, child.name, moves.replicas)
+            record.change = decision
+        begun = record.change
+        why = begun if begun is not None and begun.replicas == decision.replicas else decision
+        if actions.replicas is not None:
+            await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
+            sizes = f"from {facts.replicas} to {actions.replicas} pods"
+            events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
+        for name in actions.drain:
+            await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            self.counts.drains[pool, "begun"] += 1
             events.append(
                 (
-                    "Scaled",
-                    f"StatefulSet {child.name} from {facts.replicas} to {moves.replicas} pods; {why}",
+                    "Draining",
+                    f"pod {name} is draining: it finishes its requests and accepts no new ones; {why}",
                 )
             )
-        for name in moves.drain:
-            await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
-            self.counts.drains[decision.pool, "begun"] += 1
-            events.append(("Draining", f"pod {name} finishes what it holds and takes nothing more; {why}"))
-        for name in moves.renew:
+        for name in actions.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
-            self.counts.drains[decision.pool, "renewed"] += 1
-            events.append(("Renewed", f"pod {name} had drained and is needed again: it starts afresh"))
-        for name in moves.overdue:
-            if name not in self._overdue:
-                self._overdue.add(name)
-                self.counts.drains[decision.pool, "overdue"] += 1
-                seconds = f"{facts.drain_seconds:.0f} s"
-                events.append(
-                    (
-                        "DrainDeadlineExceeded",
-                        f"pod {name} did not become empty within {seconds}; it is removed",
-                    )
+            self.counts.drains[pool, "renewed"] += 1
+            events.append(("Renewed", f"drained pod {name} is needed again and is replaced"))
+        for name in actions.overdue:
+            if name not in record.overdue:
+                record.overdue.add(name)
+                self.counts.drains[pool, "overdue"] += 1
+                message = (
+                    f"pod {name} did not finish draining within {facts.drain_seconds:.0f} s and is removed"
                 )
-        self._overdue &= {pod.name for pod in pods} | set(moves.overdue)
+                events.append(("DrainDeadlineExceeded", message))
+        record.overdue &= uids.keys() | set(actions.overdue)
 
-    def _note(
-        self, verdict: Verdict, faults: Mapping[str, str], spec: MultimodalDeploymentSpec, events: Events
+    def _record(
+        self,
+        decided: DeploymentDecision,
+        faults: Mapping[str, str],
+        spec: MultimodalDeploymentSpec,
+        events: Events,
     ) -> None:
-        """Bring `report` up to date; what changed for good becomes an Event."""
-        decisions = dict(self.report.decisions)
-        scaled = tuple(n for n in verdict.decisions if getattr(spec, n).autoscaling is not None)
-        self.decisions = {name: verdict.decisions[name] for name in scaled}
-        for name in scaled:
-            self._count(verdict.decisions[name])
-        for name in scaled:
-            decision = verdict.decisions[name]
-            changes = decision.replicas != decision.current
-            now_said = (decision.current, decision.replicas, _hard(decision))
-            if (changes or _hard(decision)) and self._said.get(name) != now_said:
-                if changes:
-                    decisions[name] = decision.status()
-                if not decision.act or not changes:
-                    events.append(("WouldScale" if not decision.act else "ScalingLimited", str(decision)))
-            if changes or _hard(decision) or not decision.missing:
-                self._said[name] = now_said
-        hard = [verdict.decisions[n] for n in scaled if _hard(verdict.decisions[n])]
-        missing = sorted({m.split(" since ")[0] for n in scaled for m in verdict.decisions[n].missing})
-        missing = [_explained(words, faults) for words in missing]
-        bottleneck: Bottleneck | None = verdict.bottleneck
-        settled = self._settled("missing", tuple(missing))
-        pool = self._settled("bottleneck", bottleneck.pool if bottleneck else None)
+        """Bring the records and `report` up to date; what changed for good becomes an Event."""
+        scaled = {n: d for n, d in decided.decisions.items() if getattr(spec, n).autoscaling is not None}
+        for name, record in self._records.items():
+            record.decision = scaled.get(name)
+            record.throughput = _refreshed(record.throughput, decided.decisions.get(name))
+        for name, decision in scaled.items():
+            self._count(decision)
+            self._announce(self._records[name], decision, events)
+        hard = [d for d in scaled.values() if d.hard_limit]
+        missing = sorted({_AGE.sub("", words) for d in scaled.values() for words in d.missing})
+        bottleneck = decided.bottleneck
         self.report = Scaling(
-            decisions=decisions,
-            throughput=_refreshed(self.report.throughput, verdict),
-            pools=scaled,
-            shadow=tuple(n for n in scaled if not verdict.decisions[n].act),
-            missing=cast("tuple[str, ...]", settled if settled is not ... else self.report.missing),
-            limited=tuple(f"{d.pool} at {d.replicas}" for d in hard),
-            limit=_hard(hard[0]) if hard else None,
-            bottleneck=cast("PoolName | None", pool if pool is not ... else self.report.bottleneck),
+            decisions=self._last_changes(),
+            throughput=self._throughputs(),
+            pools=tuple(scaled),
+            shadow=tuple(name for name, d in scaled.items() if not d.act),
+            missing=self._missing.update(tuple(_explained(words, faults) for words in missing)),
+            limited=tuple(_size_words(d) for d in hard),
+            limit=hard[0].hard_limit if hard else None,
+            bottleneck=self._bottleneck.update(bottleneck.pool if bottleneck else None),
         )
+
+    def _announce(self, record: PoolRecord, decision: Decision, events: Events) -> None:
+        """An Event for a change that is not carried out, and for a limit that waiting does not lift; each once."""
+        changes = decision.replicas != decision.current
+        news = (decision.current, decision.replicas, decision.hard_limit)
+        if (changes or decision.hard_limit) and record.announced != news:
+            if changes:
+                record.last_change = decision.status()
+            if not decision.act or not changes:
+                events.append(("ScalingLimited" if decision.act else "WouldScale", str(decision)))
+        if changes or decision.hard_limit or not decision.missing:
+            record.announced = news
 
     def _count(self, decision: Decision) -> None:
         """Count a decision once, however many ticks it takes to carry it out."""
+        record = self._records[decision.pool]
         if decision.replicas == decision.current or not decision.act:
-            self._aims.pop(decision.pool, None)
-        elif self._aims.get(decision.pool) != decision.replicas:
-            self._aims[decision.pool] = decision.replicas
+            record.counted = None
+        elif record.counted != decision.replicas:
+            record.counted = decision.replicas
             direction: Direction = "up" if decision.replicas > decision.current else "down"
             self.counts.decisions[decision.pool, direction, decision.reason] += 1
 
-    def _settled(self, what: str, value: object) -> object:
-        """The value, once it has been the same for some ticks; `...` until then."""
-        last, count = self._steady.get(what, (value, 0))
-        count = count + 1 if last == value else 1
-        self._steady[what] = (value, count)
-        return value if count >= STEADY_TICKS else ...
+
+def _budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
+    """GPUs for the revision that serves: those that others hold are not there for growth, and nothing shrinks for them."""
+    if spec.gpu_budget is None:
+        return None
+    own = gpus_held(observed, {revision})
+    return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))
 
 
-def _throughput_in(status: Body) -> dict[PoolName, PoolThroughput]:
-    found = {name: status.get("pools", {}).get(name, {}).get("throughput") for name in POOL_NAMES}
-    return {name: PoolThroughput.model_validate(kept) for name, kept in found.items() if kept is not None}
+def _without_loss(
+    actions: ScaleActions, child: Child, observed: Observed, pods: list[PodView]
+) -> ScaleActions:
+    """No pod leaves while pods of its pool are being replaced, and the last Ready pod never leaves before those that stay."""
+    size = child.workload.replicas if child.workload else 0
+    target = size if actions.replicas is None else actions.replicas
+    leaving = {pod.name for pod in pods if _facts(pod).ordinal >= target} | set(actions.drain)
+    leaves_none = any(p.ready for p in pods if p.name in leaving) and not any(
+        p.ready and not p.deleting for p in pods if p.name not in leaving
+    )
+    if outdated_pods(child, observed) or (leaves_none and len(leaving) < len(pods)):
+        return replace(actions, drain=(), replicas=actions.replicas if target > size else None, overdue=())
+    return actions
 
 
-def _refreshed(kept: Mapping[PoolName, PoolThroughput], verdict: Verdict) -> dict[PoolName, PoolThroughput]:
-    """With what was measured since, where it differs enough to be worth a write."""
-    fresh: dict[PoolName, PoolThroughput] = {}
-    for name, decision in verdict.decisions.items():
-        now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
-        before = kept.get(name)
-        if before is not None and not _differ(before.rates, now.rates):
-            fresh[name] = before
-        elif now.rates:
-            fresh[name] = now
-    return fresh
+def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolThroughput | None:
+    """With what was measured since, where it differs enough to be worth a write. A pool that is gone has none."""
+    if decision is None:
+        return None
+    now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
+    if kept is not None and not _differ(kept.rates, now.rates):
+        return kept
+    return now if now.rates else None
 
 
 def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
@@ -311,16 +380,15 @@ def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
     )
 
 
-def _hard(decision: Decision) -> str | None:
-    return (
-        decision.limited_by
-        if decision.limited_by in HARD_LIMITS and decision.wanted > decision.current
-        else None
-    )
+def _size_words(decision: Decision) -> str:
+    """`encoder at 4 (2 unschedulable)`."""
+    faulty = [(decision.unplaced, "unschedulable"), (decision.stuck, "not starting")]
+    words = ", ".join(f"{count} {what}" for count, what in faulty if count)
+    return f"{decision.pool} at {decision.replicas}" + (f" ({words})" if words else "")
 
 
 def _explained(words: str, faults: Mapping[str, str]) -> str:
-    """What is missing, with what its pod answered instead where it did."""
+    """What is missing, with the fault of its pod's report if there was one."""
     return next((f"{words} ({fault})" for pod, fault in faults.items() if words.endswith(pod)), words)
 
 
@@ -351,6 +419,8 @@ def _facts(pod: PodView) -> PodFacts:
         ready=pod.ready,
         unschedulable=pod.unschedulable is not None,
         deleting=pod.deleting,
-        asked=pod.drain_asked is not None,
-        asked_at=pod.drain_asked,
+        drain_requested=pod.drain_requested_at is not None,
+        drain_requested_at=pod.drain_requested_at,
+        waiting_since=pod.unschedulable_since or pod.starting_since,
+        failing=pod.failing,
     )

@@ -16,7 +16,7 @@ import kopf
 from kubernetes.aio import client, config
 
 from mmd_api.resource import GROUP, PLURAL
-from mmd_operator.cluster import DEPLOYMENTS, Cluster
+from mmd_operator.cluster import DEPLOYMENTS, REQUEST_SECONDS, Cluster
 from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership, NotLeaderError
@@ -24,8 +24,7 @@ from mmd_operator.metrics import OperatorMetrics
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 300.0
-STANDBY_STALE_SECONDS = 60.0
+LEASE_STALE_SECONDS = 60.0
 
 
 class NoDefinitionError(RuntimeError):
@@ -45,8 +44,8 @@ class Options:
 async def api_client(fence: Callable[[], None] | None = None) -> AsyncIterator[client.ApiClient]:
     """A client with the rights of the pod's service account, or of the kubeconfig.
 
-    `fence` is asked at the last moment before a write leaves, when it has its connection: a process that slept while the write
-    waited for one must not send it. What it raises ends the call.
+    `fence` is called just before a write is sent, once it has a connection: a process that slept while the write waited for
+    one must not send it. An exception that it raises ends the call.
     """
     configuration = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
@@ -54,13 +53,13 @@ async def api_client(fence: Callable[[], None] | None = None) -> AsyncIterator[c
     else:
         await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
     if fence is not None:
-        configuration.trace_configs = [_asked_before_writes(fence)]
+        configuration.trace_configs = [_fence_writes(fence)]
     async with client.ApiClient(configuration) as api:
         yield api
 
 
-def _asked_before_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
-    """aiohttp keeps the headers back until the first piece of the body: the fence is asked before each of the two."""
+def _fence_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
+    """aiohttp holds the headers back until the first piece of the body, so the fence is called before both."""
 
     async def about_to_send(
         _session: aiohttp.ClientSession,
@@ -89,20 +88,19 @@ async def serve(options: Options) -> None:
         loop.add_signal_handler(name, stop.set)
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(api_client())  # its own: a renewal waits behind no other call
+        api = await stack.enter_async_context(api_client())  # its own: renewals never wait for other calls
         leadership = Leadership(api, options.lease_namespace, metrics)
         fenced = await stack.enter_async_context(api_client(leadership.fence))
         loops = Loops(Cluster(fenced, metrics), options.namespaces, metrics)
         metrics.leading.set_function(lambda: leadership.held)
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
-        metrics.deployments = loops.shown
+        metrics.deployments = loops.snapshots
 
         def trouble() -> str | None:
-            if leadership.quiet_seconds > STANDBY_STALE_SECONDS:
-                return f"the lease was not looked at for {leadership.quiet_seconds:.0f} s\n"
-            if loops.oldest_pass_seconds > STALE_SECONDS:
-                return f"a deployment was not brought up to date for {loops.oldest_pass_seconds:.0f} s\n"
-            return None
+            if leadership.quiet_seconds > LEASE_STALE_SECONDS:
+                return f"the lease has not been checked for {leadership.quiet_seconds:.0f} s\n"
+            words = loops.trouble()
+            return f"{words}\n" if words else None
 
         async def work() -> None:
             await kopf.operator(
@@ -124,25 +122,32 @@ async def serve(options: Options) -> None:
             try:
                 await leading
             except asyncio.CancelledError:
-                logger.info("stopped before it led")
+                logger.info("stopped before it acquired the lease")
             finally:
                 stopping.cancel()
 
 
 async def _need_definition(api: client.ApiClient, options: Options) -> None:
-    """kopf waits in silence for a definition that is not there: say it instead."""
+    """Raise if the definition is missing: kopf would wait for it silently."""
     custom = client.CustomObjectsApi(api)
     try:
         if options.namespaces:
             await custom.list_namespaced_custom_object(
-                DEPLOYMENTS.group, DEPLOYMENTS.version, options.namespaces[0], PLURAL, limit=1
+                DEPLOYMENTS.group,
+                DEPLOYMENTS.version,
+                options.namespaces[0],
+                PLURAL,
+                limit=1,
+                _request_timeout=REQUEST_SECONDS,
             )
         else:
-            await custom.list_cluster_custom_object(DEPLOYMENTS.group, DEPLOYMENTS.version, PLURAL, limit=1)
+            await custom.list_cluster_custom_object(
+                DEPLOYMENTS.group, DEPLOYMENTS.version, PLURAL, limit=1, _request_timeout=REQUEST_SECONDS
+            )
     except client.ApiException as error:
         if error.status == 404:
             raise NoDefinitionError(
-                f"the API server knows no {PLURAL}.{GROUP}; apply the CRD, or install the chart with crds.install=true"
+                f"the API server does not serve {PLURAL}.{GROUP}; apply the CRD, or install the chart with crds.install=true"
             ) from error
         raise
 

@@ -1,8 +1,8 @@
 import pytest
-from manifests import BadManifest, bad_manifests, base_manifest
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
+from tests.support.manifests import BadManifest, bad_manifests, base_manifest
 
 
 def test_the_base_of_the_table_is_valid():

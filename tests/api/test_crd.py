@@ -1,10 +1,17 @@
+import importlib
+import pkgutil
+
+import pytest
 import yaml
 
+from mmd_api import resource, spec
+from mmd_api.base import ApiModel
 from mmd_api.crd import crd_yaml, custom_resource_definition
 from mmd_api.generate import CRD_FILE, REFERENCE_FILE
 from mmd_api.reference import reference_page
-from mmd_api.resource import MultimodalDeployment
-from mmd_api.rules import RULES
+from mmd_api.resource import MultimodalDeployment, ObjectMeta
+from mmd_api.rule import Rule
+from mmd_api.spec.model import ModelStorage
 
 VERSION = custom_resource_definition()["spec"]["versions"][0]
 SCHEMA = VERSION["schema"]["openAPIV3Schema"]
@@ -96,7 +103,7 @@ def filled(value, node):
     return {n: filled(v, node["properties"][n]) for n, v in whole.items()}
 
 
-def test_every_rule_with_cel_stands_in_the_schema_at_a_field_that_exists():
+def test_every_rule_with_cel_is_in_the_schema_at_an_existing_field():
     placed = {}
     for path, node in nodes(SCHEMA):
         for entry in node.get("x-kubernetes-validations", ()):
@@ -105,10 +112,45 @@ def test_every_rule_with_cel_stands_in_the_schema_at_a_field_that_exists():
                 below = node
                 for step in entry["fieldPath"].strip(".").split("."):
                     below = below["properties"][step]
-    for rule in RULES:
-        if rule.cel is not None and rule.model != "ObjectMeta":
-            assert rule.message in placed, rule
-    assert len(placed["metadata.name: " + next(r.message for r in RULES if r.model == "ObjectMeta")]) == 1
+    for model in models(ApiModel):
+        for rule in model.rules:
+            if rule.cel is not None and model is not ObjectMeta:
+                assert rule.message in placed, rule
+    assert len(placed["metadata.name: " + ObjectMeta.rules[0].message]) == 1
+
+
+def test_every_rule_is_bound_to_a_model():
+    parts = [
+        importlib.import_module(f"{spec.__name__}.{part.name}")
+        for part in pkgutil.iter_modules(spec.__path__)
+    ]
+    bound = {rule for model in models(ApiModel) for rule in model.rules}
+    written = {
+        rule
+        for module in (resource, *parts)
+        for value in vars(module).values()
+        if isinstance(value, tuple)
+        for rule in value
+        if isinstance(rule, Rule)
+    }
+    assert bound == written
+
+
+def test_a_renamed_model_keeps_its_rules():
+    name = ModelStorage.__name__
+    ModelStorage.__name__ = "Weights"
+    try:
+        with pytest.raises(
+            ValueError, match="claimName and subPath apply only to type PersistentVolumeClaim"
+        ):
+            ModelStorage.model_validate({"type": "Hub", "claimName": "weights"})
+    finally:
+        ModelStorage.__name__ = name
+
+
+def models(model):
+    """A model's subclasses, the whole tree of them."""
+    return [found for below in model.__subclasses__() for found in (below, *models(below))]
 
 
 def test_every_pool_has_the_rules_that_pools_share():
@@ -127,7 +169,9 @@ def test_conditions_and_variables_are_lists_keyed_by_what_names_them():
         if n.get("x-kubernetes-list-type") == "map"
     }
     assert keyed.pop(".status.conditions") == ["type"]
-    assert keyed == {f".spec.{p}.template.env": ["name"] for p in ("gateway", "encoder", "prefill", "decode")}
+    assert keyed.pop(".status.pinned") == ["revision"]
+    parts = ("gateway", "nats", "encoder", "prefill", "decode")
+    assert keyed == {f".spec.{p}.template.env": ["name"] for p in parts}
 
 
 def test_the_columns_read_at_a_glance():

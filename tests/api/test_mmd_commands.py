@@ -1,19 +1,21 @@
 import json
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
-from manifests import base_manifest, merge
 from typer.testing import CliRunner
 
-from mmd_api import cli
+from mmd_cli import program
+from tests.support.manifests import base_manifest, merge
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 def mmd(*arguments: str, stdin: str = ""):
-    return CliRunner().invoke(cli.build().app, list(arguments), input=stdin)
+    return CliRunner().invoke(program.build().app, list(arguments), input=stdin)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
@@ -22,7 +24,7 @@ def test_every_example_is_valid(example):
     assert result.exit_code == 0, result.output
 
 
-def test_what_is_wrong_is_said_as_file_field_problem_remedy(tmp_path):
+def test_faults_are_printed_as_file_field_problem_and_remedy(tmp_path):
     bad = tmp_path / "bad.yaml"
     bad.write_text(
         yaml.safe_dump(merge(base_manifest(), {"spec": {"decode": {"gpus": -1}, "nats": {"managed": False}}}))
@@ -31,7 +33,7 @@ def test_what_is_wrong_is_said_as_file_field_problem_remedy(tmp_path):
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         f"{bad}: spec.decode.gpus: -1 is too small; set at least 0",
-        f"{bad}: spec.nats.url: managed is false and no server is named; set url, or managed: true",
+        f"{bad}: spec.nats.url: managed is false and url is not set; set url, or managed: true",
     ]
 
 
@@ -62,7 +64,7 @@ def test_standard_input_is_a_file_too():
     assert (result.exit_code, result.stdout) == (0, "-: sample is valid\n")
 
 
-def test_a_relative_model_path_is_valid_and_said_to_be_for_this_machine_only():
+def test_a_relative_model_path_is_valid_with_a_note_that_it_is_local_only():
     manifest = merge(base_manifest(), {"spec": {"model": {"id": "../models/a"}}})
     result = mmd("validate", "-f", "-", stdin=yaml.safe_dump(manifest))
     assert result.exit_code == 0
@@ -77,20 +79,34 @@ def test_render_takes_the_namespace_of_the_command_line_before_that_of_the_file(
         assert {o["metadata"]["namespace"] for o in objects} == {expected}
 
 
-def test_a_package_that_is_not_installed_is_named_and_the_others_work(monkeypatch, capsys):
+def test_a_command_whose_library_is_missing_is_named_and_the_others_work(monkeypatch, capsys):
     found = [
-        EntryPoint("workers", "no_such_package.commands:register", cli.COMMANDS_GROUP),
-        EntryPoint("api", "mmd_api.commands:register", cli.COMMANDS_GROUP),
+        EntryPoint("up", "no_such_package.commands:up", program.COMMANDS_GROUP),
+        EntryPoint("chat", "no_such_package.commands:chat", program.COMMANDS_GROUP),
+        EntryPoint("validate", "mmd_cli.commands.validate:validate", program.COMMANDS_GROUP),
     ]
-    monkeypatch.setattr(cli, "entry_points", lambda group: found)
-    program = cli.build()
-    assert "validate" in program.commands()
-    (line,) = program.left_out
+    monkeypatch.setattr(program, "entry_points", lambda group: found)
+    mmd = program.build()
+    assert mmd.commands() == {"validate"}
+    (line,) = mmd.left_out
+    assert "chat, up" in line
     assert "multimodal-operator[worker]" in line
     assert "no_such_package" in line
 
-    for arguments, said in ((["validate", "-f", str(EXAMPLES[0])], False), (["up"], True)):
+    for arguments, reported in ((["validate", "-f", str(EXAMPLES[0])], False), (["up"], True)):
         monkeypatch.setattr("sys.argv", ["mmd", *arguments])
         with pytest.raises(SystemExit):
-            cli.main()
-        assert (line in capsys.readouterr().err) is said
+            program.main()
+        assert ("no_such_package" in capsys.readouterr().err) is reported
+
+
+@pytest.mark.parametrize("command", ["worker", "gateway", "operator"])
+def test_a_pod_imports_the_root_of_the_command_line_and_nothing_else_of_it(command):
+    code = (
+        "import atexit, sys; from mmd_cli.program import main; sys.argv = ['mmd', *sys.argv[1:]];"
+        "atexit.register(lambda: print(*sorted(m for m in sys.modules if m.startswith('mmd_cli')), file=sys.stderr)); main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert command in ran.stdout
+    assert ran.stderr.split() == ["mmd_cli", "mmd_cli.program"]

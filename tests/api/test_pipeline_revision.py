@@ -1,11 +1,11 @@
 import json
 
 import pytest
-from manifests import base_manifest, merge
 
 from mmd_api import pipeline
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_api.resource import MultimodalDeployment
+from tests.support.manifests import base_manifest, merge
 
 
 def revision(**spec) -> str:
@@ -86,8 +86,9 @@ def test_a_revision_is_ten_hex_digits():
     assert int(revision(), 16) >= 0
 
 
-def test_what_a_worker_is_told_comes_back_the_same(tmp_path):
+def test_a_worker_configuration_survives_a_round_trip(tmp_path):
     spec = MultimodalDeployment.parse(base_manifest()).spec
-    config = PipelineConfig.of(spec, "default", "sample")
-    (tmp_path / "pipeline.json").write_text(config.dump())
-    assert PipelineConfig.load(tmp_path / "pipeline.json") == config
+    (tmp_path / "decode.json").write_text(PipelineConfig.text_for(spec, "default", "sample", "decode"))
+    config = PipelineConfig.load(tmp_path / "decode.json")
+    assert config == PipelineConfig.of(spec, "default", "sample", "decode")
+    assert config.spec.decode.max_sequences == spec.decode.max_sequences

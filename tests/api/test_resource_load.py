@@ -2,10 +2,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import base_manifest, merge
 
 from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment, load, load_all
+from mmd_api.spec.pools import Pool
+from tests.support.manifests import base_manifest, merge
 
 
 def faults(source) -> list[str]:
@@ -43,7 +44,7 @@ def test_every_fault_is_named_at_once():
             "metadata": {"name": "A"},
             "spec": {
                 "model": {"id": "builtin/other", "dtpye": "Float32"},
-                "encoder": {"gpus": "one", "failurePolicy": "TextOnly"},
+                "encoder": {"gpus": "one", "tensorParallelSize": 2},
                 "prefill": {"replicas": 1, "autoscaling": {"minReplicas": 2}},
                 "decode": {"maxSequences": 0},
                 "transfer": {"kv": {"backend": "Nccl", "leaseSeconds": 1}},
@@ -53,8 +54,8 @@ def test_every_fault_is_named_at_once():
     assert sorted(f.partition(":")[0] for f in faults(manifest)) == [
         "metadata.name",
         "spec.decode.maxSequences",
-        "spec.encoder.failurePolicy",
         "spec.encoder.gpus",
+        "spec.encoder.tensorParallelSize",
         "spec.model.dtpye",
         "spec.model.id",
         "spec.prefill.autoscaling.maxReplicas",
@@ -83,23 +84,23 @@ def test_objects_of_other_groups_are_left_to_others(file):
 def test_two_deployments_where_one_is_wanted(file):
     documents = [base_manifest(), merge(base_manifest(), {"metadata": {"name": "other"}})]
     path = file(yaml.safe_dump_all(documents))
-    assert faults(path) == ["2 deployments (sample, other) where one is wanted; put each into a file"]
+    assert faults(path) == ["2 deployments (sample, other), but one is expected; put each in its own file"]
     assert [d.metadata.name for d in load_all(path)] == ["sample", "other"]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no MultimodalDeployment; begin it with"),
-        ("a: [1", "line 1: no valid YAML"),
-        ("a: 1\na: 2\n", "line 2: no valid YAML: the key 'a' stands twice"),
-        ("just words", "is no mapping"),
-        ("!!python/object/apply:os.system [id]", "no valid YAML"),
-        ("apiVersion: v1\nkind: Secret\n", "holds no MultimodalDeployment"),
+        ("", "contains no MultimodalDeployment; begin it with"),
+        ("a: [1", "line 1: invalid YAML"),
+        ("a: 1\na: 2\n", "line 2: invalid YAML: the key 'a' appears twice"),
+        ("just words", "is not a mapping"),
+        ("!!python/object/apply:os.system [id]", "invalid YAML"),
+        ("apiVersion: v1\nkind: Secret\n", "contains no MultimodalDeployment"),
         pytest.param("[" * 5000, "nested too deeply", id="deep"),
     ],
 )
-def test_a_file_that_is_no_deployment_is_refused_with_a_reason(file, text, words):
+def test_a_file_that_is_not_a_deployment_is_rejected_with_a_reason(file, text, words):
     (fault,) = faults(file(text))
     assert words in fault
 
@@ -108,7 +109,7 @@ def test_a_file_that_is_not_there(tmp_path):
     assert faults(tmp_path / "none.yaml") == ["cannot be read (No such file or directory); check the path"]
 
 
-def test_what_the_api_server_adds_to_metadata_is_no_fault():
+def test_metadata_added_by_the_api_server_is_accepted():
     manifest = merge(
         base_manifest(),
         {"metadata": {"managedFields": [], "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 3}},
@@ -141,7 +142,7 @@ PATHS = st.sampled_from(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(PATHS, JSON), min_size=1, max_size=3))
-def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_fields(replacements):
+def test_any_manifest_is_read_or_rejected_with_fields(replacements):
     manifest = base_manifest()
     for path, value in replacements:
         parent = manifest
@@ -151,3 +152,17 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_fields(replace
             parent = parent[step]
         parent[path[-1]] = value
     assert all(f.field and f.message for f in faults_if_any(manifest))
+
+
+@pytest.mark.parametrize(
+    ("pool", "replicas"),
+    [
+        ({}, 1),
+        ({"replicas": 0}, 0),
+        ({"replicas": 3}, 3),
+        ({"autoscaling": {"maxReplicas": 4}}, 1),
+        ({"autoscaling": {"minReplicas": 0, "maxReplicas": 4}}, 0),
+    ],
+)
+def test_a_pool_has_one_replica_unless_replicas_or_autoscaling_is_set(pool, replicas):
+    assert Pool.model_validate(pool).min_replicas == replicas

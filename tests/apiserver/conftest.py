@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "api"))
-sys.path.append(str(Path(__file__).parent))
-
 pytest.importorskip("kubernetes")
 
-from control_plane import TOKEN, ControlPlane
 from kubernetes import client, watch
-from operator_process import OperatorProcess
-from standin import Namespace
+from tenacity import Retrying, stop_after_delay, wait_fixed
 
 from mmd_api.crd import custom_resource_definition
+from mmd_api.resource import GROUP, PLURAL, VERSION
+from tests.support.control_plane import TOKEN, ControlPlane
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace
+from tests.support.unruly_server import UnrulyServer
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +52,8 @@ def api(control_plane: ControlPlane) -> Iterator[client.ApiClient]:
                 break
         else:
             pytest.fail("the definition was not established")
+        until_stored = Retrying(stop=stop_after_delay(30), wait=wait_fixed(0.1), reraise=True)
+        until_stored(client.CustomObjectsApi(made).list_cluster_custom_object, GROUP, VERSION, PLURAL)
         yield made
 
 
@@ -62,9 +64,24 @@ def namespace(api: client.ApiClient, request: pytest.FixtureRequest) -> Namespac
 
 
 @pytest.fixture
-def operator(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+def unruly(control_plane: ControlPlane, tmp_path: Path) -> Iterator[UnrulyServer]:
+    """A way to the API server that refuses, delays and ends what the test wants; see `kubeconfig`."""
+    server = UnrulyServer(control_plane.url, TOKEN, tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def kubeconfig(control_plane: ControlPlane) -> Path:
+    """The operator's way to the API server."""
+    return control_plane.kubeconfig()
+
+
+@pytest.fixture
+def operator(kubeconfig: Path, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
     """An operator that serves the test's namespace; it runs from the beginning."""
-    process = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path)
+    process = OperatorProcess(kubeconfig, namespace.name, tmp_path)
     try:
         process.start()
         yield process

@@ -14,12 +14,26 @@ from typing import Any
 
 import httpx
 from kubernetes import client
-from standin import Namespace, eventually
 
 from mmd_api.resource import DRAIN_ANNOTATION
-from mmd_operator.resources.naming import GATEWAY_PORT, REVISION_LABEL, WORKER_PORT
+from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
+from tests.support.deployments import SPEC
+from tests.support.standin import Namespace, eventually
 
 _ADDRESSES = itertools.count(random.randrange(1 << 20))
+QUICK = {
+    "minReplicas": 1,
+    "maxReplicas": 3,
+    "maxScaleUpPercent": 1000,
+    "maxScaleDownPercent": 100,
+    "scaleDownStabilizationSeconds": 0,
+    "scaleDownCooldownSeconds": 0,
+    "panicWindowSeconds": 0,
+    "scaleToZeroAfterSeconds": 1,
+}
+RATE = {"video": 100.0}
+BUSY = {"encode_queued_work": {"video": 700}, "encode_work_per_second": RATE, "encode_busy_fraction": 1.0}
+IDLE = {"encode_work_per_second": RATE}
 
 
 def next_address() -> str:
@@ -41,6 +55,8 @@ class FakePod:
     asked: bool = False
     answer: bytes | None = None
     """Instead of a true answer."""
+    identity: str = "0123456789"
+    commit: str = ""
     real: str = ""
     """The address of a process that answers instead, as the pod of this name."""
 
@@ -62,6 +78,10 @@ class FakePod:
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
+    def is_gateway(self) -> bool:
+        return "gateway" in self.name
+
+    @property
     def state(self) -> str:
         if not self.asked:
             return "ready"
@@ -69,12 +89,12 @@ class FakePod:
 
     def body(self) -> bytes:
         said: dict[str, Any] = {"pod": self.name, "revision": self.revision}
-        if self.port == GATEWAY_PORT:
+        if self.is_gateway:
             queue = {"age_seconds": 0.1, "waiting_work": {}}
             ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
             said |= {"held": {}, "queue": queue, "ttft": ttft, **self.demand}
         else:
-            said |= {"state": self.state, "load": self.load}
+            said |= {"state": self.state, "load": self.load, "identity": self.identity, "commit": self.commit}
         return json.dumps(said).encode()
 
     def reply(self, path: str) -> tuple[int, bytes]:
@@ -90,7 +110,7 @@ class FakePod:
         except httpx.HTTPError:
             return 504, b""
         body = reply.content
-        if self.port == GATEWAY_PORT:
+        if self.is_gateway:
             body = re.sub(rb'"pod":\s*"[^"]*"', b'"pod":"%s"' % self.name.encode(), body)
         return reply.status_code, body
 
@@ -108,11 +128,14 @@ class Fleet:
         self.real = real or {}
         self.pods: dict[str, FakePod] = {}
         self.unschedulable: set[str] = set()
+        self.image = "registry.example/worker@sha256:aa"
+        """What nodes pull for the tag now; of an image that is named by its digest, they pull that."""
         self.most: dict[str, int] = {}
         """Largest size that each pool was ever given."""
 
     def step(self) -> None:
         """Once: what controllers and kubelets would do now."""
+        self.namespace.unready = self.unschedulable
         self.namespace.settle()
         core, name = self.namespace.core, self.namespace.name
         present = {p.metadata.name: p for p in core.list_namespaced_pod(name).items}
@@ -147,15 +170,31 @@ class Fleet:
                 "reason": "Unschedulable",
                 "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
             }
-            self._say(name, {"conditions": [{"type": "PodScheduled", "status": "False", **reason}]})
+            self._set_status(name, {"conditions": [{"type": "PodScheduled", "status": "False", **reason}]})
             return
-        port = GATEWAY_PORT if "gateway" in name else WORKER_PORT
-        pod = FakePod(name, found.metadata.labels[REVISION_LABEL], port, real=self.real.get(name, ""))
+        pod = FakePod(name, found.metadata.labels[REVISION_LABEL], ADMIN_PORT, real=self.real.get(name, ""))
         self.pods[name] = pod
         ready = [{"type": t, "status": "True"} for t in ("PodScheduled", "Ready")]
-        self._say(name, {"podIP": pod.address, "podIPs": [{"ip": pod.address}], "conditions": ready})
+        named = found.spec.containers[0].image
+        container = {
+            "name": "worker",
+            "image": "worker:latest",
+            "imageID": named if "@" in named else self.image,
+            "ready": True,
+            "restartCount": 0,
+            "state": {"running": {}},
+        }
+        self._set_status(
+            name,
+            {
+                "podIP": pod.address,
+                "podIPs": [{"ip": pod.address}],
+                "conditions": ready,
+                "containerStatuses": [container],
+            },
+        )
 
-    def _say(self, pod: str, status: dict[str, Any]) -> None:
+    def _set_status(self, pod: str, status: dict[str, Any]) -> None:
         try:
             self.namespace.core.patch_namespaced_pod_status(pod, self.namespace.name, {"status": status})
         except client.ApiException as error:
@@ -191,3 +230,24 @@ class Fleet:
         found = self.namespace.stateful_set(pool).spec.replicas
         assert found == replicas, self.namespace.get()["status"]["pools"].get(pool)
         assert len(self.of(pool)) == replicas
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    return {**SPEC, "decode": {"gpus": 0}, "encoder": {"gpus": 0, "autoscaling": {**QUICK, **changes}}}
+
+
+def says(fleet: Fleet, condition: str, status: str, reason: str, words: str = "") -> None:
+    found = fleet.namespace.condition(condition)
+    assert found[:2] == (status, reason), found
+    assert words in found[2]
+
+
+def asked(*pods: Any) -> None:
+    assert all(pod.asked for pod in pods)
+
+
+def afresh(fleet: Fleet, old: Any) -> None:
+    now = fleet.pods.get(old.name)
+    assert now is not None
+    assert now is not old
+    assert not now.asked

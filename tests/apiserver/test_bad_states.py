@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from deployments import SPEC
-from standin import Namespace, eventually
+
+from tests.support.deployments import SPEC
+from tests.support.standin import Namespace, eventually
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -54,7 +55,7 @@ STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "OutOfMemory": (
         waiting("CrashLoopBackOff", "back-off", 3, {"exitCode": 137, "reason": "OOMKilled"}),
-        ["killed for memory", "resources.memory"],
+        ["ran out of memory", "resources.memory"],
     ),
     "CrashLoop": (
         waiting(
@@ -72,8 +73,8 @@ STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def test_each_bad_state_of_a_pod_is_told_with_its_remedy_and_goes_when_it_is_mended(namespace: Namespace):
-    namespace.apply(SPEC)
+def test_each_bad_pod_state_is_reported_with_its_remedy_until_it_is_fixed(namespace: Namespace):
+    namespace.apply({**SPEC, "encoder": {"gpus": 0, "schedulingDeadlineSeconds": 0}})
     namespace.settled(namespace.is_ready)
     labels = namespace.stateful_set("encoder").spec.template.metadata.labels
     for reason, (status, words) in STATES.items():
@@ -101,7 +102,7 @@ def fine(namespace: Namespace) -> None:
     assert namespace.condition("Degraded")[:2] == ("False", "NoProblem")
 
 
-def test_pods_that_a_policy_refuses_are_told_in_its_own_words(namespace: Namespace):
+def test_pods_rejected_by_a_policy_are_reported_with_its_message(namespace: Namespace):
     """A StatefulSet controller that is refused pods says so in Events only."""
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)

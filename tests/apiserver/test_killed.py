@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane
-from deployments import ANOTHER_MODEL, SPEC
 from kubernetes import client
-from operator_process import OperatorProcess
-from standin import Namespace, eventually
-from test_lifecycle import is_gone
 
 from mmd_operator.resources.naming import CONFIG_HASH_ANNOTATION
+from tests.support.control_plane import ControlPlane
+from tests.support.deployments import ANOTHER_MODEL, SPEC
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace, eventually, forget_the_dead, is_gone
 
 KILLS_EACH = 13
 LIFE_SECONDS = 0.7
@@ -82,7 +81,7 @@ def test_fifty_kills_change_nothing_in_the_end(
                 assert serving_pools_stand(killed), f"seed {seed}"
         live(operator)
         killed.settled(end_of(stage, killed))
-        eventually(partial(ends_as, killed, expected[stage], f"{stage}, seed {seed}"), 10)
+        eventually(partial(ends_as, killed, expected[stage], f"{stage}, seed {seed}"))
         operator.kill()
         forget_the_dead(killed)
 
@@ -91,7 +90,7 @@ def live(operator: OperatorProcess) -> None:
     """Start it, and wait until it acts."""
     operator.start()
     try:
-        eventually(lambda: acts(operator), 25)
+        eventually(lambda: acts(operator), 90)
     except AssertionError:
         pytest.fail(operator.stacks())
 
@@ -115,12 +114,6 @@ def same(found: Any, expected: Any, where: str) -> None:
 
 def acts(operator: OperatorProcess) -> None:
     assert f"_{operator.process.pid}_" in operator.said()
-
-
-def forget_the_dead(namespace: Namespace) -> None:
-    """The Lease of a killed operator ends by itself after 15 s; fifty times that is too long for a test."""
-    for lease in namespace.leases.list_namespaced_lease(namespace.name).items:
-        namespace.leases.delete_namespaced_lease(lease.metadata.name, namespace.name)
 
 
 def serving_pools_stand(namespace: Namespace) -> bool:

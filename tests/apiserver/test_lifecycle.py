@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from deployments import SPEC
-from standin import Namespace, eventually
+
+from tests.support.deployments import SPEC
+from tests.support.standin import Namespace, eventually, is_gone
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -23,37 +26,46 @@ def test_a_deployment_is_made_becomes_ready_and_goes_without_a_trace(namespace: 
     assert status["endpoint"] == f"http://demo-gateway.{namespace.name}.svc:8000"
     owners = {o.metadata.owner_references[0].uid for o in namespace.objects().values()}
     assert owners == {namespace.get()["metadata"]["uid"]}
-    assert "StatefulSet" in namespace.events("Created")[0]
+    namespace.reported("Created", "StatefulSet")
 
     namespace.delete()
     namespace.settled(lambda: is_gone(namespace))
     assert not namespace.objects()
-    assert namespace.events("Removed")
-
-
-def is_gone(namespace: Namespace) -> None:
-    assert not namespace.exists()
+    namespace.reported("Removed")
 
 
 def test_nothing_is_written_for_a_change_that_changes_nothing(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
-    before = {key: o.metadata.resource_version for key, o in namespace.objects().items()}
-    namespace.change({"slo": {"ttftMilliseconds": 500}})
-    namespace.change({"slo": {"ttftMilliseconds": None}})
+    before = versions(namespace)
+    namespace.change({"gpuBudget": 64})
+    namespace.change({"gpuBudget": None})
     namespace.settled(namespace.is_ready)
-    after = {key: o.metadata.resource_version for key, o in namespace.objects().items()}
-    assert {key for key in before if before[key] != after[key]} <= {
-        key for key in before if key.startswith("ConfigMap/") or "gateway" in key or "StatefulSet" in key
-    }
-    stable = [
-        key for key in before if key.split("/")[0] in ("Service", "NetworkPolicy", "PodDisruptionBudget")
-    ]
-    assert stable
-    assert all(before[key] == after[key] for key in stable)
+    assert versions(namespace) == before
 
 
-def test_a_paused_deployment_is_left_as_it_is_until_it_is_no_longer_paused(namespace: Namespace):
+def test_a_setting_that_may_change_at_runtime_is_written_to_the_configuration_alone(namespace: Namespace):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    before = versions(namespace)
+    revision = namespace.get()["status"]["pipelineRevision"]
+    namespace.change({"slo": {"ttftMilliseconds": 500}, "gateway": {"webPage": False, "maxRetries": 1}})
+    namespace.settled(lambda: promises(namespace, revision, 500))
+    namespace.settled(namespace.is_ready)
+    after = versions(namespace)
+    assert {key for key in before if before[key] != after[key]} == {f"ConfigMap/demo-{revision}"}
+
+
+def versions(namespace: Namespace) -> dict[str, str]:
+    return {key: o.metadata.resource_version for key, o in namespace.objects().items()}
+
+
+def promises(namespace: Namespace, revision: str, milliseconds: int) -> None:
+    files = namespace.objects()[f"ConfigMap/demo-{revision}"].data
+    assert json.loads(files["gateway.json"])["spec"].get("slo") == {"ttftMilliseconds": milliseconds}
+
+
+def test_a_paused_deployment_is_left_unchanged_until_it_is_resumed(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     namespace.change({"paused": True})
@@ -65,7 +77,7 @@ def test_a_paused_deployment_is_left_as_it_is_until_it_is_no_longer_paused(names
     namespace.change({"paused": False})
     namespace.settled(namespace.is_ready)
     assert namespace.stateful_set("decode").spec.replicas == 5
-    assert any("from 2 to 5" in message for message in namespace.events("Scaled"))
+    namespace.reported("Scaled", "from 2 to 5")
 
 
 def has(namespace: Namespace, kind: str, reason: str) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from control_plane import ControlPlane, free_port
-from fleet import Fleet
 from kubernetes import client
-from local_deployment import Deployment
-from observed_fixture import observed_deployment
-from operator_process import OperatorProcess
-from prometheus_server import Prometheus, hurried
-from standin import Namespace
-from test_operator_seen import Discovery, configuration
-from test_scaling import QUICK, says
-from under_load import about_videos, clients, frozen
+
+from mmd_cli.local.pods import free_port
+from tests.support.control_plane import ControlPlane
+from tests.support.local_deployment import Deployment
+from tests.support.observed_fixture import observed_deployment
+from tests.support.operator_process import OperatorProcess
+from tests.support.prometheus_server import Prometheus, hurried
+from tests.support.standin import Namespace
+from tests.support.under_load import about_videos, clients, frozen
+
+from .discovery import Discovery, configuration
+from .fleet import QUICK, Fleet, says
 
 pytestmark = [
     pytest.mark.processes,
@@ -45,6 +47,7 @@ def watched(control_plane: ControlPlane, api: client.ApiClient, tmp_path: Path) 
     spec = yaml.safe_load(file.read_text())["spec"]
     del spec["encoder"]["replicas"]
     spec["encoder"]["autoscaling"] = QUICK
+    spec["encoder"]["schedulingDeadlineSeconds"] = 0
     namespace, port = Namespace.create(api, "limited"), free_port()
     operator = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path, health_port=port)
     discovery = Discovery(namespace, tmp_path / "pods.json")
@@ -56,13 +59,13 @@ def watched(control_plane: ControlPlane, api: client.ApiClient, tmp_path: Path) 
             (encoder,) = workers.pods("encoder")
             revision = workers.state(encoder)["revision"]
             fleet = Fleet(
-                namespace, {**real, f"demo-gateway-{revision}": workers.pods("gateway")[0].http_url}
+                namespace, {**real, f"demo-gateway-{revision}": workers.pods("gateway")[0].admin_url}
             )
             fleet.unschedulable = {f"{encoder.name.rpartition('-')[0]}-{n}" for n in range(1, 3)}
             try:
                 namespace.apply(spec)
                 fleet.until(namespace.is_ready)
-                fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllHeard"))
+                fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllReporting"))
                 discovery.write()
                 prometheus.until_scraped(len(real))
                 yield Watched(workers, fleet, prometheus)

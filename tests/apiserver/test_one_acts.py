@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from control_plane import TOKEN, ControlPlane
-from deployments import SPEC
-from operator_process import OperatorProcess
-from standin import Namespace, eventually
-from unruly_server import UnrulyServer
+
+from mmd_operator.leader import LEASE_NAME
+from tests.support.control_plane import TOKEN, ControlPlane
+from tests.support.deployments import SPEC
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace, eventually
+from tests.support.unruly_server import UnrulyServer
 
 LEASE_END_SECONDS = 40
 
@@ -42,7 +44,7 @@ def writes(server: UnrulyServer) -> Counter[str]:
 
 
 def leads(process: OperatorProcess) -> None:
-    assert " leads" in process.said()
+    assert " is the leader" in process.said()
 
 
 def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
@@ -72,11 +74,14 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
     namespace.settled(namespace.is_ready)
 
     first.start()
+    held_by_second = namespace.leases.read_namespaced_lease(LEASE_NAME, namespace.name).spec.holder_identity
     assert second.stop() == 0
-    eventually(lambda: handed_over(first), 8)  # given back: nobody waits for its end
+    given_back = namespace.leases.read_namespaced_lease(LEASE_NAME, namespace.name).spec
+    assert given_back.holder_identity != held_by_second, "else the first would wait for its end"
+    eventually(lambda: handed_over(first))
     namespace.change({"decode": {"replicas": 2}})
     namespace.settled(namespace.is_ready)
 
 
 def handed_over(process: OperatorProcess) -> None:
-    assert process.said().count(" leads") == 2
+    assert process.said().count(" is the leader") == 2

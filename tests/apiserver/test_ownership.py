@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from deployments import SPEC
-from standin import Namespace, eventually
+
+from mmd_api.pipeline import pipeline_revision
+from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
+from tests.support.standin import Namespace, counted, eventually
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -69,7 +71,7 @@ def test_a_deleted_object_is_made_again(serving: Namespace):
     eventually(made_again)
 
 
-def test_a_size_that_somebody_else_set_on_a_fixed_pool_is_set_back(serving: Namespace):
+def test_a_size_that_another_client_set_on_a_fixed_pool_is_reverted(serving: Namespace):
     name = serving.stateful_set("decode").metadata.name
     serving.apps.patch_namespaced_stateful_set_scale(name, serving.name, {"spec": {"replicas": 7}})
 
@@ -78,6 +80,77 @@ def test_a_size_that_somebody_else_set_on_a_fixed_pool_is_set_back(serving: Name
         assert any("from 7 to 2" in message for message in serving.events("Scaled"))
 
     eventually(set_back)
+
+
+@pytest.mark.parametrize("replicas", [0, 3])
+def test_sizes_that_another_client_set_on_the_gateway_and_nats_are_reverted(
+    serving: Namespace, replicas: int
+):
+    size = {"spec": {"replicas": replicas}}
+    serving.apps.patch_namespaced_stateful_set_scale("demo-nats", serving.name, size)
+    serving.apps.patch_namespaced_deployment_scale("demo-gateway", serving.name, size)
+
+    def set_back() -> None:
+        nats = serving.apps.read_namespaced_stateful_set("demo-nats", serving.name)
+        gateway = serving.apps.read_namespaced_deployment("demo-gateway", serving.name)
+        assert (nats.spec.replicas, gateway.spec.replicas) == (1, 1)
+
+    serving.settled(set_back)
+    serving.reported("Scaled", f"StatefulSet demo-nats from {replicas} to 1 pods")
+    serving.reported("Scaled", f"Deployment demo-gateway from {replicas} to 1 pods")
+    serving.change({"gateway": {"replicas": 2}})
+    serving.settled(lambda: gateways(serving, 2))
+    serving.settled(serving.is_ready)
+
+
+def gateways(namespace: Namespace, replicas: int) -> None:
+    assert namespace.apps.read_namespaced_deployment("demo-gateway", namespace.name).spec.replicas == replicas
+
+
+def test_the_gateway_keeps_its_size_while_a_rollout_holds_it(serving: Namespace):
+    serving.broken |= {pipeline_revision(deployment({**SPEC, **ANOTHER_MODEL}).spec)}
+    serving.change({**ANOTHER_MODEL, "gateway": {"replicas": 2}})
+    serving.settled(lambda: gateways(serving, 2))
+    serving.apps.patch_namespaced_deployment_scale("demo-gateway", serving.name, {"spec": {"replicas": 5}})
+    serving.settled(lambda: gateways(serving, 2))
+    serving.reported("Scaled", "Deployment demo-gateway from 5 to 2 pods")
+
+
+def test_every_component_has_a_budget_that_lets_a_drain_take_its_only_pod(serving: Namespace):
+    budgets = {
+        b.metadata.name: b.spec
+        for b in serving.policy.list_namespaced_pod_disruption_budget(serving.name).items
+    }
+    assert budgets.keys() == {f"demo-{c}" for c in ("nats", "gateway", "encoder", "prefill", "decode")}
+    for name, budget in budgets.items():
+        assert (budget.max_unavailable, budget.min_available) == (1, None), name
+        assert budget.unhealthy_pod_eviction_policy == "AlwaysAllow"
+
+
+def test_nats_is_scheduled_as_in_the_spec(serving: Namespace):
+    serving.change(
+        {
+            "nats": {
+                "nodeSelector": {"kind": "cpu"},
+                "tolerations": [{"key": "cpu", "operator": "Exists"}],
+                "template": {
+                    "priorityClassName": "high",
+                    "labels": {"team": "blue"},
+                    "annotations": {"a": "b"},
+                },
+            }
+        }
+    )
+
+    def placed() -> None:
+        template = serving.apps.read_namespaced_stateful_set("demo-nats", serving.name).spec.template
+        assert template.spec.node_selector == {"kind": "cpu"}
+        assert [t.key for t in template.spec.tolerations] == ["cpu"]
+        assert template.spec.priority_class_name == "high"
+        assert template.metadata.labels["team"] == "blue"
+        assert template.metadata.annotations["a"] == "b"
+
+    eventually(placed)
 
 
 def test_the_size_outlives_applies_that_leave_it_out(serving: Namespace):
@@ -98,7 +171,7 @@ def test_the_size_outlives_applies_that_leave_it_out(serving: Namespace):
     assert serving.stateful_set("decode").spec.replicas == 2
 
 
-def test_an_object_of_somebody_else_is_refused_left_alone_and_named(namespace: Namespace):
+def test_an_object_of_another_owner_is_left_unchanged_and_named(namespace: Namespace):
     namespace.core.create_namespaced_config_map(
         namespace.name, {"metadata": {"name": "demo-nats"}, "data": {"mine": "yes"}}
     )
@@ -133,7 +206,7 @@ def test_an_orphan_of_this_deployment_is_adopted(namespace: Namespace):
     assert "jetstream" in found.data["nats.conf"]
 
 
-def test_a_quota_that_is_too_small_is_told_in_a_condition(namespace: Namespace):
+def test_a_quota_that_is_too_small_is_reported_in_a_condition(namespace: Namespace):
     namespace.core.create_namespaced_resource_quota(
         namespace.name, {"metadata": {"name": "small"}, "spec": {"hard": {"count/services": "1"}}}
     )
@@ -148,9 +221,3 @@ def test_a_quota_that_is_too_small_is_told_in_a_condition(namespace: Namespace):
     eventually(told)
     namespace.core.delete_namespaced_resource_quota("small", namespace.name)
     namespace.settled(namespace.is_ready, 90)
-
-
-def counted(namespace: Namespace) -> None:
-    """Without a controller-manager nobody counts: the test does."""
-    status = {"status": {"hard": {"count/services": "1"}, "used": {"count/services": "1"}}}
-    namespace.core.patch_namespaced_resource_quota_status("small", namespace.name, status)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
-from standin import Namespace, eventually
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.resources.naming import REVISION_LABEL
+from tests.support.deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
+from tests.support.standin import Namespace, eventually
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -33,7 +33,7 @@ def only(namespace: Namespace, revision: str) -> None:
     assert namespace.gateway_revision() == revision
 
 
-def test_a_new_revision_serves_when_it_is_whole_and_the_old_one_goes_when_nobody_needs_it(serving: Namespace):
+def test_a_new_revision_serves_once_complete_and_the_old_one_is_removed_once_unused(serving: Namespace):
     serving.change(ANOTHER_MODEL)
     eventually(lambda: both_stand(serving))
     eventually(lambda: is_progressing(serving, "BringingUp"))
@@ -63,7 +63,7 @@ def is_progressing(namespace: Namespace, reason: str) -> None:
     assert namespace.condition("Progressing")[1] == reason, namespace.condition("Progressing")
 
 
-def test_a_bad_revision_never_serves_says_why_and_can_be_taken_back(serving: Namespace):
+def test_a_bad_revision_never_serves_reports_why_and_can_be_reverted(serving: Namespace):
     serving.broken.add(NEW)
     serving.change(ANOTHER_MODEL)
     serving.settled(lambda: serving.stateful_set("decode", NEW))
@@ -76,7 +76,7 @@ def test_a_bad_revision_never_serves_says_why_and_can_be_taken_back(serving: Nam
     assert serving.condition("Ready")[0] == "True"
     assert serving.gateway_revision() == OLD
     assert serving.get()["status"]["pipelineRevision"] == OLD
-    assert any("no such weights" in message for message in serving.events("RolloutStuck"))
+    serving.reported("RolloutStuck", "no such weights")
 
     serving.change(FIRST_MODEL)
     serving.core.delete_namespaced_pod("crashing", serving.name)

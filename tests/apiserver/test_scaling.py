@@ -11,30 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane
-from deployments import SPEC
-from fleet import Fleet
-from operator_process import OperatorProcess
-from standin import Namespace
-from test_killed import forget_the_dead
 
-QUICK = {
-    "minReplicas": 1,
-    "maxReplicas": 3,
-    "maxScaleUpPercent": 1000,
-    "maxScaleDownPercent": 100,
-    "scaleDownStabilizationSeconds": 0,
-    "scaleDownCooldownSeconds": 0,
-    "panicWindowSeconds": 0,
-    "scaleToZeroAfterSeconds": 1,
-}
-RATE = {"video": 100.0}
-BUSY = {"encode_queued_work": {"video": 700}, "encode_work_per_second": RATE, "encode_busy_fraction": 1.0}
-IDLE = {"encode_work_per_second": RATE}
+from tests.support.control_plane import ControlPlane
+from tests.support.deployments import SPEC
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace, forget_the_dead
 
-
-def scaled(**changes: Any) -> dict[str, Any]:
-    return {**SPEC, "decode": {"gpus": 0}, "encoder": {"gpus": 0, "autoscaling": {**QUICK, **changes}}}
+from .fleet import BUSY, IDLE, Fleet, afresh, asked, says, scaled
 
 
 @pytest.fixture
@@ -51,18 +34,12 @@ def up(fleet: Fleet, **changes: Any) -> None:
 
 
 def event(fleet: Fleet, reason: str, words: str) -> None:
-    assert any(words in e for e in fleet.namespace.events(reason)), fleet.namespace.events(reason)
-
-
-def says(fleet: Fleet, condition: str, status: str, reason: str, words: str = "") -> None:
-    found = fleet.namespace.condition(condition)
-    assert found[:2] == (status, reason), found
-    assert words in found[2]
+    fleet.namespace.reported(reason, words)
 
 
 def mmd(plane: ControlPlane, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-m", "mmd_api", *arguments],
+        [sys.executable, "-m", "mmd_cli", *arguments],
         env={**os.environ, "KUBECONFIG": str(plane.kubeconfig()), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
@@ -76,11 +53,11 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     control_plane: ControlPlane, fleet: Fleet
 ):
     up(fleet)
-    fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllHeard"))
+    fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllReporting"))
     fleet.of("encoder")[0].load = BUSY
     fleet.until(lambda: fleet.sized("encoder", 3))
     event(
-        fleet, "Scaled", "from 1 to 3 pods; encoder goes from 1 to 3 replicas (LoadRose); backlog is 7.00 s"
+        fleet, "Scaled", "from 1 to 3 pods; encoder scales from 1 to 3 replicas (LoadRose); backlog is 7.00 s"
     )
     decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]
     assert (decision["fromReplicas"], decision["toReplicas"], decision["metric"]) == (1, 3, "BacklogSeconds")
@@ -89,7 +66,7 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
     explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
     assert "encoder: 3 of 3 ready" in explained
-    assert "encoder goes from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
+    assert "encoder scales from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
     assert "bottleneck: Encoder" in explained
     for_programs = json.loads(mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name, "--json"))
     assert for_programs["status"]["pools"]["encoder"]["lastDecision"]["toReplicas"] == 3
@@ -118,10 +95,6 @@ def bounded_by(fleet: Fleet, pool: str) -> None:
     assert fleet.namespace.get()["status"]["bottleneck"] == pool
 
 
-def asked(*pods: Any) -> None:
-    assert all(pod.asked for pod in pods)
-
-
 def test_a_pool_goes_to_zero_and_wakes_for_work_that_only_the_queue_knows(fleet: Fleet):
     up(fleet, minReplicas=0)
     fleet.of("encoder")[0].load = IDLE
@@ -145,7 +118,7 @@ def test_without_each_pods_own_word_nothing_is_lowered_and_those_that_fail_are_n
     garbled.answer = b"<html>not found</html>"
     silent.stop()
     names = [pod.name for pod in (anothers, garbled, silent)]
-    fleet.until(lambda: unheard(fleet, *names, "answers as pod demo-encoder-9", "answers garbage"))
+    fleet.until(lambda: unheard(fleet, *names, "identifies itself as pod demo-encoder-9", "invalid report"))
     fleet.sized("encoder", 3)
     assert not any(pod.asked for pod in fleet.of("encoder"))
 
@@ -155,24 +128,43 @@ def unheard(fleet: Fleet, *words: str) -> None:
         says(fleet, "MetricsFresh", "False", "MetricsMissing", word)
 
 
-def test_shadow_says_what_it_would_do_and_does_nothing(fleet: Fleet):
+def test_shadow_mode_reports_its_decisions_and_applies_none(fleet: Fleet):
     up(fleet, mode="Shadow")
     fleet.of("encoder")[0].load = BUSY
-    fleet.until(lambda: event(fleet, "WouldScale", "encoder would go from 1 to 3 replicas"))
+    event(fleet, "WouldScale", "encoder would scale from 1 to 3 replicas")
     fleet.until(lambda: says(fleet, "ScalingActive", "False", "Shadow"))
     fleet.sized("encoder", 1)
     assert fleet.most["encoder"] == 1
 
 
-def test_a_pod_that_fits_nowhere_stops_growth_and_is_told(fleet: Fleet):
+def asked_for(fleet: Fleet, pool: str, replicas: int) -> None:
+    assert fleet.namespace.stateful_set(pool).spec.replicas == replicas
+
+
+def test_pods_that_fit_nowhere_do_not_stop_growth_and_are_a_problem_after_the_deadline(fleet: Fleet):
     up(fleet, maxReplicas=8)
     name = fleet.of("encoder")[0].name.rpartition("-")[0]
     fleet.unschedulable = {f"{name}-{n}" for n in range(1, 8)}
     fleet.of("encoder")[0].load = {**BUSY, "encode_queued_work": {"video": 200}}
-    fleet.until(lambda: says(fleet, "Degraded", "True", "NoGpu"))
+    fleet.until(lambda: asked_for(fleet, "encoder", 2))
+    waits = "1 encoder pod is waiting for a node, for up to 900 s (0/3 nodes are available: 3 Insufficient nvidia.com/gpu.)"
+    fleet.until(lambda: says(fleet, "Progressing", "True", "Updating", waits))
     fleet.of("encoder")[0].load = BUSY
-    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "Unschedulable", "add nodes"))
-    assert fleet.namespace.stateful_set("encoder").spec.replicas == 2
+    fleet.until(lambda: asked_for(fleet, "encoder", 7))
+    fleet.until(
+        lambda: says(fleet, "Progressing", "True", "Updating", "6 encoder pods are waiting for a node")
+    )
+    says(fleet, "Degraded", "False", "NoProblem")
+    says(fleet, "ScalingLimited", "False", "NotLimited")
+    fleet.namespace.change({"encoder": {"schedulingDeadlineSeconds": 0}})
+    fleet.until(lambda: says(fleet, "Degraded", "True", "NoGpu", "encoder (6 pods)"))
+    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "Unschedulable", "7 (6 unschedulable)"))
+    fleet.of("encoder")[0].load = {**BUSY, "encode_queued_work": {"video": 800}}
+    fleet.until(lambda: asked_for(fleet, "encoder", 8))
+
+    fleet.unschedulable = set()
+    fleet.until(lambda: fleet.sized("encoder", 8))
+    fleet.until(lambda: says(fleet, "Degraded", "False", "NoProblem"))
 
 
 def test_an_operator_that_is_killed_while_pods_drain_goes_on_where_it_was(
@@ -208,13 +200,6 @@ def test_a_pod_that_has_drained_and_is_needed_again_starts_afresh(fleet: Fleet):
     fleet.until(lambda: afresh(fleet, second))
     event(fleet, "Renewed", second.name)
     fleet.sized("encoder", 3)
-
-
-def afresh(fleet: Fleet, old: Any) -> None:
-    now = fleet.pods.get(old.name)
-    assert now is not None
-    assert now is not old
-    assert not now.asked
 
 
 def test_a_fixed_pool_that_is_made_smaller_drains_too(fleet: Fleet):

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from control_plane import TOKEN, ControlPlane, answers
-from deployments import ANOTHER_MODEL, SPEC
-from operator_process import OperatorProcess
-from standin import Namespace, eventually
-from unruly_server import UnrulyServer
+
+from tests.support.control_plane import ControlPlane, answers
+from tests.support.deployments import ANOTHER_MODEL, SPEC
+from tests.support.operator_process import OperatorProcess
+from tests.support.standin import Namespace, eventually
+from tests.support.unruly_server import UnrulyServer
 
 
 @pytest.fixture
-def unruly(control_plane: ControlPlane, tmp_path: Path) -> Iterator[UnrulyServer]:
-    server = UnrulyServer(control_plane.url, TOKEN, tmp_path)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def operator(unruly: UnrulyServer, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
-    process = OperatorProcess(unruly.kubeconfig, namespace.name, tmp_path)
-    process.start()
-    yield process
-    process.kill()
+def kubeconfig(unruly: UnrulyServer) -> Path:
+    return unruly.kubeconfig
 
 
 def test_calls_that_are_refused_for_now_are_made_again_later_and_not_at_once(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from deployments import SPEC
 from kubernetes import client
-from standin import Namespace, eventually
 
 from mmd_api.crd import custom_resource_definition
+from tests.support.deployments import SPEC
+from tests.support.standin import Namespace, eventually
 
 EncoderSchema = dict[str, Any]
 FIELD = "cacheMebibytes"
@@ -73,7 +73,7 @@ def test_a_field_that_only_a_newer_crd_has_is_named_and_the_rest_works(
         status, reason, message = namespace.condition("Degraded")
         assert (status, reason) == ("True", "UnknownFields")
         assert "spec.encoder.futureKnob" in message
-        assert "upgrade the operator" in message
+        assert "install both from one release" in message
 
     namespace.settled(told)
     namespace.change({"encoder": {"futureKnob": None}})
@@ -108,3 +108,27 @@ def test_an_object_from_before_a_field_was_there_works_with_the_fields_default(
 
 def has_the_default(namespace: Namespace) -> None:
     assert encoder_as_stored(namespace)[FIELD] == true_properties()[FIELD]["default"]
+
+
+def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_without_it(
+    namespace: Namespace,
+    encoder_schema: Callable[[EncoderSchema], None],
+    request: pytest.FixtureRequest,
+):
+    encoder_schema(true_properties() | {"failurePolicy": {"type": "string", "default": "Fail"}})
+    namespace.apply(SPEC)
+
+    def stored_with_it() -> None:
+        namespace.change({"encoder": {"failurePolicy": "Fail"}})
+        assert encoder_as_stored(namespace).get("failurePolicy") == "Fail"
+
+    eventually(stored_with_it)
+    encoder_schema(true_properties())
+
+    def pruned() -> None:
+        assert "failurePolicy" not in encoder_as_stored(namespace)
+
+    eventually(pruned)
+    request.getfixturevalue("operator")
+    namespace.settled(namespace.is_ready)
+    namespace.settled(lambda: says_no_problem(namespace))

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from mmd_api.contract.load import PodLoad
 from mmd_operator.autoscaling import (
     Decision,
     Demand,
     History,
     Latency,
-    PodLoad,
     PodSample,
     PoolPolicy,
     PoolSamples,
@@ -34,8 +34,8 @@ def encode_load(queued: float = 0.0, busy: float = 0.0, rate: float = 1000.0) ->
     )
 
 
-def prefill_load(waiting: float = 0.0, busy: float = 0.0, rate: float = 10_000.0) -> PodLoad:
-    return PodLoad(prefill_waiting_tokens=waiting, prefill_tokens_per_second=rate, prefill_busy_fraction=busy)
+def prefill_load(waiting: float = 0.0, rate: float = 10_000.0) -> PodLoad:
+    return PodLoad(prefill_waiting_tokens=waiting, prefill_tokens_per_second=rate)
 
 
 def decode_load(

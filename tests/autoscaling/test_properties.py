@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoscaling_timeline import DECODE, ENCODER, PREFILL, START, Pool, changes, decode_load, encode_load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmd_api.contract.load import PodLoad
 from mmd_operator.autoscaling import (
     Demand,
     DeploymentPolicy,
     History,
-    PodLoad,
     PodSample,
     PoolPolicy,
     PoolSamples,
     coordinate,
     decide,
 )
+
+from .autoscaling_timeline import DECODE, ENCODER, PREFILL, START, Pool, changes, decode_load, encode_load
 
 amounts = st.floats(0, 1e7)
 any_number = st.one_of(st.floats(allow_nan=True, allow_infinity=True), amounts)
@@ -36,7 +37,6 @@ def loads(draw: st.DrawFn, number: st.SearchStrategy[float] = amounts) -> PodLoa
         prefill_waiting_tokens=draw(number),
         prefill_blocked_tokens=draw(number),
         prefill_tokens_per_second=draw(st.floats(0, 1e5)),
-        prefill_busy_fraction=draw(st.none() | fractions),
         decode_running=draw(st.integers(0, 64)),
         decode_waiting=draw(st.integers(0, 1000)),
         decode_max_sequences=64,
@@ -60,10 +60,7 @@ def samples(draw: st.DrawFn, now: float = START, number: st.SearchStrategy[float
                 f"p{n}", state, now - draw(st.sampled_from([1.0, 9000.0])), now - age, draw(loads(number))
             )
         )
-    demand = draw(
-        st.none()
-        | st.builds(lambda w, t, h: Demand(now, {"video": w}, t, h), number, number, st.integers(0, 9))
-    )
+    demand = draw(st.none() | st.builds(lambda w, h: Demand(now, {"video": w}, h), number, st.integers(0, 9)))
     return PoolSamples(replicas, tuple(pods), demand)
 
 
@@ -127,11 +124,11 @@ def test_the_pools_together_never_exceed_the_gpu_budget(policy, data):
     for step in range(3):
         now = START + 7 * step
         measured = {pool: data.draw(samples(now)) for pool in policy.pools}
-        verdict = coordinate(now, policy, measured, histories)
-        histories = verdict.histories
-        used = sum(d.replicas * policy.pools[p].gpus for p, d in verdict.decisions.items())
+        decided = coordinate(now, policy, measured, histories)
+        histories = decided.histories
+        used = sum(d.replicas * policy.pools[p].gpus for p, d in decided.decisions.items())
         assert used <= policy.gpu_budget
-        for pool, d in verdict.decisions.items():
+        for pool, d in decided.decisions.items():
             assert policy.pools[pool].min_replicas <= d.replicas <= policy.pools[pool].max_replicas
 
 

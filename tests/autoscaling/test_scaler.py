@@ -1,12 +1,14 @@
-"""What pods say, read with suspicion; and the moves from a pool as it stands to the size that was decided."""
+"""Reports of pods, checked on arrival; and the actions from a pool as it stands to the size that was decided."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
+from mmd_api.contract.load import PodLoad, WorkerStatus
 from mmd_operator.autoscaling import (
     Decision,
     DeploymentPolicy,
@@ -19,8 +21,6 @@ from mmd_operator.autoscaling import (
     gateway_report,
     worker_report,
 )
-from mmd_operator.autoscaling.reports import WorkerReport
-from mmd_operator.autoscaling.types import PodLoad
 
 RULES = PoolPolicy("encoder", ("encode",), gpus=0, min_replicas=0, max_replicas=8)
 NOW = 1000.0
@@ -42,17 +42,23 @@ def test_a_true_report_is_read_and_what_is_new_in_it_is_left_out():
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "garbage"),
-        (b"[]", "garbage"),
-        (b"\xff\xfe", "garbage"),
+        (b"", "invalid report"),
+        (b"[]", "invalid report"),
+        (b"\xff\xfe", "invalid report"),
         (answer(state="asleep"), "state"),
         (answer(load={"decode_running": "many"}), "load.decode_running"),
-        (answer(pod="e-1"), "answers as pod e-1"),
+        (answer(pod="e-1"), "identifies itself as pod e-1"),
         (answer(revision="old"), "revision old"),
-        (answer(load={"decode_running": -1}), "cannot be"),
-        (b'{"pod": "e-0", "revision": "r", "state": "ready", "load": {"itl_seconds": NaN}}', "cannot be"),
+        (answer(load={"decode_running": -1}), "impossible load"),
+        (
+            b'{"pod": "e-0", "revision": "r", "state": "ready", "load": {"itl_seconds": NaN}}',
+            "impossible load",
+        ),
         (answer(load={"kv_blocks_total": 1, "kv_blocks_free": 2}), "kv_blocks_free is 2 of 1"),
         (answer(padding="x" * 300_000), "more than"),
+        (answer(pod="x" * 100_000), "pod"),
+        (answer(load={"encode_work_per_second": {"smell": 1.0}}), "encode_work_per_second.smell"),
+        (answer(load={"encode_queued_work": {"x" * 100_000: 1}}), "encode_queued_work.xxx"),
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
@@ -60,6 +66,24 @@ def test_what_is_not_this_pods_report_is_refused_by_name(body: bytes, words: str
     with pytest.raises(ReportError) as refused:
         worker_report(body, "e-0", "r")
     assert "e-0" in str(refused.value)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"ttft": {"window_seconds": 30.0, "requests": 1, "seconds": math.inf}}, "ttft.seconds"),
+        ({"ttft": {"window_seconds": 30.0, "requests": 1, "seconds": math.nan}}, "ttft.seconds"),
+        ({"ttft": {"window_seconds": -1.0, "requests": 1, "seconds": 0.1}}, "ttft.window_seconds"),
+        ({"queue": {"age_seconds": math.inf, "waiting_work": {}}}, "queue.age_seconds"),
+        ({"queue": {"age_seconds": 0.1, "waiting_work": {"smell": 1.0}}}, "queue.waiting_work.smell"),
+    ],
+)
+def test_a_gateways_report_with_impossible_numbers_is_refused_by_name(found: dict[str, Any], words: str):
+    body = {**json.loads(gateway_answer()), **found}
+    with pytest.raises(ReportError, match="invalid report") as refused:
+        gateway_report(json.dumps(body).encode(), body["pod"], body["revision"])
     assert words in str(refused.value)
 
 
@@ -73,92 +97,128 @@ def gateway_answer(work: dict[str, float] | None = None, held: int = 0) -> bytes
 
 def scaler() -> Scaler:
     made = Scaler(DeploymentPolicy({"encoder": RULES}))
-    made.gateway_heard("g-0", NOW, gateway_report(gateway_answer({}), "g-0", "r"))
+    made.record_gateway_report("g-0", NOW, gateway_report(gateway_answer({}), "g-0", "r"))
     return made
 
 
 def pool(replicas: int, **asked_at: float) -> PoolFacts:
     """A pool of so many ready pods; `e1=990.0`: that one was asked to drain then."""
     pods = tuple(
-        PodFacts(f"e-{n}", n, 0.0, ready=True, asked=f"e{n}" in asked_at, asked_at=asked_at.get(f"e{n}"))
+        PodFacts(
+            f"e-{n}",
+            n,
+            0.0,
+            ready=True,
+            drain_requested=f"e{n}" in asked_at,
+            drain_requested_at=asked_at.get(f"e{n}"),
+        )
         for n in range(replicas)
     )
     return PoolFacts(replicas, pods, drain_seconds=60.0)
 
 
-def heard(made: Scaler, **states: str) -> Scaler:
+def reporting(made: Scaler, **states: str) -> Scaler:
     for pod, state in states.items():
-        report = WorkerReport(state, PodLoad())  # type: ignore[arg-type]
-        made.heard(pod.replace("e", "e-"), NOW, report)
+        report = WorkerStatus(pod=pod, revision="r", state=state, load=PodLoad())
+        made.record_report(pod.replace("e", "e-"), NOW, report)
     return made
 
 
 def decided(current: int, replicas: int, act: bool = True) -> Decision:
     return Decision(
         pool="encoder", at=NOW, spec_replicas=current, current=current, ready=current, wanted=replicas,
-        replicas=replicas, reason="LoadFell", limited_by=None, valid=True, act=act, minimum=0, signal=None,
+        replicas=replicas, reason="LoadFell", limits=(), valid=True, act=act, minimum=0, signal=None,
         signals=(), missing=(), panicking=False, idle=False, foreign_replicas=None, observed=History(),
     )  # fmt: skip
 
 
 def test_the_last_pods_drain_first_and_the_size_waits_for_them():
-    moves = heard(scaler(), e0="ready", e1="ready", e2="ready").moves(NOW, decided(3, 1), pool(3))
-    assert moves.drain == ("e-1", "e-2")
-    assert moves.replicas is None
+    actions = reporting(scaler(), e0="ready", e1="ready", e2="ready").actions(NOW, decided(3, 1), pool(3))
+    assert actions.drain == ("e-1", "e-2")
+    assert actions.replicas is None
 
 
 def test_the_size_follows_the_pods_that_are_empty_from_the_end():
-    made = heard(scaler(), e0="ready", e1="draining", e2="drained")
-    moves = made.moves(NOW, decided(3, 1), pool(3, e1=990.0, e2=990.0))
-    assert (moves.replicas, moves.drain) == (2, ())
+    made = reporting(scaler(), e0="ready", e1="draining", e2="drained")
+    actions = made.actions(NOW, decided(3, 1), pool(3, e1=990.0, e2=990.0))
+    assert (actions.replicas, actions.drain) == (2, ())
 
 
 def test_an_empty_pod_in_the_middle_waits_for_the_one_after_it():
-    made = heard(scaler(), e0="ready", e1="drained", e2="draining")
-    assert made.moves(NOW, decided(3, 1), pool(3, e1=990.0, e2=990.0)).replicas is None
+    made = reporting(scaler(), e0="ready", e1="drained", e2="draining")
+    assert made.actions(NOW, decided(3, 1), pool(3, e1=990.0, e2=990.0)).replicas is None
 
 
 def test_pods_that_never_took_work_go_at_once():
     facts = PoolFacts(
-        3, (*pool(1).pods, PodFacts("e-1", 1, NOW), PodFacts("e-2", 2, NOW, unschedulable=True))
+        3,
+        (
+            *pool(1).pods,
+            PodFacts("e-1", 1, NOW),
+            PodFacts("e-2", 2, NOW, unschedulable=True, waiting_since=NOW),
+        ),
     )
-    assert heard(scaler(), e0="ready").moves(NOW, decided(3, 1), facts).replicas == 1
+    assert reporting(scaler(), e0="ready").actions(NOW, decided(3, 1), facts).replicas == 1
 
 
 def test_a_pod_that_does_not_become_empty_goes_at_its_deadline():
-    made = heard(scaler(), e0="ready", e1="draining")
-    assert made.moves(NOW, decided(2, 1), pool(2, e1=NOW - 59)).replicas is None
-    moves = made.moves(NOW, decided(2, 1), pool(2, e1=NOW - 61))
-    assert (moves.replicas, moves.overdue) == (1, ("e-1",))
+    made = reporting(scaler(), e0="ready", e1="draining")
+    assert made.actions(NOW, decided(2, 1), pool(2, e1=NOW - 59)).replicas is None
+    actions = made.actions(NOW, decided(2, 1), pool(2, e1=NOW - 61))
+    assert (actions.replicas, actions.overdue) == (1, ("e-1",))
+
+
+def test_an_overdue_pod_that_stays_behind_one_that_drains_is_not_removed_yet():
+    made = reporting(scaler(), e0="ready", e1="draining", e2="draining")
+    actions = made.actions(NOW, decided(3, 1), pool(3, e1=NOW - 61, e2=NOW - 10))
+    assert (actions.replicas, actions.overdue) == (None, ())
+
+
+def test_of_several_gateways_the_newest_look_at_the_queue_counts_and_the_oldest_report_dates_it():
+    made = scaler()
+    for gateway, at, work in (("g-0", NOW - 1.0, {"video": 1.0}), ("g-1", NOW, {"video": 7.0})):
+        body = {**json.loads(gateway_answer(work)), "pod": gateway}
+        made.record_gateway_report(gateway, at, gateway_report(json.dumps(body).encode(), gateway, "r"))
+    demand = made._demand(("encode",), frozenset({"g-0", "g-1"}))
+    assert demand is not None
+    assert (demand.received_at, demand.encode_work) == (NOW - 1.0, {"video": 7.0})
 
 
 def test_a_drained_pod_that_is_wanted_again_is_renewed_and_one_that_still_drains_is_left_to_it():
-    made = heard(scaler(), e0="ready", e1="drained", e2="draining")
-    moves = made.moves(NOW, decided(3, 4), pool(3, e1=990.0, e2=990.0))
-    assert moves.renew == ("e-1",)
-    assert (moves.replicas, moves.drain) == (4, ())
+    made = reporting(scaler(), e0="ready", e1="drained", e2="draining")
+    actions = made.actions(NOW, decided(3, 4), pool(3, e1=990.0, e2=990.0))
+    assert actions.renew == ("e-1",)
+    assert (actions.replicas, actions.drain) == (4, ())
 
 
 def test_shadow_moves_nothing():
-    made = heard(scaler(), e0="ready", e1="ready")
-    moves = made.moves(NOW, decided(2, 1, act=False), pool(2))
-    assert (moves.drain, moves.replicas, moves.renew) == ((), None, ())
+    made = reporting(scaler(), e0="ready", e1="ready")
+    actions = made.actions(NOW, decided(2, 1, act=False), pool(2))
+    assert (actions.drain, actions.replicas, actions.renew) == ((), None, ())
 
 
 def test_a_gateway_that_is_silent_or_cannot_read_its_queue_keeps_the_pool_as_it_is():
     for gateways, work in ((frozenset({"g-0", "g-1"}), {}), (frozenset({"g-0"}), None), (frozenset(), {})):
         made = scaler()
-        made.gateway_heard("g-0", NOW, gateway_report(gateway_answer(work), "g-0", "r"))
-        heard(made, e0="ready", e1="ready")
+        made.record_gateway_report("g-0", NOW, gateway_report(gateway_answer(work), "g-0", "r"))
+        reporting(made, e0="ready", e1="ready")
         decision = made.tick(NOW, {"encoder": pool(2)}, gateways).decisions["encoder"]
         assert not decision.valid
         assert decision.replicas == 2
-        assert "the queue before the pool" in str(decision)
+        assert "no queue report" in str(decision)
+
+
+def test_a_queue_report_that_is_late_is_named_with_its_age():
+    made = reporting(scaler(), e0="ready")
+    later = NOW + 5.0
+    made.record_report("e-0", later, WorkerStatus(pod="e-0", revision="r", state="ready", load=PodLoad()))
+    decision = made.tick(later, {"encoder": pool(1)}, frozenset({"g-0"})).decisions["encoder"]
+    assert "no queue report for 5.2 s" in str(decision)
 
 
 def test_work_that_only_the_queue_knows_wakes_a_pool_at_zero():
     made = scaler()
-    made.gateway_heard("g-0", NOW, gateway_report(gateway_answer({"video": 5.0}), "g-0", "r"))
+    made.record_gateway_report("g-0", NOW, gateway_report(gateway_answer({"video": 5.0}), "g-0", "r"))
     decision = made.tick(NOW, {"encoder": PoolFacts(0)}, frozenset({"g-0"})).decisions["encoder"]
     assert (decision.replicas, decision.reason) == (1, "Woken")
 
@@ -166,6 +226,8 @@ def test_work_that_only_the_queue_knows_wakes_a_pool_at_zero():
 def test_what_is_remembered_is_bounded_by_the_pods_that_exist():
     made = scaler()
     for number in range(500):
-        made.heard(f"e-{number}", NOW, WorkerReport("ready", PodLoad()))
+        made.record_report(
+            f"e-{number}", NOW, WorkerStatus(pod=f"e-{number}", revision="r", state="ready", load=PodLoad())
+        )
     made.tick(NOW, {"encoder": pool(2)}, frozenset({"g-0"}))
     assert len(made._workers) == 2

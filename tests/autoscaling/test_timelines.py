@@ -6,7 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from autoscaling_timeline import (
+
+from mmd_api.contract.load import PodLoad
+from mmd_operator.autoscaling import Demand, Latency, PodSample, PoolSamples, Window, decide
+
+from .autoscaling_timeline import (
     DECODE,
     ENCODER,
     PREFILL,
@@ -17,8 +21,6 @@ from autoscaling_timeline import (
     encode_load,
     prefill_load,
 )
-
-from mmd_operator.autoscaling import Demand, Latency, PodLoad, PodSample, PoolSamples, Window, decide
 
 
 def shared(total: float, make=encode_load):
@@ -86,7 +88,7 @@ def test_a_burst_panics_past_the_rate_limit():
     assert any(d.reason == "Panic" for d in decisions)
 
 
-def test_one_spike_shorter_than_the_window_is_no_panic():
+def test_one_spike_shorter_than_the_window_does_not_cause_panic():
     spike = lambda now, ready: encode_load(16_000.0 / ready if now - START in (10.0, 11.0) else 10.0)  # noqa: E731
     decisions = Pool(ENCODER, spike).run(40)
     assert not any(d.panicking for d in decisions)
@@ -142,7 +144,7 @@ def test_slow_starters_are_capacity_in_flight():
     assert max(sizes) == 4, "elsewhere thousands of pods were started for those that were still starting"
 
 
-def test_a_pod_that_never_starts_is_no_capacity():
+def test_a_pod_that_never_starts_does_not_count_as_capacity():
     policy = replace(ENCODER, start_deadline_seconds=100.0)
     pods = (
         PodSample("a", "ready", START - 900, START, encode_load(1900.0)),
@@ -150,6 +152,34 @@ def test_a_pod_that_never_starts_is_no_capacity():
     )
     decision = decide(START, policy, PoolSamples(2, pods, Demand(START)), pool_history())
     assert (decision.wanted, decision.replicas) == (3, 3)
+
+
+def test_a_restarted_container_gets_its_full_deadline_again():
+    policy = replace(ENCODER, start_deadline_seconds=100.0)
+    pods = (
+        PodSample("a", "ready", START - 9000, START, encode_load(1900.0)),
+        PodSample("b", "starting", START - 9000, waiting_since=START - 30),
+    )
+    decision = decide(START, policy, PoolSamples(2, pods, Demand(START)), pool_history())
+    assert (decision.wanted, decision.replicas, decision.stuck) == (2, 2, 0)
+
+
+def test_a_crash_looping_container_does_not_count_as_capacity_even_after_a_recent_start():
+    pods = (
+        PodSample("a", "ready", START - 9000, START, encode_load(1900.0)),
+        PodSample("b", "starting", START - 9000, waiting_since=START - 3, failing=True),
+    )
+    decision = decide(START, ENCODER, PoolSamples(2, pods, Demand(START)), pool_history())
+    assert (decision.replicas, decision.stuck) == (3, 1)
+
+
+def test_pods_that_never_start_do_not_add_one_more_at_every_deadline():
+    policy = replace(ENCODER, start_deadline_seconds=600.0)
+    pool = Pool(policy, shared(1900.0), start_seconds=1e9)  # needs two
+    decisions = pool.run(4 * 3600, step=10)
+    assert decisions[-1].replicas == 4, "two, and two in place of those that did not start"
+    assert (decisions[-1].hard_limit, decisions[-1].stuck) == ("PodsNotStarting", 3)
+    assert "3 of its pods are not starting" in str(decisions[-1])
 
 
 def test_growth_stops_when_no_pod_ever_starts():
@@ -167,21 +197,46 @@ def pool_history():
     return replace(Pool(ENCODER, shared(0.0)).history, last_tick=START - 1, observed_since=START - 9000)
 
 
-def test_unschedulable_pods_stop_growth_and_nothing_else():
-    pool = Pool(ENCODER, shared(3000.0), start_seconds=1e9, unschedulable=1)
-    pool.run(3)
-    assert pool.replicas == 2
-    decisions = pool.run(60)
-    assert {d.replicas for d in decisions} == {2}
-    assert decisions[-1].limited_by == "Unschedulable"
+def test_pods_that_wait_for_a_node_never_stop_growth_and_are_reported_after_the_deadline():
+    policy = replace(ENCODER, scheduling_deadline_seconds=900.0)
+    pool = Pool(policy, shared(3000.0), start_seconds=1e9, unschedulable=99)
+    decisions = pool.run(890)
+    assert decisions[-1].replicas == 3
+    assert {d.hard_limit for d in decisions} == {None}, "a cluster autoscaler may still be adding nodes"
+    pool.run(30)
+    decision = pool.tick()
+    assert (decision.replicas, decision.hard_limit, decision.unplaced) == (3, "Unschedulable", 2)
+    assert "2 of its pods cannot be scheduled" in str(decision)
+    pool.load = shared(5000.0)
+    assert pool.run(60)[-1].replicas == 5, "it grows after the deadline too"
     pool.load = shared(0.0)
-    assert pool.run(700)[-1].replicas == 1, "it may still shrink"
+    decisions = pool.run(700)
+    assert decisions[-1].replicas == 1
+    assert decisions[-1].hard_limit is None
+
+
+def test_an_unschedulable_pod_that_the_load_does_not_need_is_not_a_limit():
+    pods = (
+        PodSample("a", "ready", START - 9000, START, encode_load(100.0)),
+        PodSample("b", "unschedulable", START - 9000),
+    )
+    decision = decide(START, ENCODER, PoolSamples(2, pods, Demand(START)), pool_history())
+    assert (decision.hard_limit, decision.unplaced) == (None, 1)
+
+
+def test_the_wait_for_a_node_begins_when_the_scheduler_finds_none():
+    pods = (
+        PodSample("a", "ready", START - 9000, START, encode_load(1900.0)),
+        PodSample("b", "unschedulable", START - 9000, waiting_since=START - 100),
+    )
+    decision = decide(START, ENCODER, PoolSamples(2, pods, Demand(START)), pool_history())
+    assert (decision.hard_limit, decision.unplaced) == (None, 0)
 
 
 # --- shrinking ------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_shrinks_only_when_the_whole_window_asked_for_less():
+def test_a_pool_shrinks_only_when_the_full_window_needed_less():
     pool = Pool(ENCODER, shared(3900.0), replicas=4)
     pool.run(400)
     pool.load = shared(100.0)
@@ -291,12 +346,12 @@ def test_missing_metrics_do_not_keep_a_pool_from_growing():
     assert pool.tick().replicas == 10
 
 
-def test_a_missing_consumer_is_no_runaway():
+def test_a_missing_consumer_causes_no_runaway_growth():
     pool = Pool(ENCODER, shared(100.0), replicas=2, demand=lambda now: None)
     assert set(pool.sizes(3600)) == {2}
 
 
-def test_metrics_that_come_back_must_be_seen_for_a_whole_window():
+def test_recovered_metrics_must_be_observed_for_a_full_window():
     pool = Pool(ENCODER, shared(10.0), replicas=4)
     pool.silent = 1
     pool.run(600)
@@ -394,17 +449,17 @@ def test_a_schedule_raises_the_minimum_during_its_window():
     assert sizes[-1] < 5
 
 
-def test_somebody_else_who_writes_replicas_is_noticed():
+def test_another_client_that_writes_replicas_is_noticed():
     pool = Pool(ENCODER, shared(2500.0), replicas=3)
     pool.run(10)
     pool.replicas, pool.created = 9, [START - 9000] * 9
     decision = pool.tick()
     assert decision.foreign_replicas == 9
-    assert "somebody else set 9 replicas" in str(decision)
+    assert "another client set 9 replicas" in str(decision)
     assert pool.run(1)[0].foreign_replicas is None, "reported once, for it is the size now"
 
 
-def test_our_own_change_under_way_is_not_somebody_else():
+def test_our_own_change_in_progress_is_not_taken_for_another_client():
     pool = Pool(ENCODER, shared(1900.0), replicas=2)
     pool.run(400)
     pool.load = shared(100.0)
@@ -422,7 +477,7 @@ def test_shadow_mode_decides_and_does_not_act():
     assert pool.replicas == 1
     assert decisions[-1].replicas > 1
     assert not decisions[-1].act
-    assert "would go from 1 to" in str(decisions[-1])
+    assert "would scale from 1 to" in str(decisions[-1])
 
 
 # --- latencies ------------------------------------------------------------------------------------------------
@@ -465,12 +520,19 @@ def test_itl_beyond_the_slo_grows_decode_only_while_the_batch_is_the_cause():
 # --- what it says ---------------------------------------------------------------------------------------------
 
 
-def test_every_decision_says_its_numbers_in_one_sentence():
+def test_every_decision_has_its_numbers_in_one_sentence():
     decision = Pool(replace(ENCODER, max_replicas=4, max_scale_up=100.0), shared(12_400.0)).tick()
     assert str(decision) == (
-        "encoder goes from 1 to 4 replicas (LoadRose); backlog is 12.40 s, target 1.00 s a replica, with 1 ready, "
-        "which asks for 13 replicas; limited by MaxReplicas"
+        "encoder scales from 1 to 4 replicas (LoadRose); backlog is 12.40 s, target 1.00 s per replica (1 ready), "
+        "which needs 13 replicas; limited by MaxReplicas"
     )
     status = decision.status()
     assert (status.metric, status.observed_milli, status.target_milli) == ("BacklogSeconds", 12_400, 1000)
     assert (status.from_replicas, status.to_replicas, status.limited_by) == (1, 4, "MaxReplicas")
+
+
+def test_a_decision_names_the_limits_in_the_order_in_which_they_applied():
+    decision = Pool(replace(ENCODER, max_replicas=4, max_scale_up=2.0), shared(12_400.0), replicas=2).tick()
+    assert (decision.replicas, decision.limits) == (4, ("RateLimit", "MaxReplicas"))
+    assert str(decision).endswith("which needs 13 replicas; limited by RateLimit, then MaxReplicas")
+    assert decision.status().limited_by == "MaxReplicas"

@@ -1,6 +1,6 @@
 """The Helm chart and `kubectl apply -k`: what they render, and what they refuse.
 
-A reviewer sees every change of a manifest in the golden files. To accept one, run this file as a program.
+A reviewer sees every change of a manifest in the golden files. To accept one: `python -m tests.chart.test_chart`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.control_plane import binaries
 
 REPOSITORY = Path(__file__).parents[2]
 CHART = REPOSITORY / "charts" / "multimodal-operator"
@@ -28,14 +29,11 @@ GOLDEN: dict[Path, tuple[str, ...]] = {
         f"--values={Path(__file__).parent / 'values-everything.yaml'}",
     ),
 }
-sys.path.append(str(REPOSITORY / "tests" / "apiserver"))
 
 
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """A folder with helm and kubectl."""
-    from control_plane import binaries
-
     folder = binaries()
     if not (folder / "helm").exists() and (on_path := shutil.which("helm")):
         folder = Path(on_path).parent
@@ -184,6 +182,14 @@ def test_pod_monitors_find_the_pods_of_operator_and_deployments(tools: Path):
         "prometheus.io/port": "8080",
     }
     pods = rendered["PodMonitor/multimodal-operator-deployments"]["spec"]
+    of_workers, of_gateways = pods["podMetricsEndpoints"]
+    assert (of_workers["port"], of_gateways["port"]) == ("http", "admin")
+    assert of_workers["relabelings"][0] == {
+        "sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"],
+        "regex": "gateway",
+        "action": "drop",
+    }
+    assert of_workers["relabelings"][1:] == of_gateways["relabelings"]
     assert pods["namespaceSelector"] == {"any": True}
     (within,) = pods["selector"]["matchExpressions"]
     planned = yaml.safe_load_all((REPOSITORY / "tests" / "plan" / "golden" / "demo.out.yaml").read_text())
@@ -193,7 +199,7 @@ def test_pod_monitors_find_the_pods_of_operator_and_deployments(tools: Path):
         ports = [p["name"] for c in template["spec"]["containers"] for p in c.get("ports", ())]
         chosen = pods["selector"]["matchLabels"].items() <= labels.items()
         if chosen and labels[within["key"]] in within["values"]:
-            assert "http" in ports
+            assert ("admin" if labels[within["key"]] == "gateway" else "http") in ports
             found.add(labels[within["key"]])
     assert found == {"gateway", "encoder", "prefill", "decode"}
     some = objects(tools, "--set=podMonitors.enabled=true", "--set=namespaces={a,b}", PROMETHEUS_OPERATOR)
@@ -242,8 +248,6 @@ def test_kustomize_makes_the_namespace_the_crd_and_the_operator(tools: Path):
 
 def accept() -> None:
     """Write the golden files anew."""
-    from control_plane import binaries
-
     for path, arguments in GOLDEN.items():
         path.write_text(render(binaries(), *arguments))
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen2_5OmniThinkerForConditionalGeneration
 
-from mmd_workers.local.samples import KINDS, MIMES, draw
+from mmd_api.contract.pools import MODALITIES
+from mmd_cli.samples import MIMES, draw
 
 RECIPE = Path(__file__).parents[2] / "examples" / "demo-model"
 FIRST_SEED = 500_000
@@ -49,13 +50,13 @@ def say(model, processor, messages):
     return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_fresh_files_are_answered_exactly(model, processor, kind):
     wrong = evaluate.misses(model, processor, kind, range(FIRST_SEED, FIRST_SEED + FILES), batch_size=20)
     assert 1 - len(wrong) / FILES >= evaluate.BAR, wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_the_answer_comes_from_the_medium_and_not_from_the_question(model, processor, kind):
     samples = [draw(kind, FIRST_SEED + number) for number in range(20)]
     exchanged = [
@@ -67,7 +68,7 @@ def test_the_answer_comes_from_the_medium_and_not_from_the_question(model, proce
     assert np.mean([s.answer == a for s, a in zip(samples, answers, strict=True)]) < 0.6
 
 
-@pytest.mark.parametrize("mime", [mime for kind in KINDS for mime in MIMES[kind]])
+@pytest.mark.parametrize("mime", [mime for kind in MODALITIES for mime in MIMES[kind]])
 def test_every_file_format_is_understood(model, processor, mime):
     kind = mime.split("/")[0]
     samples = [draw(kind, FIRST_SEED + 1000 + number, mime) for number in range(10)]

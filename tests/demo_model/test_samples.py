@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmd_api.spec import MediaPolicy
-from mmd_workers.local.samples import (
+from mmd_api.contract.pools import MODALITIES
+from mmd_api.spec.media import MediaPolicy
+from mmd_cli.samples import (
     DIRECTIONS,
-    KINDS,
     MIMES,
     PITCHES_HZ,
     POSITIONS,
@@ -44,7 +44,7 @@ def center_of_shape(pixels: np.ndarray) -> np.ndarray:
 
 def test_every_format_is_covered():
     assert {(kind, mime) for kind, mime, _ in CONTAINERS} == {
-        (kind, m) for kind in KINDS for m in MIMES[kind]
+        (kind, m) for kind in MODALITIES for m in MIMES[kind]
     }
 
 
@@ -57,7 +57,7 @@ def test_a_file_is_what_its_type_says_and_the_same_each_time(kind, mime, contain
     assert draw(kind, 12, mime).bytes != sample.bytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_the_question_is_one_of_the_kind_and_the_answer_follows_from_the_facts(kind):
     for seed in SEEDS:
         sample, scene = draw(kind, seed), draw_scene(kind, seed)
@@ -67,7 +67,7 @@ def test_the_question_is_one_of_the_kind_and_the_answer_follows_from_the_facts(k
         assert "{" not in sample.answer
 
 
-def test_the_shape_of_an_image_stands_where_the_answer_says():
+def test_the_shape_of_an_image_is_where_the_answer_says():
     for seed in SEEDS:
         scene = draw_scene("image", seed)
         center = center_of_shape(np.asarray(Image.open(io.BytesIO(scene.bytes)).convert("RGB")))
@@ -113,5 +113,5 @@ def test_a_format_of_another_kind_is_refused():
 
 
 def test_drawing_needs_no_torch():
-    code = "import sys, mmd_workers.local.samples as s; s.draw('video', 1); sys.exit('torch' in sys.modules)"
+    code = "import sys, mmd_cli.samples as s; s.draw('video', 1); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mmd_workers.engine.blocks import BlockPool, block_hash
-from mmd_workers.errors import OverloadedError
+from mmd_api.contract.errors import OverloadedError
+from mmd_workers.engine.blocks import BlockPool, block_hash, extend_identities
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -57,8 +57,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def match(self, data):
         block = data.draw(st.sampled_from(sorted(self.content)))
-        found = self.pool.match([self.content[block], b"never registered"])
+        found = self.pool.find([self.content[block], b"never registered"])
         assert found == [block]
+        beside = self.pool.available_beside(found)
+        self.pool.share(found)
+        assert self.pool.available == beside
         self.owners.append(found)
 
     @invariant()
@@ -89,9 +92,50 @@ def test_the_least_recently_used_cached_block_is_evicted_and_the_tail_of_a_seque
     pool.release(old)
     pool.release(new)
     assert pool.allocate(1) == [old[1]]
-    assert pool.match([bytes([old[1]])]) == []
-    assert pool.match([bytes([old[0]])]) == [old[0]]
+    assert pool.find([bytes([old[1]])]) == []
+    assert pool.find([bytes([old[0]])]) == [old[0]]
+    pool.share([old[0]])
     assert pool.allocate(2) == [new[1], new[0]]
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_not_known():
+    pool = BlockPool(3, 4)
+    first, _, third = pool.allocate(3)
+    pool.register(first, b"first")
+    pool.register(third, b"third")
+    assert pool.find([b"first", b"second", b"third"]) == [first]
+
+
+def test_a_block_is_identified_by_its_complete_prefix_and_not_only_its_beginning():
+    chains = []
+    for past in ([1, 2, 3, 4], [1, 2, 9, 4]):
+        identities: list[bytes] = []
+        extend_identities(identities, past, [], 1, 3)
+        extend_identities(identities, past, [], 1, 4)
+        chains.append(identities)
+    same = [a == b for a, b in zip(*chains, strict=True)]
+    assert same == [True, True, False, False]
+
+
+def test_a_forgotten_block_is_not_found_again_and_its_neighbour_is():
+    pool = BlockPool(3, 4)
+    first, second, private = pool.allocate(3)
+    pool.register(first, b"first")
+    pool.register(second, b"second")
+    pool.forget([second, private])
+    assert pool.find([b"first", b"second"]) == [first]
+    pool.release([first, second, private])
+    assert pool.allocate(2) == [private, second]  # free, and handed out before the cached one
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"), [(0, []), (1, ["03"]), (2, ["03", "02"]), (9, ["03", "02", "01"])]
+)
+def test_a_sample_of_identities_is_of_the_newest_blocks(limit, shown):
+    pool = BlockPool(3, 4)
+    for block in pool.allocate(3):
+        pool.register(block, bytes([block + 1]))
+    assert pool.sample_identities(limit) == shown
 
 
 def test_a_block_is_known_by_its_tokens_its_past_and_the_media_over_it():
@@ -103,5 +147,7 @@ def test_a_block_is_known_by_its_tokens_its_past_and_the_media_over_it():
         block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "dog")]),
         block_hash(b"", [1, 2, 3, 4], 4, [(2, 6, "cat")]),
         block_hash(b"", [1, 2, 3, 4], 4, []),
+        block_hash(b"", [1, 2, 3, 4], 4, [(2, 3, "cat")]),  # its last token is the first of the block
+        block_hash(b"", [1, 2, 3, 4], 4, [(7, 9, "cat")]),  # its first token is the last of the block
     ]
-    assert len({base, *others}) == 6
+    assert len({base, *others}) == 8

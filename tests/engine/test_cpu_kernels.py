@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from engine_oracle import SMALL, TEXT_MODELS, TextModel, generate, make_engine, prompt_of, run, text_input
 from torch.nn import functional
 
 from mmd_workers.engine import attention
@@ -14,6 +13,16 @@ from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.engine.types import SamplingParams
 from mmd_workers.model.types import KvLayout
+from tests.support.engine_oracle import (
+    SMALL,
+    TEXT_MODELS,
+    TextModel,
+    generate,
+    make_engine,
+    prompt_of,
+    run,
+    text_input,
+)
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,20 @@
 """Greedy output of the engine is what `generate` says, token for token, however the work is cut, batched, cached or moved."""
 
 import functools
-import itertools
 
 import pytest
-from engine_oracle import TEXT_MODELS, Outcome, TextModel, generate, make_engine, prompt_of, run, text_input
+
+from mmd_api.contract.errors import CapacityError, OverloadedError, PreemptedError
+from tests.support.engine_oracle import (
+    TEXT_MODELS,
+    Outcome,
+    TextModel,
+    generate,
+    make_engine,
+    prompt_of,
+    run,
+    text_input,
+)
 
 LENGTHS = [5, 33, 17, 64, 1, 40]
 NEW_TOKENS = 14
@@ -116,7 +126,7 @@ def test_prefill_here_decode_there_with_other_block_sizes(name):
                     sent.prompt.next_position,
                     [],
                 )
-                prefill.release(ready.sequence_id)
+                prefill.abort(ready.sequence_id)
         outcome.take(decode.step())
     assert outputs(run(decode, outcome)) == answers
     for engine in (prefill, decode):
@@ -124,56 +134,22 @@ def test_prefill_here_decode_there_with_other_block_sizes(name):
         assert engine.stats().held_sequences == engine.stats().blocks_reserved == 0
 
 
-def test_kv_is_announced_without_gaps_and_without_what_the_receiver_has():
+def test_kv_is_announced_without_gaps_and_what_is_cached_with_the_first_chunk():
     model, prompts, _ = model_and_answers("llama")
     engine = make_engine(model, chunk_tokens=10)
-    engine.add(text_input(model, "a", prompts[3], 4, stop_after_prefill=True, skip_kv_tokens=24))
+    engine.add(text_input(model, "a", prompts[3], 4, stop_after_prefill=True))
     events = [event for step in run(engine).steps for event in step.kv_ready]
-    assert events[0].start == 24
+    assert events[0].start == 0
     assert events[-1].end == 64
     assert [e.end for e in events[:-1]] == [e.start for e in events[1:]]
     assert [e.last for e in events] == [False] * (len(events) - 1) + [True]
-    engine.release("a")
+    engine.abort("a")
     engine.add(text_input(model, "b", prompts[3], 4, stop_after_prefill=True))
-    [event] = [event for step in run(engine).steps for event in step.kv_ready]
-    assert (event.start, event.end, event.last) == (0, 64, True), (
-        "cached blocks are announced with the first chunk"
-    )
-
-
-@pytest.mark.parametrize("name", TEXT_MODELS)
-def test_a_decoding_sequence_moves_twice_and_its_output_goes_on(name):
-    model, prompts, answers = model_and_answers(name)
-    engines = [make_engine(model, block_tokens=size) for size in (8, 3, 16)]
-    engines[0].add(text_input(model, "1", prompts[1], NEW_TOKENS))
-    engines[0].add(text_input(model, "stays", prompts[2], NEW_TOKENS))
-    outcome = Outcome()
-    for source, target in itertools.pairwise(engines):
-        for _ in range(4):
-            outcome.take(source.step())
-        move = source.export("1")
-        target.reserve("1", move.kv_tokens, NEW_TOKENS)
-        move_kv(source, target, "1", 0, move.kv_tokens, 10)
-        target.attach(
-            "1", move.token_ids, move.sampling, move.output_token_ids, move.next_position, move.media_spans
-        )
-        source.release("1")
-    for engine in engines:
-        run(engine, outcome)
-    assert outcome.tokens["1"] == answers[1]
-    assert outcome.tokens["stays"] == answers[2]
-
-
-def test_an_export_that_failed_goes_on_where_it_was():
-    model, prompts, answers = model_and_answers("llama")
-    engine = make_engine(model)
-    engine.add(text_input(model, "1", prompts[1], NEW_TOKENS))
-    outcome = Outcome()
-    outcome.take(engine.step())
-    engine.export("1")
-    assert not engine.has_work()
-    engine.resume("1")
-    assert run(engine, outcome).tokens["1"] == answers[1]
+    steps = [step for step in run(engine).steps if step.kv_ready]
+    assert len(steps) == 1, "cached blocks are announced with the first chunk"
+    events = steps[0].kv_ready
+    assert [(e.start, e.end) for e in events] == [*((n, n + 10) for n in range(0, 60, 10)), (60, 64)]
+    assert [e.last for e in events] == [False] * 6 + [True]
 
 
 def test_a_request_placed_again_with_its_tokens_goes_on_at_the_next_index():
@@ -184,3 +160,69 @@ def test_a_request_placed_again_with_its_tokens_goes_on_at_the_next_index():
     outcome = run(engine)
     assert outcome.steps[0].tokens[0].index == 6
     assert outcome.tokens["1"] == answers[1][6:]
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_sequences_that_yield_to_older_ones_go_on_elsewhere_and_lose_nothing(name):
+    model, prompts, _ = model_and_answers(name)
+    reference = TEXT_MODELS[name]()
+    answers = [generate(reference, prompt, 40) for prompt in prompts]
+    prefill = make_engine(model)
+    # Any one of them fits alone (64 + 40 tokens are 26 blocks), no two of the long ones do to their end.
+    decoders = [make_engine(model, blocks=27, block_tokens=4) for _ in range(2)]
+    got: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    waiting, yields = set(got), 0
+    for _ in range(2000):
+        for number in sorted(waiting):  # the oldest first, as the offers' queue has it
+            if any(
+                place(prefill, decoder, model, prompts[number], got[number], number) for decoder in decoders
+            ):
+                waiting.discard(number)
+            else:
+                break
+        for decoder in decoders:
+            output = decoder.step()
+            for token in output.tokens:
+                assert token.index == len(got[int(token.sequence_id)])
+                got[int(token.sequence_id)].append(token.token_id)
+            for sequence, error in output.failed:
+                assert isinstance(error, PreemptedError)
+                assert error.retryable
+                waiting.add(int(sequence))
+                yields += 1
+        if not waiting and not any(decoder.has_work() for decoder in decoders):
+            break
+    assert [got[number] for number in range(len(prompts))] == answers
+    assert yields > 0, "the pools were never full"
+    assert [decoder.stats().blocks_free for decoder in decoders] == [27, 27]
+
+
+def place(prefill, decoder, model, prompt, outputs, number):
+    """Offer a request with its tokens so far to a decoder, prefill it, and hand it over; False: no room."""
+    known = prompt + outputs
+    try:
+        decoder.reserve(str(number), len(known), 40 - len(outputs))
+    except OverloadedError:
+        return False
+    item = text_input(model, str(number), known, 40, output_token_ids=list(outputs), stop_after_prefill=True)
+    prefill.add(item)
+    first = [token for step in run(prefill).steps for token in step.tokens]
+    outputs.append(first[0].token_id)
+    move_kv(prefill, decoder, str(number), 0, len(known), 16)
+    prefill.abort(str(number))
+    decoder.attach(
+        str(number), prompt, item.sampling, list(outputs), item.prompt.next_position, [], float(number)
+    )
+    if len(outputs) == 40:
+        decoder.abort(str(number))
+    return True
+
+
+def test_a_reservation_takes_the_prompt_and_not_the_longest_answer():
+    model = model_and_answers("llama")[0]
+    engine = make_engine(model, blocks=40, block_tokens=8, max_model_len=320)
+    for number in range(3):
+        engine.reserve(str(number), 64, 256)
+    assert engine.stats().blocks_reserved == 3 * 9
+    with pytest.raises(CapacityError, match="give the pool more memory"):
+        make_engine(model, blocks=39, block_tokens=8, max_model_len=320).reserve("never", 64, 256)

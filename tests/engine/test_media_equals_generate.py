@@ -1,20 +1,17 @@
 """The same oracle for prompts with media: real encoder and language roles of random checkpoints, features that come late, every cut."""
 
 import functools
-import importlib.util
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from engine_oracle import Outcome, make_engine, run
 
+from examples import random_model
 from mmd_workers.engine.types import SamplingParams, SequenceInput
+from tests.support.engine_oracle import Outcome, make_engine, run
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "model"))
-zoo = pytest.importorskip("model_zoo")
+zoo = pytest.importorskip("tests.support.model_zoo")
 NEW_TOKENS = 12
 
 pytestmark = pytest.mark.models
@@ -27,12 +24,8 @@ LONG = "tell me which of these is the larger one, and what else you see there"
 
 @functools.cache
 def served(arch):
-    spec = importlib.util.spec_from_file_location("random_model", ROOT / "examples" / "random_model.py")
-    module = sys.modules.setdefault("random_model", importlib.util.module_from_spec(spec))
-    if not hasattr(module, "build"):
-        spec.loader.exec_module(module)
     with tempfile.TemporaryDirectory() as folder:
-        return zoo.serve(module.build(arch, Path(folder) / arch))
+        return zoo.serve(random_model.build(arch, Path(folder) / arch))
 
 
 def requests(arch):
@@ -166,7 +159,7 @@ def test_prefill_here_decode_there_with_other_block_sizes(arch):
                     prompt.next_position,
                     item.media_spans,
                 )
-                prefill.release(name)
+                prefill.abort(name)
         outcome.take(decode.step())
     assert run(decode, outcome).tokens == answers(arch)
 
@@ -189,7 +182,7 @@ def test_a_feature_of_another_size_is_refused():
     engine = engine_of("llava")
     engine.add(sequence_input("llava", 1))
     feature = answered("llava")[1][2][0]
-    from mmd_workers.errors import CountMismatchError
+    from mmd_api.contract.errors import CountMismatchError
     from mmd_workers.model.types import Feature
 
     short = Feature("image", {"embeddings": torch.zeros(3, feature.tensors["embeddings"].shape[1])})

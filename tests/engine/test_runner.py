@@ -5,10 +5,12 @@ import threading
 import time
 
 import pytest
-from engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
+import torch
 
-from mmd_workers.engine.engine import StepFailedError
-from mmd_workers.engine.runner import EngineDeadError, EngineRunner
+from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError, StepFailedError
+from mmd_workers.engine.runner import MAX_COMMANDS, EngineRunner
+from mmd_workers.engine.types import SamplingParams
+from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
 
 
 class Collector:
@@ -59,36 +61,111 @@ async def test_the_exception_of_a_command_goes_to_its_caller_alone(started):
     assert runner.alive
 
 
-async def test_a_failing_step_fails_its_own_sequences_and_the_next_ones_are_served(started):
+def failing_for(model, poison, error):
+    """Make `model.forward` raise for every batch that holds the embedding of token `poison`."""
+    forward = model.forward
+    mark = model.embed(torch.tensor([poison]))[0][0]
+
+    def maybe(embeds, positions, extras):
+        if (embeds == mark).all(dim=-1).any():
+            raise error
+        return forward(embeds, positions, extras)
+
+    model.forward = maybe
+
+
+async def test_a_sequence_that_breaks_the_step_fails_alone_and_the_others_equal_generate(started):
     runner, model, collector = started
-    forward, armed = model.forward, [True]
+    failing_for(model, 199, RuntimeError("shapes cannot be multiplied"))
+    prompts = {name: prompt_of(length, length) for name, length in (("a", 5), ("b", 9), ("c", 4))}
 
-    def failing(*args):
-        if armed.pop() if armed else False:
-            raise RuntimeError("no memory left")
-        return forward(*args)
+    def add_all(engine):
+        for name, prompt in prompts.items():
+            engine.add(text_input(model, name, prompt, 6))
+        engine.add(text_input(model, "poison", [3, 199, 7], 6))
 
-    model.forward = failing
-    await runner.call(lambda e: e.add(text_input(model, "broken", prompt_of(5, 1), 3)))
-    await collector.until(lambda: collector.outputs)
-    [(name, error)] = collector.outputs[0].failed
-    assert name == "broken"
+    await runner.call(add_all)
+    await collector.until(lambda: sum(len(o.tokens) for o in collector.outputs) == 18)
+    [(name, error)] = [failed for output in collector.outputs for failed in output.failed]
+    assert name == "poison"
     assert isinstance(error, StepFailedError)
-    assert error.retryable
-    await runner.call(lambda e: e.add(text_input(model, "next", prompt_of(5, 1), 3)))
-    await collector.until(lambda: len(collector.tokens("next")) == 3)
+    assert not error.retryable, "it would break the next batch too"
+    assert "shapes cannot be multiplied" in error.message
+    reference = llama()
+    assert {n: collector.tokens(n) for n in prompts} == {
+        n: generate(reference, prompt, 6) for n, prompt in prompts.items()
+    }
     stats = await runner.call(lambda e: e.stats())
     assert stats.blocks_free == stats.blocks_total
 
 
-async def test_a_broken_engine_says_so_and_refuses_further_commands():
+async def test_a_sequence_too_large_for_this_device_may_be_placed_elsewhere(started):
+    runner, model, collector = started
+    failing_for(model, 199, torch.OutOfMemoryError("tried to allocate 80 GiB"))
+    await runner.call(lambda e: e.add(text_input(model, "large", [3, 199, 7], 6)))
+    await collector.until(lambda: collector.outputs)
+    [(_, error)] = collector.outputs[0].failed
+    assert isinstance(error, OverloadedError)
+    assert error.retryable
+    assert "80 GiB" in error.message
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_broken_logits_fail_their_own_sequence_once_and_say_why(started, temperature):
+    runner, model, collector = started
+    forward = model.forward
+    mark = model.embed(torch.tensor([199]))[0][0]
+
+    def broken(embeds, positions, extras):
+        hidden = forward(embeds, positions, extras)
+        return hidden.masked_fill((embeds == mark).all(dim=-1)[:, None], float("nan"))
+
+    model.forward = broken
+    item = text_input(model, "poison", [3, 7, 199], 6)
+    item.sampling = SamplingParams(max_tokens=6, temperature=temperature, logprobs=1)
+    prompt = prompt_of(9, 9)
+
+    def add_both(engine):
+        engine.add(text_input(model, "good", prompt, 6))
+        engine.add(item)
+
+    await runner.call(add_both)
+    await collector.until(lambda: len(collector.tokens("good")) == 6)
+    [(name, error)] = [failed for output in collector.outputs for failed in output.failed]
+    assert (name, error.code, error.retryable) == ("poison", "bad_logits", False)
+    assert collector.tokens("good") == generate(llama(), prompt, 6)
+
+
+async def test_a_command_that_finds_the_device_lost_ends_the_engine_and_fails_what_waits_behind_it():
+    dead = asyncio.get_running_loop().create_future()
+    runner = EngineRunner(make_engine(TextModel(llama())), Collector(), dead.set_result)
+
+    def lose(_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    runner.start()
+    gate = threading.Event()
+    runner.submit(lambda _: gate.wait(30))
+    first, second = runner.submit(lose), runner.submit(lambda engine: engine.stats())
+    gate.set()
+    async with asyncio.timeout(30):
+        with pytest.raises(DeviceLostError, match="an illegal memory access was encountered; the process"):
+            await asyncio.wrap_future(first)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wrap_future(second)
+        assert isinstance(await dead, DeviceLostError)
+    with pytest.raises(EngineDeadError):
+        runner.submit(lambda engine: engine.stats())
+
+
+async def test_a_failed_engine_reports_it_and_rejects_further_commands():
     dead = asyncio.get_running_loop().create_future()
     model = TextModel(llama())
     runner = EngineRunner(make_engine(model), Collector(), dead.set_result)
     runner.start()
     model.forward = lambda *_: (_ for _ in ()).throw(SystemError("the device is gone"))
     await runner.call(lambda e: e.add(text_input(model, "a", prompt_of(5, 1), 3)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert isinstance(await dead, SystemError)
     assert not runner.alive
     with pytest.raises(EngineDeadError):
@@ -115,3 +192,44 @@ async def test_a_stuck_step_stops_the_progress_that_liveness_looks_at(started):
     assert await runner.stop(10)
     assert runner.last_progress > before
     assert time.monotonic() >= runner.last_progress
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 500])
+async def test_calls_beyond_a_full_queue_wait_for_the_next_turn(started, beyond):
+    runner, _, _ = started
+    running, go_on = threading.Event(), threading.Event()
+
+    def hold(_engine):
+        running.set()
+        assert go_on.wait(30)
+
+    blocking = asyncio.create_task(runner.call(hold))
+    await asyncio.to_thread(running.wait, 30)
+    calls = [asyncio.create_task(runner.call(lambda _engine, n=n: n)) for n in range(MAX_COMMANDS + beyond)]
+    await asyncio.sleep(0.05)
+    assert len(runner._commands) == min(MAX_COMMANDS, MAX_COMMANDS + beyond)
+    go_on.set()
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*calls) == list(range(MAX_COMMANDS + beyond))
+        await blocking
+
+
+async def test_calls_that_wait_for_room_learn_that_the_engine_has_ended(started):
+    runner, _, _ = started
+    running, go_on = threading.Event(), threading.Event()
+
+    def hold(_engine):
+        running.set()
+        assert go_on.wait(30)
+
+    blocking = asyncio.create_task(runner.call(hold))
+    await asyncio.to_thread(running.wait, 30)
+    calls = [asyncio.create_task(runner.call(lambda _: None)) for _ in range(MAX_COMMANDS + 10)]
+    await asyncio.sleep(0.05)
+    stopping = asyncio.create_task(runner.stop(20))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    async with asyncio.timeout(30):
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(blocking, stopping, return_exceptions=True)
+    assert {type(error) for error in ended} == {EngineDeadError}

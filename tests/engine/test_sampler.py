@@ -70,10 +70,27 @@ def test_logprobs_are_of_the_model_not_of_the_temperature():
     assert none.top_logprobs == ()
 
 
-def test_a_row_without_finite_logits_is_no_token_and_spares_its_neighbours():
-    logits = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
-    assert next(r and r.token_id for r in sample(logits, [draw(), draw(temperature=1.0, seed=1)])) is None
-    assert sample(logits, [draw(), draw()])[1].token_id == 1
+BROKEN_ROWS = {
+    "nan": [math.nan] * 3,
+    "one nan": [math.nan, 1.0, 2.0],
+    "minus infinity": [-math.inf] * 3,
+    "plus infinity": [math.inf, 1.0, 2.0],
+    "all suppressed": [0.0, 1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5, "top_k": 2}])
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("broken", BROKEN_ROWS)
+def test_a_row_without_a_finite_logit_yields_no_token_and_leaves_its_neighbours_alone(broken, logprobs, how):
+    good = [0.0, 3.0, 1.0]
+    item = draw(seed=5, logprobs=logprobs, **how)
+    suppress = (0, 1, 2) if broken == "all suppressed" else ()
+    bad = Draw(SamplingParams(max_tokens=1, logprobs=logprobs, **how), 0, suppress)
+    [alone] = sample(torch.tensor([good]), [item])
+    before, none, after = sample(torch.tensor([good, BROKEN_ROWS[broken], good]), [item, bad, item])
+    assert none is None
+    assert before == after == alone
 
 
 @given(st.integers(-(2**63), 2**64), st.integers(0, 10**6), st.integers(1, 9))

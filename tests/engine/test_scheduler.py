@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmd_workers.engine.blocks import BlockPool
-from mmd_workers.engine.scheduler import Scheduler
-from mmd_workers.engine.sequence import Sequence, State
+from mmd_workers.engine.blocks import BlockPool, block_hash
+from mmd_workers.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED, Scheduler
+from mmd_workers.engine.sequence import Sequence, SequenceState
 from mmd_workers.engine.types import SamplingParams
 from mmd_workers.model.types import LoweredPrompt
 
@@ -124,6 +124,8 @@ def test_a_sequence_that_waits_for_its_feature_does_not_hold_others_up():
     [
         ([(12, 20)], [(0, 12), (12, 28), (28, 40)]),  # would be cut: postponed
         ([(16, 32)], [(0, 16), (16, 32), (32, 40)]),  # exactly a chunk
+        ([(4, 16)], [(0, 16), (16, 32), (32, 40)]),  # ends where the chunk does
+        ([(4, 40)], [(0, 4), (4, 40)]),  # ends where the prompt does
         ([(4, 30)], [(0, 4), (4, 30), (30, 40)]),  # larger than a chunk: runs alone, over budget
         ([(0, 8), (8, 20)], [(0, 8), (8, 20), (20, 36), (36, 40)]),  # (8, 24) fits up to 24
     ],
@@ -147,14 +149,147 @@ def test_an_atomic_range_larger_than_the_rest_of_the_budget_waits_for_the_next_s
     assert bench.step() == {"short": (10, 11), "image": (0, 16)}
 
 
-def test_admission_waits_until_the_whole_prompt_has_blocks():
+def test_an_atomic_range_that_the_rest_of_a_budget_would_cut_waits_although_half_of_it_is_left():
+    bench = Bench()
+    bench.add("short", 6)
+    bench.add("image", 30, atomic=[(0, 12)])
+    assert bench.step() == {"short": (0, 6)}
+    assert bench.step() == {"short": (6, 7), "image": (0, 16)}
+
+
+def test_an_atomic_range_with_a_missing_feature_waits_as_a_unit():
+    bench = Bench()
+    sequence = bench.add("a", 40, atomic=[(4, 24)], missing={0: (20, 24)})
+    assert bench.step() == {"a": (0, 4)}
+    assert bench.step() == {}
+    del sequence.prompt.missing[0]
+    assert bench.step() == {"a": (4, 24)}
+
+
+@pytest.mark.parametrize(("ahead", "begun"), [(8, {"long": (0, 8)}), (9, {})])
+def test_a_long_prompt_is_begun_with_half_of_a_budget_and_not_with_less(ahead, begun):
+    bench = Bench()
+    bench.add("short", ahead)
+    bench.add("long", 30)
+    assert bench.step() == {"short": (0, ahead), **begun}
+
+
+@pytest.mark.parametrize(("waited", "first"), [(7, "short"), (8, "long")])
+def test_each_step_of_waiting_makes_a_prompt_count_as_an_eighth_of_a_chunk_shorter(waited, first):
+    bench = Bench(max_sequences=1, chunk_tokens=64)
+    holder = bench.add("holder", 4, missing={0: (0, 4)})
+    bench.step()
+    bench.add("long", 79)
+    for _ in range(waited):
+        bench.step()
+    bench.add("short", 16)
+    bench.scheduler.remove(holder)
+    assert list(bench.step()) == [first]
+
+
+def test_each_step_that_passes_a_running_prompt_over_makes_it_count_as_much_shorter():
+    bench = Bench(blocks=1000, max_sequences=100)
+    bench.add("long", 40)
+    for passed_over in range(30):
+        bench.add(f"short-{passed_over}", 16)
+        if "long" in bench.step():
+            break
+    assert passed_over == 12  # 40 - 12 * 2 is as long as the short one, which came later
+
+
+@pytest.mark.parametrize(("tokens", "state"), [(12, SequenceState.RUNNING), (13, SequenceState.WAITING)])
+def test_an_admission_leaves_one_spare_block_for_each_sequence_that_runs(tokens, state):
+    bench = Bench(blocks=10)
+    bench.add("running", 24)
+    bench.step()
+    second = bench.add("second", tokens)
+    bench.step()
+    assert second.state is state
+
+
+def test_a_sequence_alone_may_have_every_block():
+    bench = Bench(blocks=4)
+    alone, larger = bench.add("alone", 16), bench.add("larger", 17)
+    assert bench.step() == {"alone": (0, 16)}
+    bench.scheduler.remove(alone)
+    assert bench.step() == {}
+    assert larger.state is SequenceState.WAITING
+
+
+@pytest.mark.parametrize(("large", "admitted"), [(MAX_PASSED, True), (MAX_PASSED + 1, False)])
+def test_one_step_looks_past_a_bounded_number_of_sequences_that_do_not_fit(large, admitted):
+    bench = Bench(blocks=10, max_sequences=20)
+    bench.add("running", 24, missing={0: (20, 24)})
+    bench.step()
+    for number in range(large):
+        bench.add(f"large-{number}", 20).waited_steps = 1000
+    small = bench.add("small", 4)
+    bench.step()
+    assert (small.state is SequenceState.RUNNING) is admitted
+
+
+def test_hits_and_misses_of_the_prefix_cache_are_counted_in_tokens():
+    bench = Bench(prefix_cache=True)
+    bench.add("first", 10)
+    bench.step()
+    bench.add("same", 10)
+    bench.step()
+    assert (bench.scheduler.prefix_hit_tokens, bench.scheduler.prefix_miss_tokens) == (8, 12)
+    assert bench.scheduler.admitted == {"first": 0, "same": 8}
+
+
+def test_admission_waits_until_the_full_prompt_has_blocks():
     bench = Bench(blocks=10)
     first = bench.add("first", 24)
     second = bench.add("second", 30)
     bench.step()
-    assert (first.state, second.state) == (State.RUNNING, State.WAITING)
+    assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.WAITING)
     bench.scheduler.remove(first)
     assert bench.step() == {"second": (0, 16)}
+
+
+def test_a_sequence_that_does_not_fit_lets_those_behind_it_be_admitted():
+    bench = Bench(blocks=10)
+    bench.add("running", 24, missing={0: (20, 24)})
+    bench.step()
+    large = bench.add("large", 20)
+    small = bench.add("small", 8)
+    small.arrival, large.waited_steps = 99, 50  # large stands first in every order
+    assert bench.step()["small"] == (0, 8)
+    assert large.state is SequenceState.WAITING
+
+
+def test_a_sequence_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
+    bench = Bench(blocks=10)
+    holder = bench.add("holder", 16, missing={0: (12, 16)})
+    bench.step()
+    large = bench.add("large", 28)
+    large.waited_steps = 1000
+    overtaken = []
+    for number in range(3 * MAX_OVERTAKEN):
+        small = bench.add(f"small-{number}", 4)
+        if small.sequence_id in bench.step():
+            overtaken.append(small)
+        bench.scheduler.remove(small)
+    assert len(overtaken) == MAX_OVERTAKEN
+    bench.scheduler.remove(holder)
+    assert "large" in bench.step()
+    assert large.overtaken == 0
+
+
+def test_a_match_that_leads_to_no_admission_leaves_the_order_of_eviction_alone():
+    bench = Bench(blocks=6, prefix_cache=True)
+    for number in (1, 2):
+        cached = bench.add(f"prefix-{number}", [number] * 5)
+        bench.step()
+        bench.scheduler.remove(cached)
+    bench.add("holder", [3] * 12, missing={0: (11, 12)})
+    bench.step()
+    waiting = bench.add("waiting", [1] * 4 + [4] * 16)  # its first block is cached, the rest does not fit
+    bench.step()
+    assert waiting.state is SequenceState.WAITING
+    bench.pool.allocate(2)  # the free block, and the least recently used cached one
+    assert [bool(bench.pool.find([block_hash(b"", [n] * 4, 0, [])])) for n in (1, 2)] == [False, True]
 
 
 def test_no_more_than_max_sequences_run_and_reserved_places_stay_free():
@@ -172,7 +307,7 @@ def test_when_decode_runs_out_of_blocks_the_youngest_waits_and_keeps_its_tokens(
     bench.step()
     assert set(bench.step()) == {"old", "young"}
     assert set(bench.step()) == {"old"}
-    assert young.state is State.WAITING
+    assert young.state is SequenceState.WAITING
     assert young.blocks == []
     assert young.num_tokens == 9
     bench.scheduler.remove(old)
@@ -180,18 +315,50 @@ def test_when_decode_runs_out_of_blocks_the_youngest_waits_and_keeps_its_tokens(
     assert bench.scheduler.preemptions == 1
 
 
-def test_sequences_attached_from_elsewhere_are_never_preempted():
-    bench = Bench(blocks=5, block_tokens=4)
-    attached = Sequence(
-        "there", 99, list(range(9)), 8, 8, SamplingParams(9), [], None, 1, blocks=bench.pool.allocate(3)
+def attached(bench, name, tokens, arrived):
+    """A sequence whose KV of all but its last token came from elsewhere."""
+    bench.arrivals += 1
+    blocks = bench.pool.allocate(bench.pool.blocks_for(tokens))
+    sequence = Sequence(
+        name,
+        bench.arrivals,
+        list(range(tokens)),
+        tokens - 1,
+        tokens - 1,
+        SamplingParams(99),
+        [],
+        None,
+        arrived,
+        1,
+        blocks=blocks,
+        computed=tokens - 1,
     )
-    bench.scheduler.start(attached)
-    attached.computed = 8
-    local = bench.add("here", 7)
-    for _ in range(3):
+    bench.scheduler.start(sequence)
+    return sequence
+
+
+def test_an_attached_sequence_that_is_the_youngest_yields_and_leaves():
+    bench = Bench(blocks=5, block_tokens=4)
+    old = attached(bench, "old", 8, arrived=20.0)
+    older = attached(bench, "older", 8, arrived=10.0)  # the request is older, though it came here later
+    while not bench.scheduler.yielded:
         bench.step()
-    assert local.state is State.WAITING
-    assert attached.state is State.RUNNING
+    assert bench.scheduler.yielded == [old]
+    assert (old.blocks, old.num_tokens, old.state) == ([], 9, SequenceState.HELD)
+    assert bench.scheduler.running == [older]
+    assert set(bench.step()) == {"older"}
+
+
+def test_a_lone_sequence_waits_for_reserved_blocks_and_does_not_yield():
+    bench = Bench(blocks=5, block_tokens=4)
+    alone = attached(bench, "alone", 7, arrived=10.0)
+    reserved = bench.pool.allocate(3)
+    assert bench.step() == {"alone": (6, 7)}
+    assert bench.step() == {"alone": (7, 8)}
+    assert bench.step() == {}
+    assert (bench.scheduler.running, bench.scheduler.yielded) == ([alone], [])
+    bench.pool.release(reserved)
+    assert bench.step() == {"alone": (8, 9)}
 
 
 def test_a_prefill_whose_kv_has_been_announced_is_never_preempted():
@@ -202,7 +369,7 @@ def test_a_prefill_whose_kv_has_been_announced_is_never_preempted():
     travelling.stop_after_prefill = True
     for _ in range(30):
         bench.step()
-    assert travelling.state is State.RUNNING
+    assert travelling.state is SequenceState.RUNNING
     assert travelling.computed == 8
     assert bench.scheduler.preemptions > 0
     assert local.num_tokens > 8
@@ -222,6 +389,17 @@ def test_cached_blocks_are_skipped_but_never_the_last_token_nor_a_part_of_an_ato
     assert step["same"][0] == 4
     assert step["plain"][0] == 12
     assert step["other"][0] == 4
+
+
+@pytest.mark.parametrize(
+    ("atomic", "computed_from"), [((6, 12), 12), ((6, 13), 4), ((11, 13), 8), ((12, 16), 12), ((4, 8), 12)]
+)
+def test_a_cached_prefix_goes_as_far_as_no_atomic_range_is_cut(atomic, computed_from):
+    bench = Bench(prefix_cache=True)
+    for name in ("first", "same"):
+        bench.add(name, 16, atomic=[atomic])
+        start, _ = bench.step()[name]
+    assert start == computed_from
 
 
 def test_a_cached_medium_needs_no_feature():

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from mmd_api.subjects import Subjects
+from mmd_api.contract.errors import MmdError
+from mmd_api.contract.load import PodLoad, WorkerState
+from mmd_api.contract.pools import Role
+from mmd_api.contract.subjects import Subjects
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import (
     Cancel,
     GenerateRequest,
     Heartbeat,
-    Load,
+    HeldSequence,
     Phase,
     PhaseReport,
     Placed,
-    PodState,
     RequestFailed,
-    Role,
+    SequenceReceipt,
+    SequenceReport,
     TokenBatch,
     TokenItem,
     TokenLogprob,
 )
 from mmd_workers.wire.peers import Heartbeater
+from tests.support.waiting import DEADLINE_SECONDS
 
 Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
 
@@ -38,18 +43,20 @@ class ScriptedWorker:
     answer: list[int]
     script: Script
     roles: list[Role] = field(default_factory=lambda: ["encode", "prefill", "decode"])
-    state: PodState = "ready"
-    load: Load = field(default_factory=Load)
+    state: WorkerState = "ready"
+    load: PodLoad = field(default_factory=PodLoad)
     revision: str = "r1"
     incarnation: str = "one"
     refuse: Placed | None = None
     max_model_len: int = 0
     requests: list[GenerateRequest] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    receipts: dict[tuple[str, int], int] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
     _subscriptions: list[Subscription] = field(default_factory=list)
     _heartbeater: Heartbeater | None = None
+    _reporter: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -64,12 +71,14 @@ class ScriptedWorker:
         await bus.flush()
         worker._heartbeater = Heartbeater(bus, worker._beat, 0.1)
         await worker._heartbeater.start()
+        worker._reporter = asyncio.create_task(worker._report_forever())
         return worker
 
     async def die(self) -> None:
-        """As a killed process: silence, no goodbye, nothing sent any more."""
+        """As a killed process: no final heartbeat, nothing sent any more."""
         assert self._heartbeater is not None
-        await self._heartbeater.close(goodbye=False)
+        await self._heartbeater.close(announce=False)
+        self._stop_reporting()
         for task in self._tasks.values():
             task.cancel()
         await self.bus.close()
@@ -78,6 +87,7 @@ class ScriptedWorker:
         if not self.bus.client.is_closed:
             assert self._heartbeater is not None
             await self._heartbeater.close()
+            self._stop_reporting()
             for task in self._tasks.values():
                 task.cancel()
             await self.bus.close()
@@ -86,7 +96,7 @@ class ScriptedWorker:
     def running(self) -> set[tuple[str, int]]:
         return {key for key, task in self._tasks.items() if not task.done()}
 
-    async def until(self, predicate: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def until(self, predicate: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
         async with asyncio.timeout(seconds):
             while not predicate():
                 self.changed.clear()
@@ -134,6 +144,32 @@ class ScriptedWorker:
             self.bus.subjects.phases(request.gateway),
             PhaseReport(request.request_id, request.attempt, self.pod, list(phases)),
         )
+
+    def _stop_reporting(self) -> None:
+        assert self._reporter is not None
+        self._reporter.cancel()
+
+    async def _report_forever(self) -> None:
+        """What it still plays, it reports to hold."""
+        while True:
+            await asyncio.sleep(0.1)
+            gateways = {
+                r.gateway: [q for q in self.requests if q.gateway == r.gateway] for r in self.requests
+            }
+            for gateway, requests in gateways.items():
+                held = [
+                    (r.request_id, r.attempt) for r in requests if (r.request_id, r.attempt) in self.running
+                ]
+                with contextlib.suppress(MmdError):
+                    await self.report(gateway, [HeldSequence(*key, tokens=0, open=True) for key in held])
+
+    async def report(self, gateway: str, held: list[HeldSequence]) -> None:
+        """Report these sequences; the reply goes to `receipts`."""
+        subject = self.bus.subjects.sequences(gateway)
+        receipt = await self.bus.request(subject, SequenceReport(self.pod, held), SequenceReceipt, timeout=2)
+        for line, received in zip(held, receipt.received, strict=True):
+            self.receipts[(line.request_id, line.attempt)] = received
+        self.changed.set()
 
     async def _take(self, request: GenerateRequest) -> Placed:
         self.requests.append(request)
@@ -183,3 +219,7 @@ async def answer_well(worker: ScriptedWorker, request: GenerateRequest) -> None:
 
 async def say_nothing(worker: ScriptedWorker, request: GenerateRequest) -> None:
     await asyncio.sleep(3600)
+
+
+async def forget(worker: ScriptedWorker, request: GenerateRequest) -> None:
+    """Not a word, and no trace of the request."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmd_workers.gateway.body import DepthScanner
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.body import JsonScanner, LongNumberError, TooDeepError
+from mmd_workers.gateway.chat_request import parse_chat_request
+from mmd_workers.model.frontend import HfFrontend
 
-from .conftest import Launch, Running
+from .running import Launch, Running
 
 MODEL = "builtin/demo"
 
@@ -54,6 +57,8 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a message without role", body(messages=[{"content": "x"}]), 400, "messages[0].role", "missing"),
     ("an unknown role", body(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", "'user'"),
     ("a tool message", body(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].role", "'user'"),
+    ("a turn with tool calls", body(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls", "remove it"),
+    ("a turn with a refusal", body(messages=[{"role": "assistant", "content": "x", "refusal": "no"}]), 400, "messages[0].refusal", "remove it"),
     ("content that is null", body(messages=[{"role": "user", "content": None}]), 400, "messages[0].content", "string or a list"),
     ("content that is empty", body(messages=[{"role": "user", "content": []}]), 400, "messages[0].content", "at least 1"),
     ("a part without type", body(messages=user({"text": "x"})), 400, "messages[0].content[0].type", "missing"),
@@ -83,11 +88,14 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("too many top_logprobs", body(logprobs=True, top_logprobs=21), 400, "top_logprobs", "less than or equal to 20"),
     ("stream options without stream", body(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
-    ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not served: describe"),
-    ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not served"),
+    ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
+    ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
     ("a presence penalty", body(presence_penalty=0.5), 400, "presence_penalty", "set it to 0"),
     ("logit bias", body(logit_bias={"5": 1}), 400, "logit_bias", "leave it out"),
-    ("an unknown field", body(colour="red"), 400, "colour", "remove it"),
+    ("an unknown field", body(colour="red"), 400, "colour", "unknown field colour; remove it"),
+    ("many unknown fields", body(c=1, a=2, b=3, d=4), 400, "c", "unknown fields c, a, b, ...; remove them"),
+    ("unknown fields of a part", body(messages=user({**TEXT, "x": 1, "y": 2})), 400, "messages[0].content[0].x", "messages[0].content[0].x, messages[0].content[0].y; remove them"),
+    ("a type that is a number", body(messages=user({"type": 5})), 400, "messages[0].content[0]", "unknown part type '5'"),
     ("an image that is text", body(messages=user(TEXT, image("data:image/png;base64,aGVsbG8="))), 400, "messages[0].content[1].image_url.url", "format"),
     ("an image with broken base64", body(messages=user(image("data:image/png;base64,@@@@"))), 400, "messages[0].content[0].image_url.url", "base64"),
     ("a truncated image", body(messages=user(image(png()[:46]))), 400, "messages[0].content[0].image_url.url", ""),
@@ -97,8 +105,8 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("the cloud's metadata address", body(messages=user(image("http://169.254.169.254/latest/meta-data"))), 400, "messages[0].content[0].image_url.url", "not public"),
     ("a sound that is no sound", body(messages=user({"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}})), 400, "messages[0].content[0].input_audio.data", "format"),
     ("17 images", body(messages=user(*[IMAGE] * 17)), 400, "messages[0].content[16].image_url.url", "the limit is 16"),
-    ("10,000 images", body(messages=user(*[image("data:,x")] * 10_000)), 400, "messages[0].content[16].image_url.url", "10000 media"),
-    ("100,000 parts", body(messages=user(*[{"type": "text", "text": "x"}] * 100_000)), 400, "messages[0].content", "at most 16384"),
+    ("4,000 images", body(messages=user(*[image("data:,x")] * 4000)), 400, "messages[0].content[16].image_url.url", "4000 media"),
+    ("5,000 parts", body(messages=user(*[{"type": "text", "text": "x"}] * 5000)), 400, "messages[0].content", "at most 4096"),
 ]  # fmt: skip
 
 
@@ -138,7 +146,16 @@ RAW: list[tuple[str, bytes, dict, int, str]] = [
     ("bytes that are not UTF-8", b'{"model": "\xff\xfe"}', {}, 400, "valid JSON"),
     ("a list", b"[1, 2]", {}, 400, "JSON object"),
     ("null", b"null", {}, 400, "JSON object"),
+    (
+        "a number that takes its square to read",
+        b'{"seed": ' + b"1" * 401 + b"}",
+        {},
+        400,
+        "more than 400 digits",
+    ),
     ("a JSON bomb of brackets", b"[" * 100_000, {}, 400, "nested deeper than 32"),
+    ("a page's bytes of no type", b"{}", {"content-type": ""}, 415, "application/json"),
+    ("a page's plain text", b"{}", {"content-type": "text/plain"}, 415, "application/json"),
     ("a form", b"model=x", {"content-type": "application/x-www-form-urlencoded"}, 415, "application/json"),
     ("gzip", b"\x1f\x8b", {"content-encoding": "gzip"}, 415, "content-encoding"),
     ("a body over the limit", b'{"model": "' + b"x" * (1 << 20) + b'"}', {}, 413, "maxBodyMebibytes"),
@@ -176,10 +193,28 @@ async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(launch: Launch) 
     assert_is_error(response, 413, None, "maxBodyMebibytes")
 
 
-async def test_a_prompt_that_is_too_long_says_by_how_much_and_which_part(launch: Launch) -> None:
+def test_what_has_no_effect_is_not_held_for_the_time_of_a_request() -> None:
+    assert parse_chat_request(body(metadata={"x": "A" * 1000})).metadata is None
+    with pytest.raises(ApiError, match="metadata"):
+        parse_chat_request(body(metadata="A"))
+
+
+async def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    monkeypatch.setattr(HfFrontend, "layout", lambda *_: pytest.fail("the text was tokenized"))
+    parts = [{"type": "text", "text": "circle " * 200_000}] * 3
+    response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(*parts)))
+    assert_is_error(response, 400, "messages", "at most 4095 fit")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_too_long_prompt_is_rejected_with_the_excess_and_the_largest_part(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle", max_model_len=20)
-    long = {"type": "text", "text": "circle " * 200}
+    long = {"type": "text", "text": "circle " * 30}
     response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(long)))
     assert_is_error(response, 400, "messages", "too many; the largest part is the text")
     assert response.json()["error"]["code"] == "context_length_exceeded"
@@ -216,37 +251,57 @@ async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: La
         (await gateway.http.get("/v1/nothing"), 404),
         (await gateway.http.get("/v1/chat/completions"), 405),
         (await gateway.http.get("/v1/models/gpt-5"), 404),
-        (await gateway.http.get("/debug/requests/none"), 404),
+        (await gateway.admin.get("/debug/requests/none"), 404),
     ]:
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def too_deep(limit: int, text: bytes, cuts: list[int]) -> bool:
+    scanner, at = JsonScanner(max_depth=limit), 0
+    try:
+        for size in [*cuts, len(text)]:  # a chunk may be empty
+            scanner.feed(text[at : at + size])
+            at += size
+    except TooDeepError:
+        return True
+    return False
+
+
 def test_brackets_in_strings_are_not_depth_wherever_the_chunks_are_cut() -> None:
-    text = json.dumps({"a": ["[[[[", '\\"[[[[', {"b": "}}}}" + "\\"}]})
+    text = json.dumps({"a": ["[[[[", '\\"[[[[', {"b": "}}}}" + "\\"}]}).encode()
     for size in range(1, 12):
-        scanner = DepthScanner(limit=3)
-        assert all(scanner.feed(text.encode()[i : i + size]) for i in range(0, len(text), size))
-        assert scanner._depth == 0
-    assert not DepthScanner(limit=2).feed(text.encode())
+        assert not too_deep(3, text, [size] * len(text))
+        assert too_deep(2, text, [size] * len(text))
+
+
+@pytest.mark.parametrize("size", [1, 7, 300, 400, 401, 402, 4000])
+def test_a_number_is_as_long_as_it_is_wherever_the_chunks_are_cut(size: int) -> None:
+    def feed(digits: int) -> None:
+        scanner, text = JsonScanner(), b'{"n": ' + b"1" * 399 + b', "seed": ' + b"1" * digits + b"}"
+        for at in range(0, len(text), size):
+            scanner.feed(text[at : at + size])
+
+    feed(400)
+    with pytest.raises(LongNumberError):
+        feed(401)
 
 
 @given(st.text(alphabet='a"\\[]{}', max_size=40), st.lists(st.integers(0, 6), min_size=1, max_size=20))
 def test_brackets_are_counted_as_by_one_who_reads_every_character(text: str, cuts: list[int]) -> None:
+    """Up to a backslash outside of a string, which no parser reads beyond."""
     deepest, depth, in_string, escaped = 0, 0, False, False
-    for character in text:
+    for at, character in enumerate(text):
         if escaped:
             escaped = False
         elif in_string:
             escaped, in_string = character == "\\", character != '"'
         elif character == '"':
             in_string = True
+        elif character == "\\":
+            text = text[:at]
+            break
         else:
             depth += (character in "[{") - (character in "]}")
             deepest = max(deepest, depth)
-    data, at, right = text.encode(), 0, True
-    scanner = DepthScanner(limit=2)
-    for size in itertools.chain(cuts, [len(data)]):  # a chunk may be empty
-        right = right and scanner.feed(data[at : at + size])
-        at += size
-    assert right == (deepest <= 2)
+    assert too_deep(2, text.encode(), cuts) == (deepest > 2)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import re
 import wave
 
-import av
 import openai
 import pytest
-from PIL import Image
 
+from mmd_workers.gateway.parts import PART_TYPES
+from mmd_workers.media import containers
+from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.wire.media import read_medium
 from mmd_workers.wire.messages import GenerateRequest, Phase, TokenBatch, TokenItem
+from tests.support.waiting import DEADLINE_SECONDS
 
-from .conftest import Launch
+from .media import mp4, png, url, wav
+from .running import Launch
 from .scripted import ScriptedWorker, answer_well
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -46,6 +51,63 @@ async def test_a_streamed_answer_comes_in_pieces_that_join_to_the_text(launch: L
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_an_answer_can_be_sent_back_as_the_next_turn_as_the_client_keeps_it(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    create = gateway.openai.chat.completions.create
+    message = (await create(model=MODEL, messages=HELLO)).choices[0].message
+    for turn in (
+        message,
+        message.model_dump(),
+        {**message.model_dump(), "tool_calls": [], "annotations": []},
+    ):
+        answer = await create(model=MODEL, messages=[*HELLO, turn, *HELLO])
+        assert answer.choices[0].message.content == "the red circle"
+    assert len({tuple(request.token_ids) for request in worker.requests[1:]}) == 1
+
+
+async def test_stream_options_that_are_null_mean_their_defaults(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    options = {"include_usage": None, "include_obfuscation": None}
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options=options
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "the red circle"
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_token_ids_of_the_answer_are_returned_on_request(launch: Launch, stream: bool) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle and the blue square")
+    options = {"model": MODEL, "messages": HELLO, "n": 2, "extra_body": {"return_token_ids": True}}
+    if stream:
+        parts = [
+            choice
+            async for chunk in await gateway.openai.chat.completions.create(**options, stream=True)
+            for choice in chunk.choices
+        ]
+    else:
+        parts = (await gateway.openai.chat.completions.create(**options)).choices
+    for index in range(2):
+        token_ids = [token for part in parts if part.index == index for token in part.token_ids]
+        assert token_ids == worker.answer
+
+
+async def test_token_ids_are_not_returned_unless_requested(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO)
+    assert "token_ids" not in answer.choices[0].to_dict()
+    chunks = [
+        c
+        async for c in await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    ]
+    assert all("token_ids" not in choice.to_dict() for chunk in chunks for choice in chunk.choices)
 
 
 async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:
@@ -85,7 +147,7 @@ async def test_a_stop_string_across_tokens_ends_the_text_before_it_and_frees_the
         answer = await gateway.openai.chat.completions.create(**options)
         text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert (text, reason) == ("the re", "stop")
-    await asyncio.wait_for(stopped.wait(), 5)
+    await asyncio.wait_for(stopped.wait(), DEADLINE_SECONDS)
     assert worker.cancels[0].request_id == worker.requests[0].request_id
 
 
@@ -170,39 +232,6 @@ async def test_sampling_reaches_the_worker_and_a_seed_is_always_chosen(launch: L
     assert first.seed != second.seed
 
 
-def wav() -> bytes:
-    out = io.BytesIO()
-    with wave.open(out, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(16_000)
-        sound.writeframes(b"\0\1" * 8_000)
-    return out.getvalue()
-
-
-def png() -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (56, 56), (200, 30, 30)).save(out, "PNG")
-    return out.getvalue()
-
-
-def mp4() -> bytes:
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width = stream.height = 64
-        stream.pix_fmt = "yuv420p"
-        for i in range(8):
-            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 64), (30 * i, 0, 0)))
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return out.getvalue()
-
-
-def url(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
 MIXED = [
     {
         "role": "user",
@@ -215,12 +244,15 @@ MIXED = [
                 "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "wav"},
             },
             {"type": "audio_url", "audio_url": {"url": url("audio/wav", wav())}},
+            {"type": "input_text", "text": "and here?"},
+            {"type": "input_image", "image_url": url("image/png", png())},
         ],
     }
 ]
 
 
 async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch: Launch) -> None:
+    assert {part["type"] for part in MIXED[0]["content"]} == set(PART_TYPES), "every type of part is sent"
     gateway = await launch()
     read: dict[str, bytes] = {}
 
@@ -234,8 +266,9 @@ async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch:
     worker = await gateway.worker("the red circle", encode_then_answer)
     answer = await gateway.openai.chat.completions.create(model=MODEL, messages=MIXED)
     request = worker.requests[0]
-    assert [f.modality for f in request.features] == ["image", "video", "audio", "audio"]
+    assert [f.modality for f in request.features] == ["image", "video", "audio", "audio", "image"]
     assert request.features[2].feature_id == request.features[3].feature_id
+    assert request.features[0].feature_id == request.features[4].feature_id
     assert {png(), wav()} < set(read.values())
     assert len(read) == 3
     for feature in request.features:
@@ -250,6 +283,28 @@ async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch:
     assert parts == answer.usage.prompt_tokens == len(request.token_ids)
     await gateway.until_metric("mmd_media_held_bytes", 0)
     await gateway.until_metric("mmd_gateway_media_items", 0)
+
+
+async def test_the_gateway_opens_no_medium_in_its_own_process(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("opened outside the sandbox")
+
+    monkeypatch.setattr(containers, "open_image", opened)
+    monkeypatch.setattr(containers, "open_av", opened)
+    await gateway.openai.chat.completions.create(model=MODEL, messages=MIXED)
+    assert [f.modality for f in worker.requests[0].features] == ["image", "video", "audio", "audio", "image"]
+    assert await gateway.metric("mmd_sandbox_layer_state") >= 1
+
+
+async def test_the_gateway_has_made_its_tracing_before_it_is_ready(launch: Launch) -> None:
+    exposed = (await (await launch()).admin.get("/metrics")).text
+    phases = re.findall(r'^mmd_startup_seconds\{phase="(\w+)"\}', exposed, re.MULTILINE)
+    assert phases == ["sandbox", "warm_up_tracing", "warm_up_audio", "warm_up_image", "warm_up_video"]
 
 
 async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Launch) -> None:
@@ -278,11 +333,11 @@ async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Lau
     assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
     request_id = response.headers["x-request-id"]
     assert request_id == response.json()["id"]
-    timeline = (await gateway.http.get(f"/debug/requests/{request_id}")).json()
+    timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
     assert {p["name"] for p in timeline["phases"]} >= {"fetch", "layout", "queue", "encode", "prefill"}
     assert timeline["attempts"][0]["prefill_pod"] == "decode-0"
     assert timeline["finished"] >= timeline["first_token"] > timeline["arrived"]
-    newest = (await gateway.http.get("/debug/requests?limit=1")).json()["requests"]
+    newest = (await gateway.admin.get("/debug/requests?limit=1")).json()["requests"]
     assert [r["request_id"] for r in newest] == [request_id]
     stream = await gateway.openai.chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, extra_body={"timings": True}
@@ -319,3 +374,42 @@ async def test_a_hundred_at_once_all_get_their_own_answer(launch: Launch) -> Non
     assert min(counts) >= 15, f"the load is spread: {counts}"
     await gateway.until_metric("mmd_gateway_sequences", 0)
     await gateway.until_metric("mmd_requests_running", 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_about_truncated_audio_reports_how_much_is_missing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(
+        Adapter, "max_audio_samples", lambda *_: 4000
+    )  # the demo model's tower has no such limit
+    gateway = await launch(media={"audio": {"tooLong": "Truncate"}})
+    worker = await gateway.worker("a beep")
+    sound = {"type": "audio_url", "audio_url": {"url": url("audio/wav", wav())}}
+    request = {"model": MODEL, "messages": [{"role": "user", "content": [sound]}], "stream": stream}
+    if stream:
+        request["stream_options"] = {"include_usage": True}
+    answer = await gateway.http.post("/v1/chat/completions", json=request)
+    assert answer.status_code == 200, answer.text
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    usage = json.loads(events[-1] if stream else answer.text)["usage"]
+    missing = usage["prompt_tokens_details"]["truncated_audio_seconds"]
+    (sent,) = worker.requests[0].features
+    assert sent.sampling["num_samples"] == 4000
+    with wave.open(io.BytesIO(wav())) as file:
+        assert missing == pytest.approx(file.getnframes() / file.getframerate() - 0.25, abs=0.001)
+    assert float(answer.headers["x-mmd-truncated-audio-seconds"]) == missing
+
+
+async def test_a_sound_beyond_the_window_is_refused_unless_the_resource_allows_to_truncate_it(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adapter, "max_audio_samples", lambda *_: 4000)
+    gateway = await launch()
+    sound = {"type": "audio_url", "audio_url": {"url": url("audio/wav", wav())}}
+    request = {"model": MODEL, "messages": [{"role": "user", "content": [sound]}]}
+    answer = await gateway.http.post("/v1/chat/completions", json=request)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "unsupported_input"
+    assert "this model accepts at most 0.2 s" in error["message"]

@@ -55,7 +55,9 @@ def cuts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
 
 @given(ids=st.lists(st.integers(0, 319), max_size=80), sizes=st.lists(st.integers(1, 5), max_size=4))
 @settings(max_examples=400, deadline=None)
-def test_pieces_of_random_ids_join_to_the_decoding_of_the_whole(byte_level: Tokenizer, ids, sizes) -> None:
+def test_pieces_of_random_ids_join_to_the_decoding_of_the_full_sequence(
+    byte_level: Tokenizer, ids, sizes
+) -> None:
     ids = [i for i in ids if i < byte_level.get_vocab_size()]
     detokenizer = IncrementalDetokenizer(byte_level.decode)
     text = "".join(detokenizer.push(chunk) for chunk in cuts(ids, sizes)) + detokenizer.flush()

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import sys
+from collections.abc import Awaitable
+from dataclasses import asdict, replace
 
 import httpx
 import openai
 import pytest
 
-from mmd_workers.gateway import lifecycle
-from mmd_workers.wire.messages import GenerateRequest, Placed
+from mmd_api.contract.load import PodLoad
+from mmd_workers.gateway import choices, lifecycle, service
+from mmd_workers.wire import bus, parts
+from mmd_workers.wire.codec import MAX_REQUEST_BYTES, pack
+from mmd_workers.wire.messages import GenerateRequest, HeldSequence, KvCommit, Placed, Sampling
+from tests.support.waiting import DEADLINE_SECONDS
 
-from .conftest import Launch, Running
-from .scripted import ScriptedWorker, answer_well, say_nothing
-from .test_chat import png, url
+from .media import png, url
+from .running import Launch, Running
+from .scripted import ScriptedWorker, answer_well, forget, say_nothing
 
 HELLO = [{"role": "user", "content": "hello"}]
 MODEL = "builtin/demo"
@@ -55,7 +63,7 @@ def half_then(then):
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "GAP_SECONDS", 0.3)
-    monkeypatch.setattr(lifecycle, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(lifecycle, "UNREPORTED_SECONDS", 0.2)
     monkeypatch.setattr(lifecycle, "HANDOVER_SECONDS", 0.2)
     monkeypatch.setattr(lifecycle, "TICK_SECONDS", 0.05)
 
@@ -130,13 +138,54 @@ async def test_a_token_lost_on_the_wire_is_made_again(launch: Launch, impatient:
     assert worker.cancels[0].attempt == 0
 
 
-async def test_a_pod_that_forgot_a_request_and_idles_loses_it_to_another_try(
-    launch: Launch, impatient: None
+@pytest.mark.parametrize(
+    "load", [PodLoad(), PodLoad(decode_running=3, prefill_waiting_requests=2)], ids=["idle", "busy"]
+)
+async def test_a_request_that_no_pod_reports_is_placed_again(
+    launch: Launch, impatient: None, load: PodLoad
 ) -> None:
     gateway = await launch()
-    worker = await gateway.worker(TEXT, half_then(say_nothing))
-    assert await ask(gateway) == TEXT
+    worker = await gateway.worker(TEXT, half_then(forget), load=load)
+    async with asyncio.timeout(20):
+        assert await ask(gateway) == TEXT
     assert len(worker.requests) == 2
+
+
+async def test_a_request_that_its_pod_reports_is_waited_for(launch: Launch, impatient: None) -> None:
+    gateway = await launch()
+
+    async def take_time(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await asyncio.sleep(3)
+        await answer_well(worker, request)
+
+    worker = await gateway.worker(TEXT, half_then(take_time))
+    assert await ask(gateway) == TEXT
+    assert len(worker.requests) == 1
+
+
+async def test_the_receipt_of_a_report_lists_received_tokens_and_unwanted_sequences(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, half_then(say_nothing))
+    asking = asyncio.create_task(ask(gateway))
+    await worker.until(lambda: bool(worker.requests))
+    request = worker.requests[0]
+    await worker.until(lambda: worker.receipts.get((request.request_id, 0), 0) > 0)
+    lines = [
+        HeldSequence(request.request_id, 0, tokens=99, open=False),
+        HeldSequence(request.request_id, 1, tokens=0, open=True),
+        HeldSequence("unknown", 0, tokens=0, open=True),
+    ]
+    await worker.report("gateway-0", lines)
+    assert [worker.receipts[(line.request_id, line.attempt)] for line in lines] == [
+        len(worker.answer) // 2,
+        -1,
+        -1,
+    ]
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await assert_nothing_is_left(gateway)
+    await worker.report("gateway-0", lines[:1])
+    assert worker.receipts[(request.request_id, 0)] == -1
 
 
 async def test_a_request_with_a_medium_is_missed_as_soon_when_all_its_tokens_were_lost(
@@ -145,7 +194,7 @@ async def test_a_request_with_a_medium_is_missed_as_soon_when_all_its_tokens_wer
     gateway = await launch()
 
     async def lose_all(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        await (answer_well if request.attempt else say_nothing)(worker, request)
+        await (answer_well if request.attempt else forget)(worker, request)
 
     worker = await gateway.worker(TEXT, lose_all)
     picture = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
@@ -240,8 +289,9 @@ async def test_retries_end_with_the_last_reason(launch: Launch) -> None:
         await worker.fail(request, "link_failed", "the KV link broke", retryable=True)
 
     worker = await gateway.worker(TEXT, give_up)
-    with pytest.raises(openai.InternalServerError, match=r"given up after 3 placements.*the KV link broke"):
+    with pytest.raises(openai.InternalServerError, match=r"gave up after 3 placements.*gave_up") as caught:
         await ask(gateway)
+    assert "the KV link broke" not in str(caught.value)  # it may name addresses; the log has it
     assert [r.attempt for r in worker.requests] == [0, 1, 2]
     await assert_nothing_is_left(gateway)
 
@@ -262,6 +312,100 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
     assert "512 requests wait here already" in response.json()["error"]["message"]
     assert first.requests
     await assert_nothing_is_left(gateway)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_comes_back_when_the_shortest_queue_is_done(launch: Launch, stream: bool) -> None:
+    """Whether the gateway knows that the queue is full, or the pod refuses."""
+    gateway = await launch()
+    refusing = Placed("", False, "overloaded", "512 requests wait here already")
+    busy = PodLoad(prefill_waiting_tokens=8500, prefill_tokens_per_second=1000.0)
+    body = {"model": MODEL, "messages": HELLO, "stream": stream}
+    worker = await gateway.worker(TEXT, load=busy, refuse=refusing)
+    for load in (busy, replace(busy, prefill_waiting_requests=512)):
+        worker.load = load
+        await gateway.until_pod(worker.pod, lambda seen, load=load: seen["load"] == asdict(load))
+        response = await gateway.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "9"
+        error = response.json()["error"]
+        assert (error["code"], error["retry_after_seconds"]) == ("overloaded", 9)
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_stream_that_has_begun_ends_with_when_to_come_back(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "STREAM_OPENS_AFTER_SECONDS", 0.05)
+    gateway = await launch(requestTimeoutSeconds=2)
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    response = await gateway.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert [event["error"]["retry_after_seconds"] for event in events] == [2]
+    await assert_nothing_is_left(gateway)
+
+
+async def test_an_encoders_verdict_on_a_medium_reaches_the_client(launch: Launch) -> None:
+    gateway = await launch()
+
+    async def give_up(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, "unprocessable_medium", "two encoders ran out of memory", retryable=False)
+
+    await gateway.worker(TEXT, give_up)
+    response = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "unprocessable_medium")
+
+
+async def test_a_gateway_that_drains_because_a_part_of_it_failed_takes_no_more_requests(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, go = asyncio.Event(), asyncio.Event()
+
+    async def break_when_told(*_: object) -> None:
+        await broken.wait()
+        raise RuntimeError("no more of this")
+
+    async def wait_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await go.wait()
+        await answer_well(worker, request)
+
+    monkeypatch.setattr(service.bus_watch, "watch", break_when_told)
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, wait_then_answer)
+    asking = asyncio.create_task(ask(gateway))
+    await worker.until(lambda: bool(worker.requests))
+    broken.set()
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while (seen := await gateway.http.get("/readyz")).status_code != 503:
+            await asyncio.sleep(0.01)
+    assert seen.json()["reason"] == "watch-bus has failed"
+    go.set()
+    assert await asking == TEXT
+    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    gateway.end_awaited = True
+    with pytest.raises(RuntimeError, match="no more of this"):
+        await asyncio.wait_for(gateway.task, DEADLINE_SECONDS)
+
+
+async def test_ready_means_a_pod_of_every_role_and_readyz_that_requests_are_taken(launch: Launch) -> None:
+    gateway = await launch()
+    assert (await gateway.http.get("/readyz")).status_code == 200
+    seen = await gateway.http.get("/ready")
+    assert seen.status_code == 503
+    assert seen.json()["reason"] == "no ready pod for encode and prefill and decode: requests wait for one"
+    await gateway.worker(TEXT, roles=["encode", "prefill"])
+    seen = await gateway.http.get("/ready")
+    assert seen.status_code == 503
+    assert "decode" in seen.json()["reason"]
+    await gateway.worker(TEXT, roles=["decode"])
+    seen = await gateway.http.get("/ready")
+    assert seen.status_code == 200
+    assert seen.json() == {
+        "ready": True,
+        "reason": "",
+        "ready_pods": {"encode": 1, "prefill": 1, "decode": 1},
+    }
 
 
 async def test_a_pod_that_leaves_is_not_full_and_its_requests_wait_for_the_one_that_comes(
@@ -288,7 +432,7 @@ async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(
 
 async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Launch) -> None:
     gateway = await launch(requestTimeoutSeconds=1)
-    with pytest.raises(openai.InternalServerError, match="no ready prefill pod") as caught:
+    with pytest.raises(openai.InternalServerError, match="no Ready prefill pod") as caught:
         await ask(gateway)
     assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"]
@@ -329,7 +473,7 @@ async def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(l
     await assert_nothing_is_left(gateway)
 
 
-async def test_more_requests_than_allowed_are_told_to_wait(launch: Launch) -> None:
+async def test_requests_beyond_the_limit_get_a_retry_after(launch: Launch) -> None:
     gateway = await launch(maxConcurrentRequests=1)
     worker = await gateway.worker(TEXT, say_nothing)
     asking = asyncio.create_task(ask(gateway))
@@ -342,7 +486,7 @@ async def test_more_requests_than_allowed_are_told_to_wait(launch: Launch) -> No
         await asking
 
 
-async def test_a_draining_gateway_refuses_nobody_and_closes_connections(launch: Launch) -> None:
+async def test_a_draining_gateway_rejects_no_request_and_closes_connections(launch: Launch) -> None:
     gateway = await launch()
     go = asyncio.Event()
 
@@ -354,12 +498,116 @@ async def test_a_draining_gateway_refuses_nobody_and_closes_connections(launch: 
     asking = asyncio.create_task(ask(gateway))
     await worker.until(lambda: bool(worker.requests))
     gateway.stop.set()
-    async with asyncio.timeout(5):
-        while (await gateway.http.get("/ready")).status_code != 503:
+    async with asyncio.timeout(30):
+        while (await gateway.http.get("/ready")).json()["reason"] != "draining":
             await asyncio.sleep(0.01)
+    assert (
+        await gateway.http.get("/readyz")
+    ).status_code == 200  # else nobody could come where no other is Ready
     go.set()
     assert await asking == TEXT
     late = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
     assert late.json()["choices"][0]["message"]["content"] == TEXT
     assert late.headers["connection"] == "close"
-    await asyncio.wait_for(gateway.task, 10)
+    await asyncio.wait_for(gateway.task, DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("code", ["bad_logits", "step_failed"])
+async def test_a_request_that_the_model_cannot_compute_is_tried_once_and_reported_by_code(
+    launch: Launch, code: str
+) -> None:
+    gateway = await launch()
+
+    async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, code, "the logits are not finite", retryable=False)
+
+    worker = await gateway.worker(TEXT, fail)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await ask(gateway)
+    assert caught.value.code == code
+    assert "not finite" in caught.value.message
+    assert [request.attempt for request in worker.requests] == [0]
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_sequence_that_yields_its_blocks_goes_on_without_using_up_its_retries(launch: Launch) -> None:
+    gateway = await launch(maxRetries=0)
+
+    async def yield_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        done = len(request.output_token_ids)
+        if request.attempt < 3:
+            await worker.tokens(request, [done, done + 1])
+            await worker.fail(request, "preempted", "no KV block left", retryable=True)
+        else:
+            await worker.tokens(request, list(range(done, len(worker.answer))))
+
+    worker = await gateway.worker(TEXT, yield_then_answer)
+    assert await ask(gateway) == TEXT
+    assert [len(request.output_token_ids) for request in worker.requests] == [0, 2, 4, 6]
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_sequence_that_yields_again_and_again_waits_longer_each_time(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await launch(maxRetries=0)
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    def noted(seconds: float, *more: object) -> Awaitable[object]:
+        if sys._getframe(1).f_code.co_name == "_until_finished":
+            pauses.append(seconds)
+        return sleep(seconds, *more)
+
+    async def yield_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt < 5:
+            await worker.fail(request, "preempted", "no KV block left", retryable=True)
+        else:
+            await answer_well(worker, request)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    await gateway.worker(TEXT, yield_then_answer)
+    assert await ask(gateway) == TEXT
+    assert len(pauses) == 5
+    assert pauses[4] > 4 * pauses[0]
+
+
+async def test_a_prompt_larger_than_one_message_reaches_its_worker(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the demo model's context fills no real message, messages are small here."""
+    monkeypatch.setattr(bus, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(parts, "PART_BYTES", 500)
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    long = [{"role": "user", "content": "the red circle is left of it " * 200}]
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=long)
+    assert answer.choices[0].message.content == TEXT
+    assert len(pack(worker.requests[0])) > 2000
+    assert answer.usage.prompt_tokens == len(worker.requests[0].token_ids)
+
+
+@pytest.mark.parametrize(("spare", "served"), [(-1, False), (0, True), (1, True)])
+async def test_a_prompt_that_no_worker_can_be_sent_is_refused_with_the_limit(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, spare: int, served: bool
+) -> None:
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    monkeypatch.setattr(lifecycle, "_largest_placement", lambda request: len(pack(request)) + spare)
+    if served:
+        assert await ask(gateway) == TEXT
+    else:
+        with pytest.raises(
+            openai.BadRequestError, match=r"32 MiB, about 6710886 tokens\); shorten it"
+        ) as refused:
+            await ask(gateway)
+        assert refused.value.code == "too_large"
+    await assert_nothing_is_left(gateway)
+
+
+def test_a_placement_leaves_room_for_its_hand_over() -> None:
+    sampling = Sampling(max_tokens=1000)
+    request = GenerateRequest("r", 0, "gateway-0", [2**31] * 1000, [], sampling, [], 0.0, 0.0)
+    commit = KvCommit("lease", replace(request, output_token_ids=[2**31] * 1000), [2**31] * 1000, 5, 7)
+    grown = len(pack(commit)) - len(pack(request))
+    assert lifecycle._largest_placement(request) + grown <= MAX_REQUEST_BYTES

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from mmd_workers.gateway.api import ApiError
-from mmd_workers.gateway.hold import MediaHold
+from mmd_workers.gateway import hold as hold_module
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.hold import Budget, MediaHold, Share
 
 
 async def test_a_request_waits_for_room_and_gets_it_when_another_ends() -> None:
@@ -36,8 +37,9 @@ async def test_a_small_request_does_not_overtake_a_large_one() -> None:
     assert hold.used_bytes == 100
 
 
-async def test_who_waits_too_long_is_told_when_to_come_back_and_those_behind_move_up() -> None:
-    hold = MediaHold(100, wait_seconds=0.05)
+async def test_a_waiter_that_times_out_gets_a_retry_after_and_the_queue_moves_up(monkeypatch) -> None:
+    monkeypatch.setattr(hold_module, "WAIT_SECONDS", 0.05)
+    hold = MediaHold(100)
     first, large, small = (hold.reservation() for _ in range(3))
     await first.grow(80)
     waiting = asyncio.create_task(large.grow(90))
@@ -52,9 +54,79 @@ async def test_who_waits_too_long_is_told_when_to_come_back_and_those_behind_mov
 
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:
-    with pytest.raises(ApiError) as caught:
-        await MediaHold(100).reservation().grow(101)
-    assert caught.value.status == 413
+    for held in (0, 60):
+        share = MediaHold(100).reservation()
+        await share.grow(held)
+        with pytest.raises(ApiError) as caught:
+            await share.grow(101 - held)
+        assert caught.value.status == 413
+        assert "need 101 bytes and the gateway holds at most 100;" in caught.value.message
+        assert share.num_bytes == held
+        await share.grow(100 - held)
+
+
+async def test_text_within_its_allowance_never_waits_for_media_and_what_is_beyond_does() -> None:
+    hold = MediaHold(100, allowance_bytes=10)
+    media, waits, text = (hold.reservation() for _ in range(3))
+    await media.grow(110)
+    waiting = asyncio.create_task(waits.grow(11))
+    await asyncio.sleep(0)
+    await text.grow(10)
+    assert (hold.used_bytes, hold.waiting) == (100, 1)
+    media.release()
+    await waiting
+    assert hold.used_bytes == 1
+    for share in (text, waits):
+        share.release()
+    assert hold.used_bytes == 0
+
+
+async def test_a_request_that_holds_some_already_goes_before_newcomers() -> None:
+    hold = MediaHold(100)
+    first, second, newcomer = (hold.reservation() for _ in range(3))
+    await first.grow(60)
+    await second.grow(20)
+    new = asyncio.create_task(newcomer.grow(30))
+    await asyncio.sleep(0)
+    more = asyncio.create_task(second.grow(25))
+    await asyncio.sleep(0)
+    assert hold.waiting == 2
+    first.shrink(55)
+    await more
+    assert (new.done(), hold.used_bytes) == (False, 100)
+    first.release()
+    await new
+    assert hold.used_bytes == 75
+
+
+async def test_a_share_is_resized_up_and_down_to_exactly_the_requested_size() -> None:
+    hold = MediaHold(100, allowance_bytes=10)
+    share = hold.reservation()
+    used = []
+    for num_bytes in (30, 50, 50, 20, 10, 5, 12, 0):
+        await share.resize(num_bytes)
+        assert share.num_bytes == num_bytes
+        used.append(hold.used_bytes)
+    assert used == [20, 40, 40, 10, 0, 0, 2, 0]
+    share.shrink(7)
+    assert share.num_bytes == 0, "shrinking never grows"
+
+
+async def test_a_smaller_budget_admits_no_request_until_enough_is_returned() -> None:
+    hold = MediaHold(100)
+    first, second = hold.reservation(), hold.reservation()
+    await first.grow(80)
+    hold.resize(50)
+    waiting = asyncio.create_task(second.grow(10))
+    await asyncio.sleep(0)
+    first.shrink(41)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    first.shrink(40)
+    await waiting
+    hold.resize(200)
+    await second.grow(150)
+    assert hold.used_bytes == 200
 
 
 @pytest.mark.parametrize("granted", [True, False])
@@ -85,3 +157,21 @@ async def test_a_medium_of_two_requests_stays_until_both_have_ended() -> None:
     second.release()
     assert hold.get("d") is None
     assert hold.held_media == 0
+
+
+async def test_an_answer_that_fits_passes_one_that_waits_for_more_but_not_for_ever() -> None:
+    budget = Budget(100, may_pass=True)
+    first, large, small = Share(budget), Share(budget), Share(budget)
+    await first.grow(60)
+    waiting = asyncio.create_task(large.grow(50))
+    await asyncio.sleep(0)
+    for _ in range(5):  # 20 bytes each: then as much as the whole budget has passed
+        async with asyncio.timeout(60):
+            await small.grow(20)
+        small.release()
+    after = asyncio.create_task(small.grow(20))
+    await asyncio.sleep(0)
+    assert (after.done(), waiting.done(), budget.waiting) == (False, False, 2)
+    first.release()
+    await asyncio.gather(waiting, after)
+    assert budget.used_bytes == 70

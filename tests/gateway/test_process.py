@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -12,22 +14,30 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mmd_api.subjects import Subjects
+from mmd_api.contract.subjects import Subjects
+from mmd_api.pipeline import PipelineConfig
+from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
+from mmd_api.spec.model import ModelSpec
+from mmd_cli.local.pods import free_port, local_pods
+from mmd_cli.local.supervisor import Supervisor
+from mmd_cli.local.up import objects_of
+from mmd_workers.identity import of_model
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.messages import GenerateRequest
 from mmd_workers.wire.server import NatsServer
 
-from .conftest import free_port, pipeline_config
-from .scripted import ScriptedWorker, answer_well
+from .running import pipeline_config
+from .scripted import ScriptedWorker, answer_well, say_nothing
 
 pytestmark = pytest.mark.processes
 BODY = {"model": "builtin/demo", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 TEXT = "the red circle"
+MESH = f"r1-{of_model(ModelSpec(id='builtin/demo'))}"
 
 
-@pytest.fixture
-async def process(
-    own_nats_server: NatsServer, tmp_path: Path
+@contextlib.asynccontextmanager
+async def running(
+    server: NatsServer, tmp_path: Path, **environment: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
     port = free_port()
     config = tmp_path / "pipeline.json"
@@ -41,23 +51,34 @@ async def process(
             "MMD_POD_NAME": "gateway-0",
             "MMD_POD_IP": "127.0.0.1",
             "MMD_HTTP_PORT": str(port),
-            "MMD_NATS_URL": own_nats_server.url,
+            "MMD_NATS_URL": server.url,
             "MMD_THREADS": "1",
+            **environment,
         },
     )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-        await until_ready(client, True)
-        yield child, client
-    if child.returncode is None:
-        child.kill()
-        await child.wait()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            await until_ready(client, True)
+            yield child, client
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
 
 
-async def until_ready(client: httpx.AsyncClient, ready: bool) -> None:
+@pytest.fixture
+async def process(
+    own_nats_server: NatsServer, tmp_path: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    async with running(own_nats_server, tmp_path) as started:
+        yield started
+
+
+async def until_ready(client: httpx.AsyncClient, ready: bool, path: str = "/readyz") -> None:
     async with asyncio.timeout(60):
         while True:
             try:
-                if ((await client.get("/readyz")).status_code == 200) == ready:
+                if ((await client.get(path)).status_code == 200) == ready:
                     assert (await client.get("/livez")).status_code == 200
                     return
             except httpx.HTTPError:
@@ -77,16 +98,88 @@ async def test_it_finishes_what_it_has_on_sigterm_and_exits_well(
 
     ids = frontend.tokenizer.encode(TEXT, add_special_tokens=False)
     worker = await ScriptedWorker.start(
-        own_nats_server.url, Subjects("test", "own", "r1"), "decode-0", ids, wait_then_answer
+        own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, wait_then_answer
     )
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
     await worker.until(lambda: bool(worker.requests), 30)
     child.send_signal(signal.SIGTERM)
-    await until_ready(client, False)
+    await until_ready(client, False, "/ready")
     go.set()
     assert (await asking).json()["choices"][0]["message"]["content"] == TEXT
     assert await asyncio.wait_for(child.wait(), 90) == 0
     await worker.close()
+
+
+async def test_a_stream_longer_than_the_templates_grace_period_survives_the_end_of_its_gateway(
+    nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
+) -> None:
+    """The pod is the planned one, and ends as the plan says: SIGTERM, and SIGKILL after the planned grace period."""
+    body = {
+        "model": {"id": "builtin/demo"},
+        "gateway": {"requestTimeoutSeconds": 30, "template": {"terminationGracePeriodSeconds": 5}},
+        "decode": {"replicas": 1, "gpus": 0},
+    }
+    deployment = MultimodalDeployment.parse(
+        {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "long"}, "spec": body}
+    )
+    pods = local_pods(objects_of(deployment), tmp_path, nats_server.url, free_port(), 1, 0.1)
+    (pod,) = [pod for pod in pods if pod.component == "gateway"]
+    pipeline = PipelineConfig.load(pod.environment["MMD_PIPELINE_CONFIG"])
+    revision = f"{pipeline.revision}-{of_model(deployment.spec.model)}"
+    subjects = Subjects(pipeline.namespace, pipeline.name, revision)
+    ids = frontend.tokenizer.encode("the red circle " * 12, add_special_tokens=False)
+    seconds_per_token = 8.0 / len(ids)
+
+    async def answer_slowly(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        for index in range(len(worker.answer)):
+            await asyncio.sleep(seconds_per_token)
+            await worker.tokens(request, [index])
+
+    supervisor = Supervisor(lambda *_: None)
+    worker = await ScriptedWorker.start(
+        nats_server.url, subjects, "decode-0", ids, answer_slowly, revision=pipeline.revision
+    )
+    try:
+        supervisor.start(pod)
+        async with httpx.AsyncClient(base_url=pod.http_url, timeout=30) as client:
+            await until_ready(client, True)
+            stopping, text, finish = None, "", None
+            async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    stopping = stopping or asyncio.create_task(supervisor.stop([pod.name]))
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    text += choice["delta"].get("content") or ""
+                    finish = choice["finish_reason"] or finish
+            assert text == frontend.tokenizer.decode(ids)
+            assert finish == "stop"
+            assert stopping is not None
+            await stopping
+    finally:
+        await supervisor.close()
+        await worker.close()
+
+
+async def test_a_request_that_comes_while_it_drains_ends_with_an_answer_before_the_grace_period_does(
+    own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
+) -> None:
+    async def answer_the_first(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await (answer_well if len(worker.requests) == 1 else say_nothing)(worker, request)
+
+    async with running(own_nats_server, tmp_path, MMD_GRACE_SECONDS="9") as (child, client):
+        ids = frontend.tokenizer.encode(TEXT, add_special_tokens=False)
+        worker = await ScriptedWorker.start(
+            own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, answer_the_first
+        )
+        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+        child.send_signal(signal.SIGTERM)
+        await until_ready(client, False, "/ready")
+        response = await client.post("/v1/chat/completions", json=BODY)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        assert await asyncio.wait_for(child.wait(), 90) == 0
+        await worker.close()
 
 
 async def test_it_goes_on_when_its_nats_server_was_restarted(
@@ -101,7 +194,7 @@ async def test_it_goes_on_when_its_nats_server_was_restarted(
             await asyncio.sleep(3600)
         await answer_well(worker, request)
 
-    subjects = Subjects("test", "own", "r1")
+    subjects = Subjects("test", "own", MESH)
     worker = await ScriptedWorker.start(own_nats_server.url, subjects, "decode-0", ids, half_then_wait)
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
     await worker.until(lambda: bool(worker.requests), 30)

@@ -25,7 +25,7 @@ def token(index: int, attempt: int = 0, last: bool = False, token_id: int | None
 
 
 def ids(request: RequestState) -> list[int]:
-    return [item.token_id for item in request.tokens]
+    return request.token_ids.tolist()
 
 
 @given(length=st.integers(1, 30), seed=st.integers(0, 2**32), moves=st.integers(0, 4))
@@ -91,7 +91,7 @@ def test_tokens_beyond_the_limit_are_dropped() -> None:
     assert not request.has_gap
 
 
-def test_the_first_of_two_different_tokens_of_one_index_stands() -> None:
+def test_the_first_of_two_different_tokens_of_one_index_is_kept() -> None:
     request = state()
     request.place("g", "p", [])
     request.accept(token(0), "p", NOW)
@@ -118,7 +118,7 @@ def test_a_pod_that_decodes_itself_holds_it_throughout() -> None:
     assert request.certain_holder() == "p"
 
 
-def test_a_cancellation_nobody_asked_for_is_a_failure_that_may_be_retried() -> None:
+def test_an_unrequested_cancellation_is_a_retryable_failure() -> None:
     request = state()
     request.place("g", "p", [])
     request.accept(TokenItem("r.0", 0, 0, 5, "cancelled"), "p", NOW)

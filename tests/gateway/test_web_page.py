@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conftest import Launch
+from .running import Launch
 
 
 async def test_the_page_is_served_with_a_policy_that_lets_nothing_else_in(launch: Launch) -> None:

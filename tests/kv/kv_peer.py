@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from mmd_workers.errors import MmdError
+from mmd_api.contract.errors import MmdError
 from mmd_workers.kv import chunks
 from mmd_workers.kv.links import LinkManager
+from tests.support.waiting import DEADLINE_SECONDS
 
 LAYOUT = SimpleNamespace(num_layers=3, num_kv_heads=[4, 2, 4], head_dim=[64, 128, 96], dtype="bfloat16")
 context = multiprocessing.get_context("forkserver")
@@ -18,7 +19,7 @@ context.set_forkserver_preload(["mmd_workers.kv.links"])
 def pattern(num_tokens: int, seed: int) -> list[torch.Tensor]:
     """The KV of a token range, random but the same in every process."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = chunks.empty_range(LAYOUT, num_tokens)
+    tensors = chunks.empty_range(LAYOUT, num_tokens, torch.device("cpu"))
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return tensors
@@ -26,8 +27,9 @@ def pattern(num_tokens: int, seed: int) -> list[torch.Tensor]:
 
 def serve(pipe: Connection, pod: str, incarnation: str, settings: dict) -> None:
     torch.set_num_threads(1)
-    device = settings.get("device", "cpu")
-    manager = LinkManager(settings.pop("backend", "Gloo"), pod, incarnation, "127.0.0.1", **settings)
+    device = torch.device(settings.pop("device", "cpu"))
+    settings = {"connect_timeout_seconds": 30.0} | settings
+    manager = LinkManager(settings.pop("backend", "Gloo"), pod, incarnation, "127.0.0.1", device, **settings)
     pipe.send(manager.endpoint)
     link = None
     while True:
@@ -72,7 +74,7 @@ class Peer:
     def start(self, *command) -> None:
         self.pipe.send(command)
 
-    def answer(self, seconds: float = 10):
+    def answer(self, seconds: float = DEADLINE_SECONDS):
         assert self.pipe.poll(seconds), f"{self.pod} did not answer within {seconds} s"
         return self.pipe.recv()
 

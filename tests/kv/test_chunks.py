@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.errors import LinkError
+from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import chunks
 from mmd_workers.kv.types import PIECE_BYTES
 
 torch.set_num_threads(1)
+CPU = torch.device("cpu")
 
 
 class Wire:
@@ -53,7 +54,7 @@ def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
     shape, num_tokens, dtype, scattered, first
 ):
     geometry = layout([h for h, _ in shape], [d for _, d in shape], dtype)
-    tensors = chunks.empty_range(geometry, num_tokens)
+    tensors = chunks.empty_range(geometry, num_tokens, CPU)
     for tensor in tensors:
         tensor.view(torch.uint8).random_(0, 255)
     if scattered:
@@ -63,7 +64,7 @@ def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
     assert sorted(wire.sent) == list(range(first, after))
     assert after - first == chunks.num_pieces(geometry, num_tokens)
     assert all(piece.nbytes == PIECE_BYTES for tag, piece in wire.sent.items() if tag < after - 1)
-    got = chunks.recv_range(wire, geometry, num_tokens, first)
+    got = chunks.recv_range(wire, geometry, num_tokens, first, CPU)
     assert not wire.sent
     for sent, arrived, (heads, dim) in zip(tensors, got, shape, strict=True):
         assert arrived.shape == (2, num_tokens, heads, dim)
@@ -71,13 +72,13 @@ def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
         assert torch.equal(sent.view(torch.uint8), arrived.view(torch.uint8))
 
 
-def test_pieces_of_one_buffer_are_views_of_it():
-    tensors = chunks.empty_range(layout([8] * 6, [128] * 6), 700)
-    pieces = list(chunks.split(tensors))
-    assert len(pieces) > 2
-    assert {piece.untyped_storage().data_ptr() for piece in pieces} == {
-        tensors[0].untyped_storage().data_ptr()
-    }
+def test_a_range_is_received_into_one_buffer_and_its_layers_are_views_of_it():
+    geometry = layout([8] * 6, [128] * 6)
+    wire = Wire()
+    chunks.send_range(wire, chunks.empty_range(geometry, 700, CPU), 0)
+    assert len(wire.sent) > 2
+    got = chunks.recv_range(wire, geometry, 700, 0, CPU)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in got}) == 1
 
 
 def test_small_layers_share_a_piece():
@@ -87,14 +88,14 @@ def test_small_layers_share_a_piece():
 def test_no_tokens_take_no_piece():
     geometry = layout([8], [128])
     assert chunks.num_pieces(geometry, 0) == 0
-    assert chunks.send_range(Wire(), chunks.empty_range(geometry, 0), 5) == 5
+    assert chunks.send_range(Wire(), chunks.empty_range(geometry, 0, CPU), 5) == 5
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused_with_the_remedy():
-    with pytest.raises(LinkError, match="empty_range"):
+    with pytest.raises(LinkError, match="contiguous"):
         chunks.send_range(Wire(), [torch.zeros(2, 4, 8, 16).transpose(1, 2)], 0)
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(LinkError, match="pipeline revision"):
-        chunks.empty_range(layout([1], [8], "load"), 1)
+        chunks.empty_range(layout([1], [8], "load"), 1, CPU)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.errors import LeaseError
+from mmd_api.contract.errors import LeaseError
 from mmd_workers.kv.leases import LeaseTable
 
 
@@ -53,7 +53,7 @@ def test_an_expired_lease_cannot_be_renewed():
         granted().renew("l", now=10.0, seconds=10.0)
 
 
-def test_a_lost_worker_loses_its_own_leases_and_nobody_elses():
+def test_a_lost_worker_loses_only_its_own_leases():
     table = granted()
     table.grant("m", "p-0", "i1", "s", [6], now=0.0, seconds=10.0)
     table.grant("n", "p-1", "i0", "t", [7], now=0.0, seconds=10.0)
@@ -63,11 +63,19 @@ def test_a_lost_worker_loses_its_own_leases_and_nobody_elses():
 
 def test_a_lease_id_is_never_used_twice():
     table = granted()
-    with pytest.raises(ValueError, match="mint a new id"):
+    with pytest.raises(ValueError, match="create a new id"):
         table.grant("l", "p-0", "i0", "r", [9], now=0.0, seconds=1.0)
     table.commit("l", now=1.0)
-    with pytest.raises(ValueError, match="mint a new id"):
+    with pytest.raises(ValueError, match="create a new id"):
         table.grant("l", "p-0", "i0", "r", [9], now=1.0, seconds=1.0)
+
+
+def test_a_commit_is_remembered_until_its_time_is_over_whatever_expires_meanwhile():
+    table = granted()
+    table.grant("short", "p-0", "i0", "r", [6], now=0.0, seconds=5.0)
+    assert table.commit("l", now=1.0) is True
+    assert [lease.lease_id for lease in table.expire(now=9.9)] == ["short"]
+    assert table.commit("l", now=9.9) is False
 
 
 def test_commits_are_forgotten_once_their_time_is_over():

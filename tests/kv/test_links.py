@@ -9,14 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kv_peer import LAYOUT, Peer, pattern
 
-from mmd_workers.errors import BackendUnavailableError, LinkError, OverloadedError
-from mmd_workers.kv import chunks
+from mmd_api.contract.errors import BackendUnavailableError, LinkError, OverloadedError
+from mmd_workers.kv import chunks, links
 from mmd_workers.kv.links import LinkManager
+from mmd_workers.sequences.links import KvLinks
+from tests.support.waiting import DEADLINE_SECONDS
+
+from .kv_peer import LAYOUT, Peer, pattern
 
 torch.set_num_threads(1)
 PIECE = 4 * 2**20
+CPU = torch.device("cpu")
+NOTICED_SECONDS = 15.0
+"""A peer's death is noticed by the socket within this; the timeouts of chunks in these tests are far longer."""
+
+LINKED_SECONDS = 30.0
+"""Two processes that are started on a busy machine have linked within this."""
 
 
 @pytest.fixture
@@ -24,7 +33,8 @@ def manager():
     made = []
 
     def make(pod="m", incarnation="i0", **settings):
-        made.append(LinkManager("Gloo", pod, incarnation, "127.0.0.1", **settings))
+        settings = {"connect_timeout_seconds": LINKED_SECONDS} | settings
+        made.append(LinkManager("Gloo", pod, incarnation, "127.0.0.1", CPU, **settings))
         return made[-1]
 
     yield make
@@ -68,10 +78,10 @@ def linked(one: LinkManager, two: LinkManager, epoch: int = 0):
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(one.connect, *two._self, two.endpoint, epoch)
         second = threads.submit(two.connect, *one._self, one.endpoint, epoch)
-        return first.result(10), second.result(10)
+        return first.result(DEADLINE_SECONDS), second.result(DEADLINE_SECONDS)
 
 
-def test_kv_of_a_token_range_arrives_whole_in_another_process_both_ways(manager, peer):
+def test_kv_of_a_token_range_arrives_intact_in_another_process_both_ways(manager, peer):
     own, other = manager(), peer("a")
     link = link_with(own, other)
     other.start("recv", 3000, 7, 0)
@@ -79,13 +89,13 @@ def test_kv_of_a_token_range_arrives_whole_in_another_process_both_ways(manager,
     assert other.answer() is True
     assert after == chunks.num_pieces(LAYOUT, 3000) > 1
     other.start("send", 777, 8, after)
-    got = chunks.recv_range(link, LAYOUT, 777, after)
+    got = chunks.recv_range(link, LAYOUT, 777, after, CPU)
     assert all(torch.equal(a, b) for a, b in zip(got, pattern(777, 8), strict=True))
 
 
 def test_pods_with_ipv6_addresses_link_too():
     try:
-        one, two = (LinkManager("Gloo", pod, "i0", "::1") for pod in ("one", "two"))
+        one, two = (LinkManager("Gloo", pod, "i0", "::1", CPU) for pod in ("one", "two"))
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     first, second = linked(one, two)
@@ -93,7 +103,7 @@ def test_pods_with_ipv6_addresses_link_too():
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(second.send, sent, 0)
         first.recv(got, 0)
-        sending.result(5)
+        sending.result(DEADLINE_SECONDS)
     assert torch.equal(sent, got)
     one.close()
     two.close()
@@ -104,14 +114,14 @@ def test_many_simultaneous_connects_of_both_sides_share_one_link(manager):
     with ThreadPoolExecutor(16) as threads:
         firsts = [threads.submit(one.connect, "two", "i0", two.endpoint, 0) for _ in range(8)]
         seconds = [threads.submit(two.connect, "one", "i0", one.endpoint, 0) for _ in range(8)]
-        assert len({id(future.result(10)) for future in firsts}) == 1
-        assert len({id(future.result(10)) for future in seconds}) == 1
+        assert len({id(future.result(DEADLINE_SECONDS)) for future in firsts}) == 1
+        assert len({id(future.result(DEADLINE_SECONDS)) for future in seconds}) == 1
     assert one.live_links == two.live_links == 1
 
 
 @pytest.mark.parametrize("role", ["send_forever", "recv_forever"])
-def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_within_a_second(manager, peer, role):
-    own, other = manager(), peer("a")
+def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_before_its_chunk_times_out(manager, peer, role):
+    own, other = manager(chunk_timeout_seconds=2 * DEADLINE_SECONDS), peer("a")
     link = link_with(own, other)
     other.start(role)
     assert other.answer() == "going"
@@ -125,7 +135,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_within_a_second(ma
     timer.start()
     operation = link.recv if role == "send_forever" else link.send
     moved = pieces_until_error(operation)
-    assert time.monotonic() - killed_at[0] < 1.0
+    assert time.monotonic() - killed_at[0] < NOTICED_SECONDS
     assert moved > 1  # it did die in the middle
     assert link.dead
     assert own.failed_epoch("a", "i0") == 0
@@ -138,12 +148,12 @@ def test_an_idle_link_learns_of_its_peers_death_too(manager, peer):
     kill = link._channel.abort
     link._channel.abort = lambda reason: (kill(reason), gone.set())
     other.kill()
-    assert gone.wait(1.0)
+    assert gone.wait(NOTICED_SECONDS)
     assert own.live_links == 0
 
 
 def test_a_dead_pair_costs_no_other_pair(manager, peer):
-    own, victim, other = manager(), peer("a"), peer("b")
+    own, victim, other = manager(chunk_timeout_seconds=2 * DEADLINE_SECONDS), peer("a"), peer("b")
     dead, live = link_with(own, victim), link_with(own, other)
     victim.start("recv_forever")
     other.start("recv_forever")
@@ -165,8 +175,8 @@ def test_a_dead_pair_costs_no_other_pair(manager, peer):
         live.send(piece, tag)
         longest = max(longest, time.monotonic() - began)
         tag += 1
-    thread.join(5)
-    assert longest < 1.0
+    thread.join(DEADLINE_SECONDS)
+    assert longest < NOTICED_SECONDS, "it waited for the dead pair"
     assert not live.dead
 
 
@@ -177,7 +187,7 @@ def test_a_silent_peer_fails_the_chunk_at_its_own_timeout(manager, peer):
     began = time.monotonic()
     with pytest.raises(LinkError, match="next epoch"):
         link.recv(torch.zeros(PIECE, dtype=torch.uint8), 0)
-    assert 0.25 < time.monotonic() - began < 1.9
+    assert time.monotonic() - began > 0.25
 
 
 def test_a_peer_reported_lost_frees_the_pending_wait_at_once(manager, peer):
@@ -204,7 +214,7 @@ def test_after_a_failure_the_next_epoch_works_and_the_old_one_is_refused(manager
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(first.send, sent, 3)
         second.recv(got, 3)
-        sending.result(5)
+        sending.result(DEADLINE_SECONDS)
     assert torch.equal(sent, got)
 
 
@@ -219,16 +229,14 @@ def test_a_new_incarnation_replaces_the_pod_and_the_old_one_is_refused(manager):
         lambda: own.connect("pod", "old", old.endpoint, 5),
         lambda: own.epoch_for("pod", "old", -1),
     ):
-        with pytest.raises(LinkError, match="started anew"):
+        with pytest.raises(LinkError, match="has restarted as"):
             refused()
 
 
 def test_a_peer_that_never_comes_fails_at_the_connect_deadline(manager):
     own, absent = manager(connect_timeout_seconds=0.5), manager("zz")
-    began = time.monotonic()
-    with pytest.raises(LinkError, match=r"not linked|did not come|no link"):
+    with pytest.raises(LinkError, match=r"not linked|did not connect|no link"):
         own.connect("zz", "i0", absent.endpoint, 0)
-    assert time.monotonic() - began < 4
     assert own.failed_epoch("zz", "i0") == 0
 
 
@@ -302,7 +310,49 @@ def test_a_piece_too_large_is_refused_before_it_reaches_the_wire(manager):
     assert not link.dead
 
 
+def test_a_piece_on_another_device_is_refused_whatever_the_backend(manager):
+    link, _ = linked(manager("one"), manager("two"))
+    with pytest.raises(ValueError, match="on cpu, not on meta"):
+        link.recv(torch.empty(8, dtype=torch.uint8, device="meta"), 0)
+    assert not link.dead
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_nccl_on_a_cpu_machine_says_what_to_do():
+def test_nccl_on_a_cpu_machine_fails_with_a_remedy():
     with pytest.raises(BackendUnavailableError, match=r"use transfer\.kv\.backend: Gloo"):
-        LinkManager("Nccl", "pod", "i0", "127.0.0.1", device="cpu")
+        LinkManager("Nccl", "pod", "i0", "127.0.0.1", CPU)
+
+
+class NeverConnects:
+    """A backend's channel that hangs while it is made, as NCCL may when its peer dies during the initialization."""
+
+    release = threading.Event()
+
+    def __init__(self, *_: object) -> None:
+        self.release.wait(120)
+        raise LinkError("released")
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_connect_thread_that_outlives_its_attempt_fails_liveness(manager, monkeypatch):
+    monkeypatch.setattr(NeverConnects, "release", threading.Event())
+    monkeypatch.setattr(links, "GlooLink", NeverConnects)
+    one, two = manager("one", connect_timeout_seconds=1.0), manager("two", connect_timeout_seconds=1.0)
+    part = KvLinks(None, CPU)  # no directory: it accepts nothing here
+    part._manager = one
+    alive = part.progress()["kv-connect"].age_seconds
+    assert alive() == 0
+    try:
+        with pytest.raises(LinkError, match=r"not linked within|was lost|no link"):
+            linked(one, two)
+        assert one.live_links == 0  # given up, and yet
+        until(lambda: alive() > 2)
+    finally:
+        NeverConnects.release.set()
+    until(lambda: alive() == 0)

@@ -8,11 +8,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from kv_peer import Peer, pattern
 
-from mmd_workers.errors import BackendUnavailableError, LinkError
+from mmd_api.contract.errors import BackendUnavailableError, LinkError
 from mmd_workers.kv import chunks, nccl
 from mmd_workers.kv.links import LinkManager
+
+from .kv_peer import Peer, pattern
 
 ONE_GPU = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 needs_gpus = pytest.mark.skipif(
@@ -28,7 +29,7 @@ def pair():
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     settings = {"connect_timeout_seconds": 60.0, "chunk_timeout_seconds": 5.0}
     other = Peer("a", backend="Nccl", device=str(last), **settings)
-    own = LinkManager("Nccl", "m", "i0", "127.0.0.1", device="cuda:0", **settings)
+    own = LinkManager("Nccl", "m", "i0", "127.0.0.1", torch.device("cuda:0"), **settings)
     other.start("connect", "m", "i0", own.endpoint, 0)
     link = own.connect("a", "i0", other.endpoint, 0)
     assert other.answer(60) == 0
@@ -38,7 +39,7 @@ def pair():
 
 
 @needs_gpus
-def test_bytes_arrive_whole(pair):
+def test_bytes_arrive_intact(pair):
     link, _, other = pair
     other.start("recv", 3000, 7, 0)
     chunks.send_range(link, [tensor.cuda() for tensor in pattern(3000, 7)], 0)
@@ -89,6 +90,6 @@ def test_without_cuda_the_error_names_the_remedy(device):
         nccl.check_available(torch.device(device))
 
 
-def test_the_refusal_says_that_trying_again_does_not_help():
+def test_the_refusal_is_not_retryable():
     assert BackendUnavailableError.retryable is False
     assert issubclass(BackendUnavailableError, LinkError)

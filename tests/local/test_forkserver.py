@@ -12,10 +12,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from mmd_workers.errors import PeerLostError
-from mmd_workers.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
-from mmd_workers.local.pods import LocalPod
-from mmd_workers.local.supervisor import Supervisor
+from mmd_api.contract.errors import PeerLostError
+from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
+from mmd_cli.local.pods import LocalPod
+from mmd_cli.local.supervisor import Supervisor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 60.0
@@ -45,7 +45,8 @@ async def test_a_process_has_its_own_environment_group_and_weight(server: ForkSe
         print(os.getpriority(os.PRIO_PROCESS, 0), file=sys.stderr)
     """
     said, status = await ended(await python(server, code, nice=3, OWN="own"))
-    assert said.split() == ["own", "early", "True", "True", str(os.getpriority(os.PRIO_PROCESS, 0) + 3)]
+    nicest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    assert said.split() == ["own", "early", "True", "True", str(nicest)]
     assert status == 0
 
 
@@ -62,20 +63,20 @@ async def test_how_a_process_ended_is_known(server: ForkServer) -> None:
     assert (await ended(killed))[1] == killed.returncode == -signal.SIGKILL
 
 
-async def test_our_own_program_runs_without_importing_anew(server: ForkServer) -> None:
+async def test_our_own_program_runs_without_importing_again(server: ForkServer) -> None:
     process = await server.start(["mmd", "worker", "--pool", "none", "--roles", "encode"], {}, 0, 16_384)
     said, status = await ended(process)
     assert "--pool none --roles encode: see --help" in said
     assert status == 2
 
 
-async def test_what_cannot_be_run_says_so(server: ForkServer) -> None:
+async def test_a_command_that_cannot_run_is_reported(server: ForkServer) -> None:
     said, status = await ended(await server.start(["/nowhere/program"], {}, 0, 16_384))
     assert "/nowhere/program cannot be run: No such file or directory" in said
     assert status == 1
 
 
-async def test_a_process_that_nobody_waits_for_any_more_does_not_stay(server: ForkServer) -> None:
+async def test_a_process_without_a_waiter_is_ended(server: ForkServer) -> None:
     starting = asyncio.create_task(python(server, "import time; time.sleep(600)"))
     await asyncio.sleep(0)
     starting.cancel()
@@ -104,7 +105,35 @@ async def test_pods_start_again_although_what_forked_them_is_killed() -> None:
     assert not psutil.pid_exists(int(line.split()[1]))
 
 
+async def test_a_server_that_could_not_be_started_is_started_with_the_next_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, descriptors = ForkServer(), psutil.Process().num_fds()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(PeerLostError, match=r"cannot be started.*/nowhere/python"):
+            await server.start(["mmd"], {}, 0, 16_384)
+    assert psutil.Process().num_fds() == descriptors
+    try:
+        async with asyncio.timeout(SECONDS):
+            said, status = await ended(await python(server, "print('here')"))
+    finally:
+        await server.close()
+    assert (said, status) == ("here\n", 0)
+
+
+async def test_two_orders_at_once_start_one_server() -> None:
+    server = ForkServer()
+    try:
+        code = "import os; print(os.getppid())"
+        both = await asyncio.gather(*(python(server, code) for _ in range(2)))
+        parents = [(await ended(process))[0] for process in both]
+    finally:
+        await server.close()
+    assert parents[0] == parents[1]
+
+
 async def test_an_order_to_a_server_that_cannot_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(PeerLostError, match="ended with status 1"):
+    with pytest.raises(PeerLostError, match="exited with status 1"):
         await asyncio.wait_for(python(ForkServer(), ""), SECONDS)

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from mmd_api.spec import Resources
-from mmd_workers.local import up
-from mmd_workers.local.pods import LocalPod, RenderError, local_pods
-from mmd_workers.local.supervisor import Supervisor
+from mmd_api.spec.pods import Resources
+from mmd_cli.commands.up import StartProgress
+from mmd_cli.local import pods, up
+from mmd_cli.local.pods import LocalPod, RenderError, local_pods
+from mmd_cli.local.supervisor import Supervisor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def pods_of(example: str, folder: Path) -> list[LocalPod]:
     objects = up.objects_of(up.load(EXAMPLES / example))
-    return local_pods(objects, folder, "nats://127.0.0.1:1", gateway_port=8000, threads=1)
+    return local_pods(
+        objects, folder, "nats://127.0.0.1:1", gateway_port=8000, threads=1, memory_fraction=0.5
+    )
 
 
 def test_every_replica_of_every_pool_is_a_process_with_a_port_of_its_own(tmp_path: Path) -> None:
@@ -72,14 +75,21 @@ def test_pods_stand_back_in_proportion_to_what_they_ask_of_the_processor(tmp_pat
         for name, cpu in shares.items()
     }
     deployment = deployment.model_copy(update={"spec": deployment.spec.model_copy(update=pools)})
-    pods = local_pods(up.objects_of(deployment), tmp_path, "nats://127.0.0.1:1", gateway_port=0, threads=1)
+    pods = local_pods(
+        up.objects_of(deployment),
+        tmp_path,
+        "nats://127.0.0.1:1",
+        gateway_port=0,
+        threads=1,
+        memory_fraction=0.5,
+    )
     nice = {pod.component: pod.nice for pod in pods}
     assert nice["decode"] == 0
     for pool, share in (("encoder", 8), ("prefill", 2)):
         assert 1.25 ** nice[pool] == pytest.approx(share, rel=0.13)  # half a step of nice
 
 
-def test_nobody_stands_back_where_nobody_asks_for_processors(tmp_path: Path) -> None:
+def test_no_pod_is_niced_where_none_requests_cpu(tmp_path: Path) -> None:
     assert {pod.nice for pod in pods_of("demo.yaml", tmp_path)} == {0}
 
 
@@ -94,3 +104,42 @@ async def test_a_process_runs_at_its_pods_nice(tmp_path: Path) -> None:
             assert await printed.get() == str(os.getpriority(os.PRIO_PROCESS, 0) + 7)
     finally:
         await supervisor.close()
+
+
+def test_the_gateway_has_a_port_of_its_own_for_what_is_not_for_clients(tmp_path: Path) -> None:
+    for pod in pods_of("demo.yaml", tmp_path):
+        if pod.component == "gateway":
+            assert pod.http_url == "http://127.0.0.1:8000"
+            assert (
+                pod.environment["MMD_ADMIN_PORT"] == str(pod.admin_port) != pod.environment["MMD_HTTP_PORT"]
+            )
+            assert pod.admin_url == f"http://127.0.0.1:{pod.admin_port}"
+        else:
+            assert pod.admin_url == pod.http_url
+            assert "MMD_ADMIN_PORT" not in pod.environment
+
+
+def test_a_quiet_start_still_shows_that_a_pod_exits_and_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StartProgress(quiet_logs=True)
+    progress.log("decode-0", "INFO loaded 12 tensors")
+    progress.log(
+        "decode-0", "exited with code 137; restarting in 1.0 s"
+    )  # killed for its memory: it says nothing itself
+    said = capsys.readouterr().out
+    assert "exited with code 137; restarting in 1.0 s" in said
+    assert "loaded" not in said
+
+
+def test_a_line_of_a_pod_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    StartProgress().log("decode-0", "model said \x1b]0;title\x07 and \x9b2J")
+    said = capsys.readouterr().out
+    assert r"\x1b]0;title\x07 and \x9b2J" in said
+    assert "\x1b" not in said
+
+
+def test_a_port_that_was_given_is_given_to_nobody_else_before_anybody_listens_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pods, "_FREE_PORTS", range(14_000, 14_100))
+    given = [pods.free_port() for _ in range(50)]
+    assert len(set(given)) == 50

@@ -5,17 +5,31 @@ import base64
 import contextlib
 import gzip
 import ipaddress
+import re
 import socket
+import string
+import threading
 import time
+from urllib.parse import unquote_to_bytes
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mmd_api.spec import ImagePolicy, MediaPolicy
-from mmd_workers.errors import FetchError
+from mmd_api.contract.errors import FetchError, OverloadedError
+from mmd_api.spec.media import ImagePolicy, MediaPolicy
 from mmd_workers.media import fetch as fetch_module
+from mmd_workers.media import lookup as lookup_module
 from mmd_workers.media.fetch import fetch, is_public
+from mmd_workers.media.lookup import MAX_LOOKUPS
 
 OPEN = MediaPolicy(allow_private_addresses=True, image=ImagePolicy(max_bytes=4096), fetch_timeout_seconds=5)
+
+
+async def unbounded(num_bytes: int) -> None:
+    """There is always room."""
+
+
 CLOSED = MediaPolicy(image=ImagePolicy(max_bytes=4096))
 
 
@@ -52,7 +66,7 @@ def reply(body=b"", status="200 OK", **headers):
 
 async def test_a_file_arrives_under_its_own_host_name():
     async with server(reply(b"pixels")) as (port, seen):
-        assert await fetch(f"http://localhost:{port}/a.png?x=1", OPEN, "image") == b"pixels"
+        assert await fetch(f"http://localhost:{port}/a.png?x=1", OPEN, "image", unbounded) == b"pixels"
     assert f"Host: localhost:{port}" in seen[0]
     assert seen[0].startswith("GET /a.png?x=1 ")
 
@@ -60,11 +74,13 @@ async def test_a_file_arrives_under_its_own_host_name():
 @pytest.mark.parametrize(
     "host",
     ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "10.0.0.8", "192.168.1.1", "172.16.3.4",
-     "169.254.169.254", "[fe80::1]", "[fd00::1]", "224.0.0.1", "0.0.0.0", "[::]", "100.64.0.1", "[64:ff9b::7f00:1]", "[2002:7f00:1::]"],
+     "169.254.169.254", "[fe80::1]", "[fd00::1]", "224.0.0.1", "0.0.0.0", "[::]", "100.64.0.1", "[64:ff9b::7f00:1]", "[2002:7f00:1::]",
+     "168.63.129.16", "[::ffff:168.63.129.16]", "[64:ff9b::a83f:8110]", "100.100.100.200", "192.0.0.192", "169.254.170.2",
+     "[fd00:ec2::254]", "[fd20:ce::254]"],
 )  # fmt: skip
 async def test_addresses_that_are_not_public_are_refused(host):
     with pytest.raises(FetchError, match=r"not public.*spec\.gateway\.media\.allowPrivateAddresses"):
-        await fetch(f"http://{host}/", CLOSED, "image")
+        await fetch(f"http://{host}/", CLOSED, "image", unbounded)
 
 
 def test_public_addresses_are_public():
@@ -80,32 +96,93 @@ def test_public_addresses_are_public():
 async def test_a_name_is_resolved_once_and_the_connection_goes_to_the_address_that_was_checked(monkeypatch):
     """DNS rebinding: the second answer would be another machine; nobody asks for it."""
     asked = []
-    loop = asyncio.get_running_loop()
 
-    async def resolve(host, port, **kwargs):
+    def resolve(host, port):
         asked.append(host)
         address = "127.0.0.1" if len(asked) == 1 else "127.9.9.9"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
 
     async with server(reply(b"checked")) as (port, seen):
-        real = loop.getaddrinfo
+        real = socket.getaddrinfo
 
-        async def only_names(host, port, **kwargs):
-            return await (resolve if host == "rebind.example" else real)(host, port, **kwargs)
+        def only_names(host, port, *args, **kwargs):
+            return resolve(host, port) if host == "rebind.example" else real(host, port, *args, **kwargs)
 
-        monkeypatch.setattr(loop, "getaddrinfo", only_names)
-        assert await fetch(f"http://rebind.example:{port}/", OPEN, "image") == b"checked"
+        monkeypatch.setattr(socket, "getaddrinfo", only_names)
+        assert await fetch(f"http://rebind.example:{port}/", OPEN, "image", unbounded) == b"checked"
     assert asked == ["rebind.example"]
     assert f"Host: rebind.example:{port}" in seen[0]
 
 
+@contextlib.contextmanager
+def silent_name_server(monkeypatch):
+    """Names below dead.example have no answer until the block ends. Yields the names that were asked for."""
+    real, answered, asked = socket.getaddrinfo, threading.Event(), []
+
+    def resolve(host, *args, **kwargs):
+        asked.append(host)
+        if host.endswith(".dead.example"):
+            answered.wait()
+            raise socket.gaierror("no such host")
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        yield asked
+    finally:
+        answered.set()
+
+
+async def abandoned(names):
+    """Fetches that have begun to look up their hosts, and are cancelled."""
+    tasks = [asyncio.create_task(fetch(f"http://{name}/", OPEN, "image", unbounded)) for name in names]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+DEAD = [f"{n}.dead.example" for n in range(MAX_LOOKUPS)]
+
+
+async def test_abandoned_lookups_are_bounded_and_delay_no_others(monkeypatch):
+    monkeypatch.setattr(lookup_module, "MAX_WAITING", 0)
+    with silent_name_server(monkeypatch):
+        await abandoned(DEAD)
+        with pytest.raises(OverloadedError, match=f"{MAX_LOOKUPS} host names are being resolved"):
+            await fetch("http://one.dead.example/", OPEN, "image", unbounded)
+        async with asyncio.timeout(30):
+            assert await asyncio.get_running_loop().getaddrinfo("localhost", 4222)
+    async with server(reply(b"pixels")) as (port, _), asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(OverloadedError):
+                assert await fetch(f"http://localhost:{port}/", OPEN, "image", unbounded) == b"pixels"
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lookup_waits_until_others_have_ended_and_those_of_one_host_are_made_once(monkeypatch):
+    async with server(reply(b"pixels")) as (port, _), asyncio.timeout(60):
+        with silent_name_server(monkeypatch) as asked:
+            await abandoned([*DEAD, *DEAD])
+            url = f"http://localhost:{port}/"
+            patient = OPEN.model_copy(update={"fetch_timeout_seconds": 60})
+            waiting = [asyncio.create_task(fetch(url, patient, "image", unbounded)) for _ in range(3)]
+            given_up = asyncio.create_task(fetch("http://127.0.0.1.nip.example/", OPEN, "image", unbounded))
+            await asyncio.sleep(0.1)
+            assert len(asked) == MAX_LOOKUPS
+            given_up.cancel()
+        assert await asyncio.gather(*waiting) == [b"pixels"] * 3
+    assert "127.0.0.1.nip.example" not in asked
+
+
 async def test_one_private_address_among_public_ones_refuses_the_host(monkeypatch):
-    async def resolve(host, port, **kwargs):
+    def resolve(host, port, **kwargs):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in ("8.8.8.8", "127.0.0.1")]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-    with pytest.raises(FetchError, match=r"127\.0\.0\.1, which is not public"):
-        await fetch("http://mixed.example/", CLOSED, "image")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(FetchError, match=r"the host mixed\.example has an address that is not public"):
+        await fetch("http://mixed.example/", CLOSED, "image", unbounded)
 
 
 async def test_a_redirect_to_a_private_address_is_checked_again(monkeypatch):
@@ -116,8 +193,10 @@ async def test_a_redirect_to_a_private_address_is_checked_again(monkeypatch):
         seen,
     ):
         monkeypatch.setattr(fetch_module, "PUBLIC_PORTS", (80, 443, port))
-        with pytest.raises(FetchError, match=r"169\.254\.169\.254, which is not public"):
-            await fetch(f"http://127.0.0.1:{port}/", CLOSED, "image")
+        with pytest.raises(
+            FetchError, match=r"the host 169\.254\.169\.254 has an address that is not public"
+        ):
+            await fetch(f"http://127.0.0.1:{port}/", CLOSED, "image", unbounded)
     assert len(seen) == 1
 
 
@@ -130,9 +209,9 @@ async def test_redirects_are_followed_three_times_and_no_more():
         )
 
     async with server(answer) as (port, _):
-        assert await fetch(f"http://127.0.0.1:{port}/3", OPEN, "image") == b"end"
+        assert await fetch(f"http://127.0.0.1:{port}/3", OPEN, "image", unbounded) == b"end"
         with pytest.raises(FetchError, match="more than 3 times"):
-            await fetch(f"http://127.0.0.1:{port}/9", OPEN, "image")
+            await fetch(f"http://127.0.0.1:{port}/9", OPEN, "image", unbounded)
 
 
 @pytest.mark.parametrize(
@@ -149,36 +228,64 @@ async def test_redirects_are_followed_three_times_and_no_more():
         ("data:image/png;base64,####", "base64"),
         ("data:image/png;base64,AAA", "base64"),
         ("data:text/plain,%zz", "percent"),
+        ("data:text/plain,\u00e9", "percent"),
+        ("data:" + "a" * 9000 + ",", "no comma"),
     ],
 )
 async def test_malformed_and_refused_urls_say_so(url, words):
     with pytest.raises(FetchError, match=words):
-        await fetch(url, CLOSED, "image")
+        await fetch(url, CLOSED, "image", unbounded)
+
+
+@given(st.text(alphabet=string.printable + "%%%"), st.integers(1, 9))
+def test_percent_encoding_is_decoded_as_by_the_standard_library_wherever_it_is_cut(text, quads):
+    escaped = re.sub("%(?![0-9A-Fa-f]{2})", "%25", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch_module, "PIECE_CHARACTERS", 4 * quads)
+        assert fetch_module._data_url("data:," + escaped, 1 << 20, "f") == unquote_to_bytes(escaped)
+
+
+@given(st.binary(), st.integers(1, 9))
+def test_base64_is_decoded_wherever_it_is_cut_and_padded_at_its_end_alone(data, quads):
+    text = base64.b64encode(data).decode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch_module, "PIECE_CHARACTERS", 4 * quads)
+        assert fetch_module._data_url("data:;base64," + text, 1 << 20, "f") == data
+        if text.endswith("="):
+            with pytest.raises(FetchError, match="base64"):
+                fetch_module._data_url("data:;base64," + text + text, 1 << 20, "f")
 
 
 async def test_data_urls_are_decoded_and_bounded():
     assert (
-        await fetch("data:image/png;base64," + base64.b64encode(b"\0\xff!").decode(), CLOSED, "image")
+        await fetch(
+            "data:image/png;base64," + base64.b64encode(b"\0\xff!").decode(), CLOSED, "image", unbounded
+        )
         == b"\0\xff!"
     )
-    assert await fetch("data:,%00a%FF", CLOSED, "image") == b"\0a\xff"
-    assert len(await fetch("data:;base64," + base64.b64encode(bytes(4096)).decode(), CLOSED, "image")) == 4096
+    assert await fetch("data:,%00a%FF", CLOSED, "image", unbounded) == b"\0a\xff"
+    assert (
+        len(await fetch("data:;base64," + base64.b64encode(bytes(4096)).decode(), CLOSED, "image", unbounded))
+        == 4096
+    )
     for url in ("data:;base64," + base64.b64encode(bytes(4097)).decode(), "data:," + "a" * 4097):
         with pytest.raises(
             FetchError, match=r"larger than 4096 bytes.*spec\.gateway\.media\.image\.maxBytes"
         ):
-            await fetch(url, CLOSED, "image")
+            await fetch(url, CLOSED, "image", unbounded)
 
 
 async def test_hosts_outside_the_list_are_refused():
     policy = CLOSED.model_copy(update={"allowed_hosts": ["cdn.example.org"]})
     with pytest.raises(FetchError, match=r"evil\.org is not allowed.*allowedHosts"):
-        await fetch("https://evil.org/a.png", policy, "image")
+        await fetch("https://evil.org/a.png", policy, "image", unbounded)
     with pytest.raises(FetchError, match="allowHttp"):
-        await fetch("https://evil.org/a.png", policy.model_copy(update={"allow_http": False}), "image")
+        await fetch(
+            "https://evil.org/a.png", policy.model_copy(update={"allow_http": False}), "image", unbounded
+        )
 
 
-async def test_a_body_over_the_limit_is_cut_whether_its_length_is_told_or_not():
+async def test_a_body_over_the_limit_is_cut_with_or_without_a_content_length():
     async def endless(head, writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         while not writer.is_closing():
@@ -187,23 +294,45 @@ async def test_a_body_over_the_limit_is_cut_whether_its_length_is_told_or_not():
 
     async with server(reply(b"x" * 5000)) as (port, _):
         with pytest.raises(FetchError, match="maxBytes"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
     async with server(endless) as (port, _):
         with pytest.raises(FetchError, match="maxBytes"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
 
 
 async def test_a_length_that_lies_is_noticed():
     async with server(reply(b"short", Content_Length="4000")) as (port, _):
-        with pytest.raises(FetchError, match="broke off"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+        with pytest.raises(FetchError, match="was interrupted"):
+            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
 
 
 async def test_a_compressed_body_is_refused_unopened():
     async with server(reply(gzip.compress(bytes(3_000_000)), Content_Encoding="gzip")) as (port, seen):
         with pytest.raises(FetchError, match="gzip-encoded"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
     assert "accept-encoding: identity" in seen[0].lower()
+
+
+async def test_room_is_reserved_before_bytes_are_held_and_never_for_more_than_the_announced_length():
+    reserved = []
+
+    async def note(num_bytes: int) -> None:
+        reserved.append(num_bytes)
+
+    policy = OPEN.model_copy(update={"image": ImagePolicy(max_bytes=64 << 20)})
+    async with server(reply(b"x" * (3 << 20))) as (port, _):
+        data = await fetch(f"http://127.0.0.1:{port}/", policy, "image", note)
+    assert len(data) == 3 << 20 == sum(reserved)
+    assert len(reserved) == 3
+
+
+async def test_waiting_for_room_does_not_count_against_the_server():
+    async def wait(num_bytes: int) -> None:
+        await asyncio.sleep(1.5)
+
+    policy = OPEN.model_copy(update={"fetch_timeout_seconds": 1})
+    async with server(reply(b"pixels")) as (port, _):
+        assert await fetch(f"http://127.0.0.1:{port}/", policy, "image", wait) == b"pixels"
 
 
 async def test_a_slow_drip_ends_with_the_total_timeout():
@@ -218,7 +347,10 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
     async with server(drip) as (port, _):
         with pytest.raises(FetchError, match="fetchTimeoutSeconds"):
             await fetch(
-                f"http://127.0.0.1:{port}/", OPEN.model_copy(update={"fetch_timeout_seconds": 1}), "image"
+                f"http://127.0.0.1:{port}/",
+                OPEN.model_copy(update={"fetch_timeout_seconds": 1}),
+                "image",
+                unbounded,
             )
     assert time.monotonic() - start < 10
 
@@ -226,6 +358,6 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
 async def test_a_status_other_than_ok_and_a_dead_port_are_errors():
     async with server(reply(status="404 Not Found")) as (port, _):
         with pytest.raises(FetchError, match="status 404"):
-            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+            await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
     with pytest.raises(FetchError, match="cannot be reached"):
-        await fetch(f"http://127.0.0.1:{port}/", OPEN, "image")
+        await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)

@@ -8,7 +8,16 @@ import logging
 import av
 import numpy as np
 import pytest
-from media_samples import (
+from PIL import Image, ImageOps
+
+from mmd_api.contract.errors import BadMediaError
+from mmd_api.spec.media import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
+from mmd_workers.media import containers
+from mmd_workers.media import decode as decode_module
+from mmd_workers.media.decode import decode_audio, decode_image, decode_video
+from mmd_workers.media.probe import probe, resampled_num_samples
+
+from .media_samples import (
     AUDIO_KINDS,
     VIDEO_KINDS,
     audio_bytes,
@@ -19,14 +28,6 @@ from media_samples import (
     tone,
     video_bytes,
 )
-from PIL import Image, ImageOps
-
-from mmd_api.spec import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
-from mmd_workers.errors import BadMediaError
-from mmd_workers.media import containers
-from mmd_workers.media import decode as decode_module
-from mmd_workers.media.decode import decode_audio, decode_image, decode_video
-from mmd_workers.media.probe import probe, resampled_num_samples
 
 POLICY = MediaPolicy()
 
@@ -174,7 +175,7 @@ def test_a_container_that_lies_about_the_size_of_its_pictures_is_refused_with_bo
     assert data[at : at + 4] == bytes([0, 64, 0, 48])
     data[at + 1] = 128
     info = probe(bytes(data), "video", POLICY)
-    with pytest.raises(BadMediaError, match="is 64x48, the container said 128x48"):
+    with pytest.raises(BadMediaError, match="is 64x48, but the container lists 128x48"):
         decode_video(bytes(data), info, [0])
 
 
@@ -201,7 +202,7 @@ def test_frames_hidden_by_an_edit_list_are_not_counted():
     assert [number_of(f) for f in decode_video(bytes(data), info, [0, 44]).frames] == [15, 59]
 
 
-def test_a_container_that_lied_by_one_frame_repeats_its_last_and_says_so(caplog):
+def test_a_container_that_lied_by_one_frame_repeats_its_last_and_logs_it(caplog):
     data = video_bytes(frames=20)
     info = dataclasses.replace(probe(data, "video", POLICY), num_frames=21)
     with caplog.at_level(logging.WARNING):
@@ -248,7 +249,7 @@ def test_sound_outside_the_range_is_bounded_and_nan_becomes_silence():
     assert heard[:5].tolist() == [0, 0, 0, 1, -1]
 
 
-def test_audio_is_cut_or_padded_to_the_asked_length():
+def test_audio_is_cut_or_padded_to_the_requested_length():
     data = audio_bytes(num_samples=1000)
     info = probe(data, "audio", POLICY)
     assert decode_audio(data, info, 44100, 300).waveform.shape == (300,)
@@ -278,7 +279,7 @@ def test_the_bytes_decide_what_a_medium_is():
         probe(image_bytes("PNG"), "video", POLICY)
     with pytest.raises(BadMediaError, match="declared as image, but the bytes are mp4"):
         probe(video_bytes(frames=3), "image", POLICY)
-    with pytest.raises(BadMediaError, match="no known format"):
+    with pytest.raises(BadMediaError, match="has an unknown format"):
         probe(b"#EXTM3U\nfile:///etc/passwd\n", "video", POLICY)
     with pytest.raises(BadMediaError, match="no video stream"):
         probe(audio_bytes("aac", "fltp", "mp4"), "video", POLICY)

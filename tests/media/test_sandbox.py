@@ -11,15 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 from PIL import Image
 
-from mmd_api.spec import MediaPolicy
-from mmd_workers.errors import BadMediaError, OverloadedError
+from mmd_api.contract.errors import BadMediaError, OverloadedError
+from mmd_api.spec.media import MediaPolicy
+from mmd_workers.media import sandbox
 from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
 from mmd_workers.media.types import MediumInfo
+from tests.support.waiting import DEADLINE_SECONDS
+
+from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 
 POLICY = MediaPolicy()
 MIB = 2**20
@@ -68,7 +71,7 @@ async def test_all_three_modalities_come_back_as_they_do_without_the_sandbox(poo
     assert pool.process_ids == first  # reused
 
 
-async def test_a_result_is_whole_wherever_another_was_and_stays_while_it_is_held(pool):
+async def test_a_result_in_reused_memory_is_intact_and_stays_while_it_is_held(pool):
     light, dark = (image_bytes("PNG", np.full((300, 400, 3), value, np.uint8)) for value in (250, 5))
     infos = [probe(data, "image", POLICY) for data in (light, dark)]
     first = (await pool.decode_image(light, infos[0])).pixels[10:20]
@@ -81,7 +84,7 @@ async def test_a_result_is_whole_wherever_another_was_and_stays_while_it_is_held
     assert (first == 250).all()
 
 
-def test_memory_of_a_result_is_used_again_when_its_last_view_is_gone():
+def test_memory_of_a_result_is_reused_when_its_last_view_is_released():
     memory = ResultMemory(kept_bytes=4 * MIB)
     first = memory.take(700_000)
     view = memory.array(first, 700_000)[1:].reshape(-1, 3)[5:]
@@ -94,7 +97,7 @@ def test_memory_of_a_result_is_used_again_when_its_last_view_is_gone():
     assert memory.take(100_000) is not first
 
 
-def test_memory_that_waits_for_results_is_bounded_and_makes_room_for_sizes_that_are_asked_for():
+def test_pooled_result_memory_is_bounded_and_makes_room_for_requested_sizes():
     def alive():
         """Inodes of the shared memory that this process has open."""
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
@@ -193,7 +196,7 @@ async def test_a_decoder_killed_in_the_middle_fails_that_medium_only():
 async def _busy(pids):
     """The process that burns CPU."""
     start = {pid: _cpu_ticks(pid) for pid in pids}
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         while True:
             for pid in pids:
                 if _cpu_ticks(pid) > start[pid] + 5:
@@ -255,3 +258,37 @@ async def test_a_decoder_is_small_and_bounded(pool):
     assert int(limits["Max address space"]) < 2**40
     resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     assert resident < 150 * MIB
+
+
+STAYS = """
+import json, os, signal, socket, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+control = socket.socket(fileno=int(sys.argv[1]))
+control.send(json.dumps({"pid": os.getpid() + 1}).encode())
+control.send(json.dumps({"ready": True, "layers": {}}).encode())
+control.recv(1 << 17)
+control.send(b'{"started": true}')
+control.close()
+signal.pause()
+"""
+
+
+async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_slot(monkeypatch, caplog):
+    """As one does that hangs in the kernel, where no signal reaches it; this one ignores the signal that its kind is sent."""
+    monkeypatch.setattr(sandbox, "EXIT_SECONDS", 0.1)
+    pool = DecodePool(processes=1, decode_timeout_seconds=60, memory_bytes=256 * MIB)
+    working, pool._program = pool._program, ("-I", "-B", "-c", STAYS)
+    await pool.start()
+    (stuck,) = pool._started
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(BadMediaError, match="could not be killed"):
+                await pool.probe(image_bytes("JPEG"), "image", POLICY)
+            assert stuck.returncode is None
+            pool._program = working
+            assert (await pool.probe(image_bytes("JPEG"), "image", POLICY)).width
+        assert f"decode process {stuck.pid + 1} did not exit" in caplog.text
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        await stuck.wait()
+        await pool.close()

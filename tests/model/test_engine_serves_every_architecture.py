@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import model_zoo as zoo
 import pytest
-from test_oracle import CASES, ORACLE
 
-from mmd_api.spec import ModelSpec
+from mmd_api.spec.model import ModelSpec
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.types import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
+from tests.support import model_zoo as zoo
+
+from .cases import CASES, ORACLE
 
 pytestmark = pytest.mark.models
 

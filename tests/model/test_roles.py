@@ -7,20 +7,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import model_zoo as zoo
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmd_api.spec import MediaPolicy, ModelSpec
-from mmd_workers.errors import CountMismatchError, UnsupportedModelError
+from mmd_api.contract.errors import CountMismatchError, UnsupportedModelError
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.roles import Absent
 from mmd_workers.model.types import Feature
+from tests.support import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 
@@ -29,7 +30,7 @@ MULTIMODAL = [arch for arch, takes in zoo.MODALITIES.items() if takes]
 
 
 @pytest.mark.parametrize("arch", MULTIMODAL)
-def test_the_roles_bytes_add_up_to_the_whole_model(arch: str, checkpoint: Checkpoint) -> None:
+def test_the_roles_bytes_add_up_to_the_full_model(arch: str, checkpoint: Checkpoint) -> None:
     served = zoo.serve(checkpoint(arch))
     assert served.encoder is not None
     whole = sum(p.numel() * p.element_size() for p in served.model.parameters())
@@ -173,7 +174,7 @@ def test_a_batch_of_media_gives_what_each_gives_alone(arch: str, checkpoint: Che
         assert not torch.equal(together[0].tensors["embeddings"], together[1].tensors["embeddings"])
 
 
-def test_media_of_different_shapes_are_no_batch(checkpoint: Checkpoint) -> None:
+def test_media_of_different_shapes_are_not_batched(checkpoint: Checkpoint) -> None:
     served = zoo.serve(checkpoint("qwen2_5_vl"))
     assert served.encoder is not None
     batch = []
@@ -219,11 +220,11 @@ def test_a_feature_of_another_length_is_refused_and_changes_nothing(checkpoint: 
 
 
 def test_no_encoder_is_made_for_a_text_model(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"spec\.encoder.*leave the pool out"):
+    with pytest.raises(UnsupportedModelError, match=r"spec\.encoder.*remove the pool"):
         load_encoder(ModelSpec(id=str(checkpoint("llama"))), zoo.CPU)
 
 
-def test_a_model_whose_state_is_no_kv_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_state_is_not_kv_is_rejected(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
@@ -245,7 +246,7 @@ def test_dtype_auto_is_the_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -
     ("model_id", "says"),
     [
         ("/no/such/folder", "has no config.json"),
-        ("three/part/name", "no hub id"),
+        ("three/part/name", "nor a hub id"),
         ("nobody/nothing-here", "could not be fetched|not on the hub"),
     ],
 )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_server import RULES, documented_job, program
 
 from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
+from tests.support.prometheus_server import RULES, documented_job, program
 
 CASES = Path(__file__).with_name("alerts_test.yaml")
 RUNBOOKS = Path(__file__).resolve().parents[2] / "docs" / "runbooks.md"

@@ -15,13 +15,13 @@ from typing import Any
 
 import nats
 import pytest
-from local_deployment import Deployment, until
-from observed_fixture import load, observed_deployment, scrape
-from prometheus_server import Prometheus, hurried
-from under_load import AT_ONCE, about_videos, clients, frozen
 
-from mmd_api.subjects import Subjects
-from mmd_workers.local.pods import LocalPod
+from mmd_api.contract.subjects import Subjects
+from mmd_cli.local.pods import LocalPod
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import load, observed_deployment, scrape
+from tests.support.prometheus_server import Prometheus, hurried
+from tests.support.under_load import AT_ONCE, about_videos, clients, frozen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -34,7 +34,7 @@ LONG_QUESTION = "What is here, what is there, and what is between them? " * 20
 def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("firing")
     rules = hurried(folder / "rules.yaml", windows=10, waits=300)
-    with Prometheus.of_gateway(folder, observed.local.gateway_url, rules) as server:
+    with Prometheus.of_gateway(folder, observed.local.admin_url, rules) as server:
         server.until_scraped(len(observed.local.pods))
         yield server
 
@@ -99,7 +99,7 @@ def test_a_prefill_pod_that_hangs(prometheus: Prometheus, observed: Deployment) 
     nothing_was_lost(prometheus, begun)
 
 
-def test_a_message_server_that_is_gone(prometheus: Prometheus, observed: Deployment) -> None:
+def test_nats_is_down(prometheus: Prometheus, observed: Deployment) -> None:
     begun = time.time()
     with clients(observed) as submit:
         stories = [submit(f"Tell story {number}.", max_tokens=200) for number in range(4)]
@@ -130,8 +130,11 @@ def test_decoders_without_free_kv(prometheus: Prometheus, observed: Deployment) 
     """More long answers than there is KV for: all come, some later."""
     begun = time.time()
     with clients(observed) as submit:
-        stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(36)]
-        full = until_firing(prometheus, "MmdKvSaturated", begun)
+        stories = [
+            submit(f"Tell story {number}. {LONG_QUESTION * 4}", max_tokens=1000, **STORY)
+            for number in range(36)
+        ]
+        full = until_firing(prometheus, "MmdKvSaturated", begun, seconds=120)
         assert full["pod"] in {pod.name for pod in observed.pods("decode")}
         assert all(job.result(timeout=240) for job in stories)
     nothing_was_lost(prometheus, begun)
@@ -182,7 +185,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployme
     rules = hurried(folder / "rules.yaml", windows=10, waits=300)
     with (
         Deployment(observed_deployment(folder / "fragile.yaml", "fragile", **spec)) as deployment,
-        Prometheus.of_gateway(folder, deployment.local.gateway_url, rules) as server,
+        Prometheus.of_gateway(folder, deployment.local.admin_url, rules) as server,
     ):
         server.until_scraped(len(deployment.local.pods))
         yield deployment, server
@@ -216,12 +219,15 @@ def test_a_request_that_may_not_be_tried_again(fragile: tuple[Deployment, Promet
         wait(stories, timeout=150)
 
 
-async def test_a_message_that_nobody_can_read(prometheus: Prometheus, observed: Deployment) -> None:
+async def test_a_malformed_message(prometheus: Prometheus, observed: Deployment) -> None:
     """As software of another version would send it, with the gateway's own rights."""
     (gateway,), (prefill,) = observed.pods("gateway"), observed.pods("prefill")
     begun = time.time()
-    subjects = Subjects("default", "observed", observed.state(prefill)["revision"])
-    client = await nats.connect(gateway.environment["MMD_NATS_URL"])
+    subjects = Subjects("default", "observed", "{revision}-{identity}".format(**observed.state(prefill)))
+    its = gateway.environment
+    client = await nats.connect(
+        its["MMD_NATS_URL"], user=its["MMD_NATS_USERNAME"], password=its["MMD_NATS_PASSWORD"]
+    )
     try:
         await client.publish(subjects.prefill(prefill.name), b"no message of ours")
         await client.flush()

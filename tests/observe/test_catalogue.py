@@ -1,4 +1,4 @@
-"""The page of metrics is made from the code, and nobody adds a metric without saying what it means."""
+"""The pages of metrics and messages are made from the code, and nobody adds a metric without saying what it means."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from mmd_api.metric_table import MetricTable
+from mmd_api.contract.metric_table import MetricTable
 from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import LABELS, Metrics
 
-PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "make_metrics_page.py"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 TABLES = {"workers": Metrics, "operator": OperatorMetrics}
 CATALOGUE = [entry for table in TABLES.values() for entry in table().catalogue]
 
 
-def test_the_page_is_what_the_code_says() -> None:
-    ran = subprocess.run([sys.executable, PROGRAM, "--check"], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("program", ["make_metrics_page.py", "make_messages_page.py"])
+def test_the_page_is_what_the_code_says(program: str) -> None:
+    command = [sys.executable, DOCS / program, "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
-def test_a_metric_says_what_it_means_and_what_its_labels_may_be(entry) -> None:
+def test_a_metric_has_a_description_and_the_values_of_its_labels(entry) -> None:
     assert len(entry.text.split()) >= 2
     assert entry.section
     assert all(values for _, values in entry.labels)
@@ -45,6 +48,36 @@ def test_everything_on_the_registry_is_in_the_catalogue(table: type[MetricTable]
 def test_operator_and_workers_share_no_name() -> None:
     names = [entry.name for entry in CATALOGUE]
     assert len(names) == len(set(names))
+
+
+QUERIED_IN = ("charts", "cli", "bench", "e2e", "tests/support")
+ELSEWHERE = {"mmd_" + name for name in ("api", "workers", "operator", "cli", "dashboards")}
+"""What else begins like a metric: our packages."""
+
+
+def sources() -> list[Path]:
+    """Whatever names a metric without serving it: dashboards, alerts, the command line, pages of the documentation."""
+    found = [path for folder in QUERIED_IN for path in (ROOT / folder).rglob("*")]
+    written = [path for path in found if path.suffix in (".py", ".yaml", ".json")]
+    pages = [page for page in DOCS.glob("*.md") if page.name != "extending.md"]  # adds one that is not there
+    return sorted(written) + sorted(pages)
+
+
+def test_every_queried_metric_is_served_by_that_name() -> None:
+    served = {entry.name: entry.kind for entry in CATALOGUE}
+    of_histograms = {
+        name + end
+        for name, kind in served.items()
+        if kind == "histogram"
+        for end in ("_bucket", "_count", "_sum")
+    }
+    known = served.keys() | of_histograms | ELSEWHERE
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources()
+        for name in re.findall(r"\bmmd_[a-z]\w+", path.read_text())
+        if name not in known
+    ] == []
 
 
 UNITS = (

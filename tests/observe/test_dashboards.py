@@ -17,14 +17,15 @@ import httpx
 import openai
 import psutil
 import pytest
-from local_deployment import Deployment, until
-from observed_fixture import ask, content, load
-from prometheus_server import Prometheus
 
-from mmd_workers.local.pods import LocalPod
-from mmd_workers.local.samples import draw
-from mmd_workers.observe import dashboards
-from mmd_workers.observe.boards import BOARDS, OURS, ROLLOUT, STARTED, filled
+from mmd_cli.local.pods import LocalPod
+from mmd_cli.samples import draw
+from mmd_dashboards import grafana
+from mmd_dashboards.boards import BOARDS
+from mmd_dashboards.queries import OURS, ROLLOUT, STARTED, filled
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import ask, content, load
+from tests.support.prometheus_server import Prometheus
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -37,7 +38,7 @@ def here(expr: str) -> str:
 def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """With half a minute of load behind it."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with Prometheus.of_gateway(folder, observed.local.gateway_url) as server:
+    with Prometheus.of_gateway(folder, observed.local.admin_url) as server:
         server.until_scraped(len(observed.local.pods))
         for number in range(3):
             load(observed, 16, 30_000 + 100 * number)
@@ -61,7 +62,7 @@ def test_every_query_of_every_panel_returns_data(prometheus: Prometheus, board: 
     assert silent == []
 
 
-def test_the_marks_of_starts_and_rollouts_can_be_asked_for(prometheus: Prometheus) -> None:
+def test_the_annotations_of_starts_and_rollouts_can_be_queried(prometheus: Prometheus) -> None:
     assert answered(prometheus, STARTED)
     assert not answered(prometheus, ROLLOUT)
 
@@ -177,14 +178,12 @@ def ask_long(deployment: Deployment) -> str:
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 def test_the_committed_dashboard_is_what_the_code_says(board: Any) -> None:
-    assert (dashboards.FOLDER / f"{board.name}.json").read_text() == dashboards.grafana(board), (
-        "run `make crds`"
-    )
+    assert (grafana.FOLDER / f"{board.name}.json").read_text() == grafana.grafana(board), "run `make crds`"
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 def test_a_dashboard_can_be_read_and_pointed_at_any_deployment(board: Any) -> None:
-    made = json.loads(dashboards.grafana(board))
+    made = json.loads(grafana.grafana(board))
     panels = [panel for panel in made["panels"] if panel["type"] != "row"]
     assert all(len(panel["description"]) > 5 and panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
     assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import re
-import time
 
 import httpx
 import openai
@@ -14,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_workers.observe import logs
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.observe.phases import PhaseClock
 from mmd_workers.observe.server import HttpServer, Progress, routes
 
 
@@ -27,6 +25,41 @@ def json_log():
     yield lambda: [json.loads(line) for line in out.getvalue().splitlines()]
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+HOSTILE = "a\x1b[2Jb\r\nc\x9b1A\x07\x7f\u202e\u2028d é ☃"
+SHOWN = r"a\x1b[2Jb\x0d\x0ac\x9b1A\x07\x7f\u202e\u2028d é ☃"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_of_clients_reach_no_terminal(json_log):
+    logging.getLogger("mmd.test").info("said %s", HOSTILE)
+    (line,) = json_log()
+    assert line["message"] == f"said {HOSTILE}"  # as a program reads it
+    terminal = _Terminal()
+    logs.configure("encoder-0", "Info", terminal)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("mmd.test").exception("said %s", HOSTILE)
+    head, *traceback = terminal.getvalue().splitlines()
+    assert head.endswith(f"said {SHOWN}")
+    assert not any(character in terminal.getvalue() for character in "\x1b\x9b\x07\r\x7f\u202e")
+    assert traceback[0].startswith("Traceback")
+
+
+def test_a_json_line_can_be_shown_on_a_terminal():
+    out = io.StringIO()
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    logs.configure("encoder-0", "Info", out)
+    logging.getLogger("mmd.test").info(HOSTILE)
+    root.handlers[:] = handlers
+    assert out.getvalue().rstrip("\n").isprintable()
 
 
 async def test_a_json_line_carries_pod_and_the_ids_of_its_request_also_in_tasks(json_log):
@@ -77,13 +110,13 @@ def test_on_a_terminal_lines_are_for_people():
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} W decode-1 link \[r7\]: peer lost\n", out.getvalue())
 
 
-def test_a_repeated_warning_is_logged_once_an_interval_and_says_how_many_were_kept_back(caplog):
+def test_a_repeated_warning_is_logged_once_per_interval_with_the_number_suppressed(caplog):
     warn = logs.RepeatedWarning(logging.getLogger("mmd.test"), interval_seconds=10, max_keys=2)
     logged = [warn("peer", "no answer from %s", "d-0", now=t) for t in (0, 1, 9.9, 10, 11)]
     assert logged == [True, False, False, True, False]
     assert warn("other", "another", now=11)
     assert [r.getMessage() for r in caplog.records] == [
-        "no answer from d-0", "no answer from d-0 (2 more like it since)", "another"
+        "no answer from d-0", "no answer from d-0 (2 similar suppressed)", "another"
     ]  # fmt: skip
     for key in map(str, range(100)):
         warn(key, "many", now=20)
@@ -109,7 +142,7 @@ async def test_the_server_tells_alive_ready_metrics_and_state():
     age, reason, metrics = [0.0], ["loading weights"], Metrics()
     table = routes(
         metrics,
-        {"engine": Progress(lambda: age[0], 5)},
+        lambda: {"engine": Progress(lambda: age[0], 5)},
         lambda: reason[0],
         lambda: {"pod": "p-0", "sent": 1.5},
     )
@@ -152,20 +185,3 @@ async def test_a_port_that_is_taken_is_an_error_at_start():
     with pytest.raises(OSError, match="in use"):
         await HttpServer.of_routes([], "127.0.0.1", first.port).start()
     await first.stop()
-
-
-def test_phases_are_in_unix_seconds_and_keep_their_details():
-    clock = PhaseClock()
-    clock.start("queue", modality="image")
-    with clock.phase("encode") as found:
-        found["tokens"] = 12
-    with pytest.raises(ValueError, match="boom"), clock.phase("prefill"):
-        raise ValueError("boom")
-    clock.end("queue", depth=3)
-    encode, prefill, queue = clock.phases
-    assert (encode.name, encode.detail, prefill.name) == ("encode", {"tokens": 12}, "prefill")
-    assert (queue.name, queue.detail) == ("queue", {"modality": "image", "depth": 3})
-    assert queue.start <= encode.start <= encode.end <= queue.end
-    assert abs(queue.end - time.time()) < 60
-    with pytest.raises(KeyError):
-        clock.end("never")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.status import PoolStatus
-from mmd_operator.conditions import Verdict
-from mmd_operator.metrics import Counts, OperatorMetrics, Shown
+from mmd_operator.conditions import ConditionState
+from mmd_operator.metrics import Counts, DeploymentSnapshot, OperatorMetrics
 from mmd_operator.problems import Problem
 
 Labels = tuple[tuple[str, str], ...]
@@ -28,17 +28,17 @@ def about(metrics: OperatorMetrics, name: str) -> list[str]:
 
 def test_conditions_sizes_and_problems_are_those_of_the_last_pass() -> None:
     metrics = OperatorMetrics()
-    shown = Shown(
+    snapshot = DeploymentSnapshot(
         "n",
         "demo",
         conditions=(
-            Verdict("Ready", "True", "Serving", "all there"),
-            Verdict("Degraded", "False", "NoProblem", "fine"),
+            ConditionState("Ready", "True", "Serving", "all there"),
+            ConditionState("Degraded", "False", "NoProblem", "fine"),
         ),
         pools={"decode": PoolStatus(desired=3, ready=1, draining=1)},
         problems=(NO_GPU, Problem("NoGpu", "decode", "no GPU", "add one", pods=1, revision="b")),
     )
-    metrics.deployments = lambda: [shown]
+    metrics.deployments = lambda: [snapshot]
     found = exposed(metrics)
     assert found["mmd_deployment_condition"] == {
         (("condition", "Ready"), ("reason", "Serving")): 1,
@@ -55,8 +55,8 @@ def test_conditions_sizes_and_problems_are_those_of_the_last_pass() -> None:
 def test_a_condition_has_one_series_however_often_its_reason_changes() -> None:
     metrics = OperatorMetrics()
     for reason in ("Starting", "NoGpu", "CrashLoop"):
-        verdict = Verdict("Ready", "False", reason, "")
-        metrics.deployments = lambda verdict=verdict: [Shown("n", "demo", (verdict,))]
+        condition = ConditionState("Ready", "False", reason, "")
+        metrics.deployments = lambda condition=condition: [DeploymentSnapshot("n", "demo", (condition,))]
         assert list(exposed(metrics)["mmd_deployment_condition"]) == [
             (("condition", "Ready"), ("reason", reason))
         ]
@@ -67,12 +67,12 @@ def test_the_series_of_a_deployment_go_with_it() -> None:
     counts = Counts()
     counts.decisions["encoder", "up", "LoadRose"] += 2
     counts.drains["encoder", "ended"] += 1
-    kept = Shown("n", "kept", problems=(NO_GPU,))
-    metrics.deployments = lambda: [kept, Shown("n", "gone", problems=(NO_GPU,), counts=counts)]
+    kept = DeploymentSnapshot("n", "kept", problems=(NO_GPU,))
+    metrics.deployments = lambda: [kept, DeploymentSnapshot("n", "gone", problems=(NO_GPU,), counts=counts)]
     assert exposed(metrics)["mmd_scaling_decisions_total"] == {
         (("direction", "up"), ("pool", "encoder"), ("reason", "LoadRose")): 2
     }
-    assert len(about(metrics, "gone")) == 3
+    assert len(about(metrics, "gone")) == 4
     metrics.deployments = lambda: [kept]
     assert about(metrics, "gone") == []
-    assert len(about(metrics, "kept")) == 1
+    assert len(about(metrics, "kept")) == 2

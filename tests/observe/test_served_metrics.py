@@ -6,11 +6,11 @@ import threading
 
 import httpx
 import pytest
-from local_deployment import Deployment, until
-from observed_fixture import ask, content, load, scrape
 
-from mmd_workers.local.samples import draw
+from mmd_cli.samples import draw
 from mmd_workers.observe.metrics import Metrics
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import ask, content, load, scrape
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -48,11 +48,11 @@ class Watch:
         return [
             entry.name
             for entry in Metrics().catalogue
-            if entry.moves == "load" and not self.highest.get(entry.name + ending.get(entry.kind, ""))
+            if entry.moved_by == "load" and not self.highest.get(entry.name + ending.get(entry.kind, ""))
         ]
 
 
-def test_served_requests_touch_every_metric_that_is_said_to_move_with_load(observed: Deployment) -> None:
+def test_served_requests_move_every_metric_declared_to_move_with_load(observed: Deployment) -> None:
     with Watch(observed) as watch:
         for number in range(ROUNDS):  # a gauge of what lasts for milliseconds is not seen in every round
             load(observed, 24, 1000, at_once=24)
@@ -62,7 +62,7 @@ def test_served_requests_touch_every_metric_that_is_said_to_move_with_load(obser
     assert watch.untouched() == []
 
 
-def test_every_exposed_metric_stands_in_the_catalogue(observed: Deployment) -> None:
+def test_every_exposed_metric_is_in_the_catalogue(observed: Deployment) -> None:
     known = {entry.name for entry in Metrics().catalogue}
     endings = ("_bucket", "_count", "_sum")
     exposed = {name for name, _ in scrape(observed.local.pods) if not name.startswith("process_")}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import httpx
 import pytest
-from local_deployment import Deployment, until
-from observed_fixture import ask, content, load
-from otlp_collector import Collector, Span
 
-from mmd_workers.local.samples import draw
+from mmd_cli.samples import draw
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.messages import Phase
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import ask, content, load
+from tests.support.otlp_collector import Collector, Span
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"}
@@ -24,7 +25,7 @@ def spans_of(collector: Collector, trace_id: str, names: set[str]) -> dict[str, 
 
 
 def trace_of(observed: Deployment, request_id: str) -> str:
-    return str(httpx.get(f"{observed.local.gateway_url}/debug/requests/{request_id}").json()["trace_id"])
+    return str(httpx.get(f"{observed.local.admin_url}/debug/requests/{request_id}").json()["trace_id"])
 
 
 @pytest.mark.usefixtures("observed")
@@ -59,7 +60,7 @@ class TestServed:
         assert spans["encode"].attributes["mmd.tower_ms"] > 0
         assert spans["kv_transfer"].attributes["mmd.bytes"] > 0
 
-    def test_without_a_trace_of_the_clients_own_one_is_begun_and_stands_in_logs_and_timeline(
+    def test_without_a_client_trace_one_is_started_and_is_in_logs_and_timeline(
         self, observed: Deployment, collector: Collector
     ) -> None:
         answer = ask(observed, "What is 5?")
@@ -93,9 +94,10 @@ def test_a_dead_collector_does_not_keep_a_process_from_ending() -> None:
     root = tracing.begin({}, time.time(), "r")
     tracing.record(root.carrier, [Phase("encode", time.time() - 1, time.time())] * 5000)
     root.end(time.time())
-    begun = time.monotonic()
-    tracing.close()
-    assert time.monotonic() - begun < 3
+    closing = threading.Thread(target=tracing.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 def test_without_a_collector_there_are_ids_and_nothing_is_kept() -> None:

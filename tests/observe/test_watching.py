@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_deployment import Deployment, until
-from observed_fixture import ask, content, load
-from prometheus_server import RULES, Prometheus, program
 from typer.testing import CliRunner
 
-from mmd_api import cli
-from mmd_workers.local import slo_report, top
-from mmd_workers.local.samples import draw
+from mmd_cli import slo_report, top
+from mmd_cli.program import build
+from mmd_cli.samples import draw
+from tests.support.local_deployment import Deployment, until
+from tests.support.observed_fixture import ask, content, load
+from tests.support.prometheus_server import RULES, Prometheus, program
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
 
 def mmd(*arguments: str) -> str:
-    ran = CliRunner().invoke(cli.build().app, list(arguments))
+    ran = CliRunner().invoke(build().app, list(arguments))
     assert ran.exit_code == 0, ran.output
     return ran.output
 
@@ -67,18 +67,18 @@ def test_a_report_of_remembered_requests_counts_promises_failures_and_bottleneck
     assert report.figures["ended with peer_lost"] == "1"
     assert report.figures["placed again"] == "2"
     assert report.figures["ttft within 500 ms"] == "90.9%"
-    assert report.notes[0].startswith("Most time went into encode: 89%")
+    assert report.notes[0].startswith("Largest phase: encode, 89%")
     assert "12 s of backlog" in report.html()
     assert report.html().count("<svg") == 1
 
 
-def test_a_report_of_nothing_says_so() -> None:
-    with pytest.raises(slo_report.NothingToReportError, match="ask it something"):
+def test_a_report_without_requests_is_an_error() -> None:
+    with pytest.raises(slo_report.NothingToReportError, match="send one first"):
         slo_report.from_requests("demo", [], None, {})
 
 
-def test_a_gateway_that_is_not_there_is_said_in_a_sentence() -> None:
-    ran = CliRunner().invoke(cli.build().app, ["top", "--url", "http://127.0.0.1:9", "--json"])
+def test_an_unreachable_gateway_is_reported_in_one_sentence() -> None:
+    ran = CliRunner().invoke(build().app, ["top", "--url", "http://127.0.0.1:9", "--json"])
     assert ran.exit_code == 1
     assert "no gateway answers" in ran.output
 
@@ -94,7 +94,7 @@ class TestServed:
 
     def test_top_shows_every_pod_and_what_is_under_way(self, observed: Deployment) -> None:
         load(observed, 8, 95_000)
-        seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
+        seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
         shown = {pod["pod"] for pod in seen["pods"]}
         assert shown == {pod.name for pod in observed.local.pods if pod.component != "gateway"}
         assert all(0 <= pod["kv_used"] <= 1 for pod in seen["pods"] if "decode" in pod["roles"])
@@ -102,19 +102,19 @@ class TestServed:
         next(iter(stream))
 
         def told() -> bool:  # pods tell their load a few times a second
-            seen = json.loads(mmd("top", "--json", "--url", observed.local.gateway_url, "--seconds", "0.3"))
+            seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
             assert seen["requests"]["running"] == 1, "the stream ended before its pod was seen at work"
             return sum(pod["running"] for pod in seen["pods"]) == 1
 
         until(told, 20, "top shows the sequence in its pod")
         stream.response.close()
-        screen = mmd("top", "--once", "--url", observed.local.gateway_url, "--seconds", "0.3")
+        screen = mmd("top", "--once", "--url", observed.local.admin_url, "--seconds", "0.3")
         assert all(name[:40] in screen for name in shown)
         assert "requests/s" in screen
 
     def test_the_timeline_of_a_request_is_shown_phase_by_phase(self, observed: Deployment) -> None:
         request = ask(observed, content(draw("video", 94_000))).id
-        url = observed.local.gateway_url
+        url = observed.local.admin_url
         timeline = json.loads(mmd("trace", request, "--json", "--url", url))
         phases = {phase["name"].replace("_", " ") for phase in timeline["phases"]}
         assert {"encode", "prefill", "decode"} <= phases
@@ -129,8 +129,8 @@ class TestServed:
         encoder = next(row[1] for row in rows if row[0] == "encode")
         assert encoder.startswith(observed.pods("encoder")[0].name[:8])
 
-    def test_a_request_that_is_not_remembered_is_said_to_be(self, observed: Deployment) -> None:
-        ran = CliRunner().invoke(cli.build().app, ["trace", "nobody", "--url", observed.local.gateway_url])
+    def test_an_unknown_request_is_reported_as_such(self, observed: Deployment) -> None:
+        ran = CliRunner().invoke(build().app, ["trace", "nobody", "--url", observed.local.admin_url])
         assert ran.exit_code == 1
         assert "nobody" in ran.output
 
@@ -139,23 +139,23 @@ class TestServed:
     ) -> None:
         load(observed, 8, 96_000)
         page = tmp_path / "report.html"
-        said = mmd("report", "--url", observed.local.gateway_url, "-o", str(page), "--json")
+        said = mmd("report", "--url", observed.local.admin_url, "-o", str(page), "--json")
         figures = json.loads(said)["figures"]
         assert int(figures["requests"]) >= 8
         assert "ttft within 2000 ms" in figures
-        assert "Time to the first token" in page.read_text()
+        assert "Time to first token" in page.read_text()
 
     def test_the_printed_configuration_finds_every_pod_and_the_report_is_written_from_it(
         self, observed: Deployment, tmp_path: Path
     ) -> None:
         printed = mmd(
-            "prometheus", "--url", observed.local.gateway_url, "--rules", str(RULES), "--seconds", "1"
+            "prometheus", "--url", observed.local.admin_url, "--rules", str(RULES), "--seconds", "1"
         )
         (tmp_path / "printed.yml").write_text(printed)
         subprocess.run(
             [program("promtool"), "check", "config", tmp_path / "printed.yml"], check=True, timeout=30
         )
-        with Prometheus.of_gateway(tmp_path, observed.local.gateway_url) as server:
+        with Prometheus.of_gateway(tmp_path, observed.local.admin_url) as server:
             server.until_scraped(len(observed.local.pods))
             load(observed, 12, 97_000)
             until(

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
@@ -35,3 +36,11 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+@dataclass
+class Seen:
+    """What the browser complained of, and where it went."""
+
+    faults: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)

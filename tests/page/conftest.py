@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
-from browser import chromium
-from local_deployment import Deployment
 from playwright.sync_api import Browser, Page
 
+from tests.support.local_deployment import Deployment
 
-@dataclass
-class Seen:
-    """What the browser complained of, and where it went."""
-
-    faults: list[str] = field(default_factory=list)
-    requested: list[str] = field(default_factory=list)
+from .browser import Seen, chromium
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +31,7 @@ def page(browser: Browser, observed: Deployment, seen: Seen) -> Iterator[Page]:
     one.on("console", lambda said: seen.faults.append(said.text) if said.type == "error" else None)
     one.on("pageerror", lambda error: seen.faults.append(str(error)))
     one.on("request", lambda request: seen.requested.append(request.url))
-    one.goto(f"{observed.local.gateway_url}/")
-    one.get_by_text("builtin/demo takes").wait_for()
+    one.goto(f"{observed.local.admin_url}/")
+    one.get_by_text("builtin/demo accepts").wait_for()
     yield one
     context.close()

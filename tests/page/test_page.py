@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import Seen  # type: ignore[attr-defined]
-from local_deployment import Deployment, until
 from playwright.sync_api import Page, Route, expect
 
-from mmd_workers.local.samples import Sample, draw
+from mmd_cli.samples import Sample, draw
+from tests.support.local_deployment import Deployment, until
+
+from .browser import Seen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -24,7 +25,7 @@ ENDINGS = {"image": "png", "video": "mp4", "audio": "wav"}
 
 def attach(page: Page, sample: Sample, name: str = "") -> None:
     name = name or f"sample.{ENDINGS[sample.kind]}"
-    page.get_by_label("Images, videos and sounds").set_input_files(
+    page.get_by_label("Images, videos and audio").set_input_files(
         {"name": name, "mimeType": sample.mime, "buffer": sample.bytes}
     )
     page.get_by_role("button", name=f"Remove {name}").wait_for()
@@ -63,7 +64,7 @@ def running(deployment: Deployment) -> int:
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
-def test_a_file_is_attached_asked_about_and_its_way_is_shown(page: Page, seen: Seen, kind: Any) -> None:
+def test_a_file_is_attached_and_the_path_of_its_request_is_shown(page: Page, seen: Seen, kind: Any) -> None:
     sample = draw(kind, 20)
     attach(page, sample)
     ask(page, sample.question)
@@ -77,6 +78,24 @@ def test_a_file_is_attached_asked_about_and_its_way_is_shown(page: Page, seen: S
     expect(page.get_by_text(re.compile("Request chatcmpl-"))).to_be_visible()
     assert seen.faults == []
     assert all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in seen.requested)
+
+
+def test_on_the_port_of_clients_the_page_answers_and_shows_nothing_of_the_inside(
+    page: Page, seen: Seen, observed: Deployment
+) -> None:
+    url = observed.local.gateway_url
+    with page.expect_request(f"{url}/v1/models"):
+        page.goto(f"{url}/")
+    page.get_by_text("builtin/demo accepts").wait_for()
+    sample = draw("image", 21)
+    attach(page, sample)
+    ask(page, sample.question)
+    assert until_done(page) == sample.answer
+    expect(page.locator("#figures")).to_contain_text("Time to first token")
+    expect(page.get_by_role("heading", name="Pods and queues now")).to_be_hidden()
+    expect(page.locator("#stages")).to_be_hidden()
+    assert not [asked for asked in seen.requested if asked.startswith(f"{url}/debug")]
+    assert seen.faults == []
 
 
 def test_without_a_file_at_hand_a_circle_is_drawn_and_recognised(page: Page) -> None:
@@ -110,7 +129,7 @@ def test_the_answer_streams_and_stop_frees_the_request_everywhere(page: Page, ob
 
 def test_settings_reach_the_request(page: Page) -> None:
     page.get_by_text("Settings").click()
-    page.get_by_label("Most tokens").fill("2")
+    page.get_by_label("Maximum tokens").fill("2")
     page.get_by_label("Seed").fill("7")
     with page.expect_request("**/v1/chat/completions") as sent:
         page.get_by_role("button", name="Draw a circle").click()
@@ -118,10 +137,10 @@ def test_settings_reach_the_request(page: Page) -> None:
         ask(page)
     body = json.loads(sent.value.post_data or "{}")
     assert (body["max_tokens"], body["seed"], body["temperature"]) == (2, 7, 0)
-    expect(page.get_by_text("Cut off at the limit of tokens")).to_be_visible()
+    expect(page.get_by_text("Stopped at the token limit")).to_be_visible()
 
 
-def test_a_setting_out_of_range_is_refused_where_it_stands(page: Page) -> None:
+def test_a_setting_out_of_range_is_rejected_at_its_field(page: Page) -> None:
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("9")
     page.get_by_text("Settings").click()
@@ -140,7 +159,7 @@ def test_the_layout_can_be_switched_and_is_remembered(page: Page) -> None:
     page.get_by_label("Layout").select_option("one below the other")
     for side in ("x", "width"):
         assert place("journey")[side] == place("ask")[side]
-    page.get_by_label("Layout").select_option("the answer alone")
+    page.get_by_label("Layout").select_option("answer only")
     expect(page.get_by_role("heading", name="Pods and queues now")).to_be_hidden()
     page.reload()
     expect(page.get_by_role("heading", name="Answer")).to_be_visible()
@@ -150,9 +169,9 @@ def test_the_layout_can_be_switched_and_is_remembered(page: Page) -> None:
 
 def test_errors_say_what_is_wrong_and_leave_the_page_usable(page: Page, seen: Seen) -> None:
     alert = page.get_by_role("alert")
-    files = page.get_by_label("Images, videos and sounds")
+    files = page.get_by_label("Images, videos and audio")
     files.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"hello"})
-    expect(alert).to_contain_text("notes.txt is not an image, a video or a sound")
+    expect(alert).to_contain_text("notes.txt is not an image, video or audio file")
     broken = draw("image", 3)
     files.set_input_files({"name": "broken.png", "mimeType": "image/png", "buffer": broken.bytes[:120]})
     ask(page, "What is in this image?")
@@ -166,7 +185,7 @@ def test_errors_say_what_is_wrong_and_leave_the_page_usable(page: Page, seen: Se
     assert all("400" in fault or "blob:" in fault for fault in seen.faults)
 
 
-def test_an_answer_too_large_to_send_and_a_gateway_that_is_gone_are_told_apart(page: Page) -> None:
+def test_too_large_a_request_and_an_unreachable_gateway_are_distinguished(page: Page) -> None:
     alert = page.get_by_role("alert")
 
     def small(route: Route) -> None:
@@ -182,7 +201,7 @@ def test_an_answer_too_large_to_send_and_a_gateway_that_is_gone_are_told_apart(p
         with page.expect_request("**/debug/state"):
             pass
     ask(page)
-    expect(alert).to_contain_text("the limit is 1 KiB: remove one")
+    expect(alert).to_contain_text("the limit is 1 KiB; remove one")
     page.unroute("**/debug/state")
     page.get_by_role("button", name="Remove sample.png").click()
     page.route("**/v1/chat/completions", lambda route: route.abort())

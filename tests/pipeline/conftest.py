@@ -1,12 +1,15 @@
-"""One running deployment of the demo model for all tests that only ask it questions."""
+"""One running deployment of the demo model for all tests that only ask it questions, and a random checkpoint."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from local_deployment import ROOT, Deployment
+
+from examples import random_model
+from tests.support.local_deployment import ROOT, Deployment
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +23,11 @@ def demo() -> Iterator[Deployment]:
     """examples/demo.yaml: 1 encoder, 1 prefill, 2 decode."""
     with Deployment(ROOT / "examples" / "demo.yaml") as deployment:
         yield deployment
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights, the same ones whoever makes it."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    random_model.build("qwen2_5_vl", folder, seed=3)
+    return folder

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import openai
-import oracle
 import pytest
-from local_deployment import Deployment, content, until
 
-from mmd_workers.local.samples import draw
+from e2e import questions
+from mmd_cli.samples import draw
+from tests.support import oracle
+from tests.support.local_deployment import Deployment, content, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
@@ -112,7 +115,7 @@ def test_the_encoder_loads_only_towers_and_the_others_only_the_language_model(de
         ]
 
 
-def test_bad_media_are_refused_with_their_reason_and_cost_nobody_else(demo: Deployment) -> None:
+def test_bad_media_are_rejected_with_their_reason_and_affect_no_other_request(demo: Deployment) -> None:
     truncated = draw("image", 3, "image/png").bytes[:200]
     bad = [
         {
@@ -164,7 +167,7 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     timeline: dict[str, Any] = {}
 
     def complete() -> bool:
-        timeline.update(httpx.get(f"{demo.local.gateway_url}/debug/requests/{answer.id}").json())
+        timeline.update(httpx.get(f"{demo.local.admin_url}/debug/requests/{answer.id}").json())
         return {"queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"} <= {
             phase["name"] for phase in timeline["phases"]
         }
@@ -174,8 +177,18 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     assert all(timeline["arrived"] - 0.1 <= start <= end for start, end in spans)
 
 
+def test_the_questions_of_the_end_to_end_test_need_the_port_of_clients_only(
+    demo: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["questions.py", demo.local.gateway_url])
+    questions.main()
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["answer"] for one in answers] == [one["expected"] for one in answers]
+    assert len(answers) == 5
+
+
 def test_stopping_leaves_no_process(tmp_path: Path) -> None:
-    from local_deployment import ROOT
+    from tests.support.local_deployment import ROOT
 
     with Deployment(ROOT / "examples" / "monolithic.yaml") as deployment:
         pids = [deployment.pid(pod) for pod in deployment.local.pods] + [deployment.local.nats.pid]

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import oracle
 import pytest
-from local_deployment import Deployment, write
 from tenacity import RetryError, Retrying, retry_if_not_result, stop_after_delay, wait_fixed
-from test_layouts import KV, TOKENS, checkpoint, content, mp4  # noqa: F401 - a fixture
 
-from mmd_workers.local.samples import as_another_file
+from mmd_cli.samples import as_another_file
+from tests.support import oracle
+from tests.support.local_deployment import Deployment, write
+
+from .random_media import KV, TOKENS, content, mp4
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("storm"), pytest.mark.timeout(600)]
 
@@ -43,7 +44,7 @@ def until(check: Any, deployment: Deployment, seconds: float) -> None:
         pytest.fail("\n".join(f"{pod} {line}" for pod, line in deployment.lines))
 
 
-def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Path, tmp_path: Path):  # noqa: F811
+def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Path, tmp_path: Path):
     spec = {
         "model": {"id": str(checkpoint), "dtype": "Float32"},
         "encoder": ENCODER,
@@ -56,7 +57,7 @@ def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Pat
 
         def ask(number: int) -> str:
             answer = client.chat.completions.create(
-                model=str(checkpoint),
+                model=deployment.local.model,
                 messages=[{"role": "user", "content": content(question(number, number))}],  # type: ignore[typeddict-item]
                 max_tokens=TOKENS,
                 temperature=0,
@@ -83,8 +84,8 @@ def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Pat
         until(lambda: len(deployment.pods("encoder")) == 1, deployment, 75)
         answers[-1] = ask(-1)
         lines = said(deployment)
-        assert any("encoder goes from 1 to 2 replicas (LoadRose)" in line for line in lines), lines
-        assert any("finishes what it holds" in line for line in lines), lines
+        assert any("encoder scales from 1 to 2 replicas (LoadRose)" in line for line in lines), lines
+        assert any("finishes its requests" in line for line in lines), lines
         assert not any("Traceback" in line for _, line in deployment.lines)
     assert len(answers) > DISTINCT
     for number, answer in answers.items():

@@ -67,6 +67,7 @@ NATS = st.sampled_from(
     [
         {},
         {"storageMebibytes": 64},
+        {"nodeSelector": {"a": "b"}, "template": {"env": [{"name": "GOMEMLIMIT", "value": "1GiB"}]}},
         {"managed": False, "url": "nats://nats.example.com:4222"},
         {"managed": False, "url": "tls://nats.example.com", "credentialsSecret": "bus"},
     ]

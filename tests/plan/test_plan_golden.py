@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mmd_api.cli import build
+from mmd_cli.program import build
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

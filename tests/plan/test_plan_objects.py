@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from planned import deployment, valid_deployments
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import PASSWORD_PREFIX, with_passwords
+
+from .planned import deployment, valid_deployments
 
 SOME = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -99,7 +100,7 @@ def test_every_selector_selects_its_own_pods_and_no_others(d):
 
 @SOME
 @given(valid_deployments())
-def test_every_mount_has_its_volume_and_every_variable_stands_once(d):
+def test_every_mount_has_its_volume_and_every_variable_is_set_once(d):
     objects = plan_objects(d, "somewhere")
     maps = {o["metadata"]["name"]: o["data"] for o in of_kind(objects, "ConfigMap")}
     for _, template in pods(objects):
@@ -120,15 +121,30 @@ def test_the_roles_of_all_pools_cover_the_pipeline_once_and_in_order(d):
 
 @SOME
 @given(valid_deployments())
-def test_pods_are_told_their_revision_and_the_whole_pipeline(d):
+def test_every_pod_mounts_the_configuration_of_its_component_and_no_other(d):
     objects = plan_objects(d, "somewhere")
-    revision = pipeline_revision(d.spec)
-    (config,) = [o for o in of_kind(objects, "ConfigMap") if "pipeline.json" in o["data"]]
-    told = PipelineConfig.model_validate(json.loads(config["data"]["pipeline.json"]))
-    assert (told.namespace, told.name, told.revision) == ("somewhere", d.metadata.name, revision)
-    assert pipeline_revision(told.spec) == revision, (
-        "workers that hash what they were told arrive at the same revision"
-    )
+    maps = {o["metadata"]["name"]: o["data"] for o in of_kind(objects, "ConfigMap")}
+    for owner, template in pods(objects):
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component == "nats":
+            continue
+        (volume,) = [v["configMap"] for v in template["spec"]["volumes"] if "configMap" in v]
+        assert volume["items"] == [{"key": f"{component}.json", "path": f"{component}.json"}], owner
+        config = PipelineConfig.parse(maps[volume["name"]][f"{component}.json"])
+        revision = pipeline_revision(d.spec)
+        assert (config.namespace, config.name, config.revision) == ("somewhere", d.metadata.name, revision)
+
+
+def test_a_component_cannot_read_a_field_that_is_not_declared_as_its_own():
+    d = deployment({"slo": {"ttftMilliseconds": 5}, "gateway": {"maxRetries": 1}, "encoder": {"gpus": 0}})
+    gateway = PipelineConfig.of(d.spec, "somewhere", "sample", "gateway").spec
+    assert (gateway.slo.ttft_milliseconds, gateway.gateway.max_retries) == (5, 1)
+    encoder = PipelineConfig.of(d.spec, "somewhere", "sample", "encoder").spec
+    assert encoder.encoder.batching.max_items == 8
+    with pytest.raises(AttributeError):
+        _ = encoder.slo.ttft_milliseconds
+    with pytest.raises(AttributeError):
+        _ = encoder.decode.max_sequences
 
 
 @pytest.mark.parametrize(
@@ -182,6 +198,7 @@ def test_two_revisions_stand_side_by_side():
         ("ConfigMap", "sample-nats"),
         ("Service", "sample-nats"),
         ("StatefulSet", "sample-nats"),
+        ("PodDisruptionBudget", "sample-nats"),
         ("Service", "sample-gateway"),
         ("Deployment", "sample-gateway"),
         ("PodDisruptionBudget", "sample-decode"),
@@ -246,7 +263,7 @@ def test_no_manifest_holds_a_password():
     ],
     ids=str,
 )
-def test_the_nats_server_is_no_pod_that_others_may_starve(resources, asked):
+def test_the_nats_server_cannot_be_starved_by_other_pods(resources, asked):
     container = stateful_set(deployment({"nats": {"resources": resources}}), "nats")["spec"]["template"]
     assert container["spec"]["containers"][0]["resources"]["requests"] == asked
 
@@ -265,7 +282,7 @@ def test_a_variable_of_the_template_wins_over_a_default():
 @pytest.mark.parametrize(
     ("cpu", "threads"), [(None, "0"), ("250m", "1"), ("1.5", "1"), ("2", "2"), ("3900m", "3")]
 )
-def test_threads_follow_the_cores_that_were_asked_for(cpu, threads):
+def test_threads_follow_the_requested_cores(cpu, threads):
     d = deployment({"decode": {"gpus": 0, "resources": {"cpu": cpu} if cpu else {}}})
     environment = stateful_set(d, "decode")["spec"]["template"]["spec"]["containers"][0]["env"]
     assert [e["value"] for e in environment if e["name"] == "MMD_THREADS"] == [threads]
@@ -275,3 +292,18 @@ def test_a_relative_model_path_is_refused_for_a_cluster():
     with pytest.raises(InvalidDeploymentError, match="relative path") as refused:
         plan_objects(deployment({"model": {"id": "./model"}}), "x")
     assert [f.field for f in refused.value.faults] == ["spec.model.id"]
+
+
+@pytest.mark.parametrize(("timeout", "configured"), [(1, 5), (600, 120), (600, 3600), (86_400, 120)])
+def test_a_gateway_may_finish_a_request_that_came_at_the_last_moment(timeout: int, configured: int):
+    gateway = {
+        "requestTimeoutSeconds": timeout,
+        "template": {"terminationGracePeriodSeconds": configured},
+    }
+    (workload,) = of_kind(plan_objects(deployment({"gateway": gateway}), "x"), "Deployment")
+    pod = workload["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (drain,) = [float(e["value"]) for e in container["env"] if e["name"] == "MMD_GRACE_SECONDS"]
+    leaving = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= max(configured, leaving + timeout)
+    assert timeout < drain <= pod["terminationGracePeriodSeconds"] - leaving

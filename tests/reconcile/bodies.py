@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_operator.observed import PodView, pod_of
-from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
+from mmd_operator.resources.naming import DEPLOYMENT_LABEL, INPUTS_ANNOTATION, REVISION_LABEL
 
 UID = "11111111-1111-1111-1111-111111111111"
 OLD, NEW = "aaaaaaaaaa", "bbbbbbbbbb"
@@ -29,8 +30,14 @@ def pod(
     scheduling: str | None = None,
     container: dict[str, Any] | None = None,
     deleting: bool = False,
+    inputs: str | None = None,
+    created: str | None = None,
+    ready_since: str | None = None,
+    drain: str | None = None,
 ) -> PodView:
-    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    conditions = [
+        {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": ready_since}
+    ]
     if scheduling is not None:
         conditions.append(
             {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": scheduling}
@@ -40,7 +47,12 @@ def pod(
         "uid": f"uid-of-{name}",
         "namespace": "default",
         "labels": labels(component, revision),
+        "annotations": {INPUTS_ANNOTATION: inputs} if inputs else {},
     }
+    if drain is not None:
+        metadata["annotations"][DRAIN_ANNOTATION] = drain
+    if created is not None:
+        metadata["creationTimestamp"] = created
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     status = {"conditions": conditions, "containerStatuses": [container] if container else []}
@@ -73,6 +85,8 @@ def workload(
     owner: str = UID,
     behind: bool = False,
     uid: str = "u",
+    inputs: str | None = None,
+    gpus: int = 0,
 ) -> dict[str, Any]:
     """A StatefulSet or Deployment, whole unless said otherwise. `template`: revision of its pods."""
     stays = kind == "Deployment" or component == "nats"
@@ -90,7 +104,14 @@ def workload(
         },
         "spec": {
             "replicas": replicas,
-            "template": {"metadata": {"labels": labels(component, template or revision)}},
+            "updateStrategy": {"type": "RollingUpdate" if stays else "OnDelete"},
+            "template": {
+                "metadata": {
+                    "labels": labels(component, template or revision),
+                    "annotations": {INPUTS_ANNOTATION: inputs} if inputs else {},
+                },
+                "spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]},
+            },
         },
         "status": {
             "observedGeneration": 1 if behind else 2,

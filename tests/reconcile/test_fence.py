@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from control_plane import write_kubeconfig
 
 from mmd_operator.cluster import BusyError, Cluster
 from mmd_operator.leader import NotLeaderError
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.serve import api_client
+from tests.support.control_plane import write_kubeconfig
 
 
 class Door:
@@ -91,7 +91,7 @@ async def test_a_write_leaves_while_the_lease_is_held(door: Door):
     assert door.writes == ["PATCH"]
 
 
-async def test_the_fence_is_asked_again_when_the_body_follows_the_headers(door: Door):
+async def test_the_fence_is_checked_again_when_the_body_follows_the_headers(door: Door):
     """aiohttp sends a body from a task of its own: the lease may end between the two."""
     answers = iter([True, False])
 

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
-from bodies import NEW, crashed, pod, waiting
+from typing import Any
 
-from mmd_operator.problems import _SEVERITY, Problem, gathered, pod_problem, refusal, told
+import pytest
+
+from mmd_api.spec.pools import DecodeSpec
+from mmd_operator.observed import PodView
+from mmd_operator.problems import (
+    _SEVERITY,
+    Deadlines,
+    Problem,
+    format_problems,
+    gathered,
+    pod_problem,
+    refusal,
+    waiting_for_nodes,
+)
+
+from .bodies import NEW, crashed, pod, waiting
 
 NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available"
 NO_CLAIM = '0/1 nodes are available: persistentvolumeclaim "weights" not found.'
 UNBOUND = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
 NO_NODE = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+CREATED, CREATED_SECONDS = "2026-01-01T00:00:00Z", 1767225600.0
+
+
+def problem_of(seen: PodView) -> Problem | None:
+    """Long after every deadline."""
+    return pod_problem(seen, 1e9, Deadlines())
 
 
 @pytest.mark.parametrize(
@@ -24,6 +44,15 @@ NO_NODE = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/s
             pod(container=waiting("ImagePullBackOff", 'Back-off pulling image "nobody/none"')),
             "ImageNotPulled",
             ["nobody/none", "spec.image.worker", "pullSecrets"],
+        ),
+        (
+            pod(
+                container=waiting(
+                    "ImagePullBackOff", f'Back-off pulling image "r.example/w@sha256:{"0" * 64}"'
+                )
+            ),
+            "ImageNotPulled",
+            ["if it names a tag", "no longer has the image that this revision was pinned to"],
         ),
         (pod(container=waiting("ErrImageNeverPull", "not present")), "ImageNotPulled", ["spec.image.worker"]),
         (
@@ -60,18 +89,18 @@ NO_NODE = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/s
                 container=crashed("Traceback ...\nModelNotFoundError: no weights at /models/x; mount them\n")
             ),
             "CrashLoop",
-            ["ended 3 times, last with code 1", "no weights at /models/x", "kubectl logs --previous"],
+            ["exited 3 times, last with code 1", "no weights at /models/x", "kubectl logs --previous"],
         ),
-        (pod(container=crashed(None)), "CrashLoop", ["ended 3 times"]),
+        (pod(container=crashed(None)), "CrashLoop", ["exited 3 times"]),
         (
             pod(container=crashed(None, code=137, reason="OOMKilled")),
             "OutOfMemory",
-            ["killed for memory 3 times", "resources.memory"],
+            ["ran out of memory 3 times", "resources.memory"],
         ),
     ],
 )
-def test_a_pod_that_cannot_become_ready_says_why_and_what_to_do(seen, reason, words):
-    problem = pod_problem(seen)
+def test_a_pod_that_cannot_become_ready_is_reported_with_reason_and_remedy(seen, reason, words):
+    problem = problem_of(seen)
     assert problem is not None
     assert problem.reason == reason
     for word in words:
@@ -90,12 +119,90 @@ def test_a_pod_that_cannot_become_ready_says_why_and_what_to_do(seen, reason, wo
         pod(container=crashed("shutting down"), deleting=True),
     ],
 )
-def test_a_pod_that_is_ready_starting_or_leaving_is_no_problem(fine):
-    assert pod_problem(fine) is None
+def test_a_ready_starting_or_terminating_pod_is_not_a_problem(fine):
+    assert pod_problem(fine, 30.0, Deadlines()) is None
+
+
+@pytest.mark.parametrize("words", [NO_GPU, NO_NODE])
+def test_a_pod_without_a_node_is_not_a_problem_before_its_deadline(words: str):
+    seen = pod(scheduling=words, created=CREATED)
+    deadlines = Deadlines.of(DecodeSpec(scheduling_deadline_seconds=300))
+    assert pod_problem(seen, CREATED_SECONDS + 299, deadlines) is None
+    problem = pod_problem(seen, CREATED_SECONDS + 301, deadlines)
+    assert problem is not None
+    assert "for more than 300 s" in problem.seen
+
+
+def runs(started: str, *, restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    container = {"restartCount": restarts, "state": {"running": {"startedAt": started}}}
+    return {**container, "lastState": {"terminated": last}} if last else container
+
+
+def test_the_start_deadline_counts_from_the_containers_start_not_from_the_pods():
+    hour_later = "2026-01-01T01:00:00Z"
+    deadlines = Deadlines.of(DecodeSpec(start_deadline_seconds=1800))
+    seen = pod(container=runs(hour_later, restarts=1), created=CREATED)
+    assert seen.starting_since == CREATED_SECONDS + 3600
+    assert pod_problem(seen, CREATED_SECONDS + 3600 + 1799, deadlines) is None
+    problem = pod_problem(seen, CREATED_SECONDS + 3600 + 1801, deadlines)
+    assert problem is not None
+    assert problem.reason == "NotStarting"
+    assert "not become Ready within 1800 s" in problem.seen
+    assert "startDeadlineSeconds" in problem.remedy
+
+
+def test_a_pod_that_was_ready_and_one_that_waits_for_its_image_have_their_deadline_from_then_on():
+    assert pod(container=runs(CREATED), ready_since="2026-01-01T01:00:00Z").starting_since == (
+        CREATED_SECONDS + 3600
+    )
+    pulling = pod(container=waiting("ContainerCreating"), created=CREATED)
+    assert pulling.starting_since == CREATED_SECONDS
+
+
+def test_a_pod_that_drains_is_not_late():
+    seen = pod(container=runs(CREATED), created=CREATED, drain="2026-01-01T01:00:00+00:00")
+    assert problem_of(seen) is None
+
+
+@pytest.mark.parametrize(
+    ("restarts", "began", "failing"),
+    [
+        (3, "2026-01-01T00:10:00Z", True),
+        (2, "2026-01-01T00:10:00Z", False),
+        (3, "2025-12-31T00:00:00Z", False),  # that run was Ready
+    ],
+)
+def test_a_container_is_failing_when_its_last_run_ended_without_having_been_ready(restarts, began, failing):
+    last = {"exitCode": 1, "startedAt": began, "finishedAt": "2026-01-01T00:20:00Z"}
+    seen = pod(container=runs("2026-01-01T00:20:10Z", restarts=restarts, last=last), ready_since=CREATED)
+    assert seen.failing is failing
+
+
+def test_a_missing_volume_is_a_problem_at_once_because_no_new_node_has_it():
+    problem = pod_problem(pod(scheduling=NO_CLAIM, created=CREATED), CREATED_SECONDS, Deadlines())
+    assert problem is not None
+    assert problem.reason == "VolumePending"
+
+
+def test_pods_waiting_for_a_node_within_their_deadline_are_reported_with_the_schedulers_message():
+    pods = [
+        pod(scheduling=NO_GPU, name="demo-decode-1", created=CREATED),
+        pod(scheduling=NO_GPU, name="demo-decode-2", created=CREATED),
+        pod("gateway", None, scheduling=NO_NODE, name="demo-gateway-x", created=CREATED),
+        pod(scheduling=NO_CLAIM, name="demo-decode-3", created=CREATED),
+        pod(scheduling=NO_GPU, name="demo-decode-4", created=CREATED, deleting=True),
+        pod(ready=True, name="demo-decode-0", created=CREATED),
+    ]
+    said = waiting_for_nodes(pods, CREATED_SECONDS + 60, {"decode": Deadlines(300)})
+    assert said == (
+        f"2 decode pods are waiting for a node, for up to 300 s ({NO_GPU}); "
+        f"1 gateway pod is waiting for a node, for up to 900 s ({NO_NODE})"
+    )
+    assert "decode" not in waiting_for_nodes(pods, CREATED_SECONDS + 301, {"decode": Deadlines(300)})
 
 
 def test_only_the_end_of_long_last_words_is_kept():
-    problem = pod_problem(pod(container=crashed("x" * 5000 + " ValueError: the end")))
+    problem = problem_of(pod(container=crashed("x" * 5000 + " ValueError: the end")))
     assert problem is not None
     assert "ValueError: the end" in problem.seen
     assert len(problem.seen) < 600
@@ -130,13 +237,13 @@ def test_a_refusal_is_known_by_its_words(words, reason):
 
 def test_problems_of_one_kind_are_counted_and_the_worst_comes_first():
     many = [
-        pod_problem(pod(scheduling=NO_GPU, name="demo-decode-3")),
-        pod_problem(pod(container=crashed("no"), name="demo-decode-0")),
-        pod_problem(pod(scheduling=NO_GPU, name="demo-decode-4")),
+        problem_of(pod(scheduling=NO_GPU, name="demo-decode-3")),
+        problem_of(pod(container=crashed("no"), name="demo-decode-0")),
+        problem_of(pod(scheduling=NO_GPU, name="demo-decode-4")),
     ]
     found = gathered(p for p in many if p)
     assert [(p.reason, p.pods) for p in found] == [("CrashLoop", 1), ("NoGpu", 2)]
-    assert "decode (2 pods)" in told(found)
+    assert "decode (2 pods)" in format_problems(found)
 
 
 def test_every_reason_has_a_place_in_the_order():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from bodies import UID, pod, workload
-from deployments import ANOTHER_MODEL, SPEC, deployment
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.observed import Observed, child_of
 from mmd_operator.plan import plan_objects
 from mmd_operator.rollout import Step, next_step
+from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
+
+from .bodies import UID, pod, workload
 
 NEW_DEPLOYMENT = deployment({**SPEC, **ANOTHER_MODEL})
 OLD = pipeline_revision(deployment(SPEC).spec)
@@ -56,14 +57,14 @@ def names(revision) -> set[str]:
     return {f"demo-{pool}-{revision}" for pool in POOLS}
 
 
-def test_the_first_revision_is_created_whole_with_its_gateway():
+def test_the_first_revision_is_created_at_once_with_its_gateway():
     found = step(observed())
     assert found.stage == "Creating"
-    assert kinds(found)[-5] == "Deployment"
+    assert kinds(found)[-6:] == ["Deployment", *["PodDisruptionBudget"] * 5]
     assert not found.remove
 
 
-def test_the_gateway_is_held_until_the_new_revision_is_whole():
+def test_the_gateway_is_held_until_the_new_revision_is_complete():
     found = step(observed(NATS, *pools(OLD), *pools(NEW, decode=1), gateway(OLD)))
     assert found.stage == "BringingUp"
     assert "Deployment" not in kinds(found)
@@ -71,7 +72,7 @@ def test_the_gateway_is_held_until_the_new_revision_is_whole():
 
 
 @pytest.mark.parametrize("late", ["unready", "behind", "absent"])
-def test_whole_means_every_pod_of_every_pool_and_that_the_controller_has_caught_up(late):
+def test_complete_means_every_pod_of_every_pool_and_an_up_to_date_controller(late):
     fresh = pools(NEW)
     if late == "unready":
         fresh[0]["status"]["readyReplicas"] = 0
@@ -82,7 +83,7 @@ def test_whole_means_every_pod_of_every_pool_and_that_the_controller_has_caught_
     assert step(observed(NATS, *pools(OLD), *fresh, gateway(OLD))).stage == "BringingUp"
 
 
-def test_the_gateway_moves_when_the_new_revision_is_whole_and_the_old_one_stays():
+def test_the_gateway_moves_when_the_new_revision_is_complete_and_the_old_one_stays():
     seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(OLD), pods=[pod("gateway", OLD, ready=True)])
     found = step(seen)
     assert found.stage == "SwitchingGateway"
@@ -98,7 +99,7 @@ def test_the_old_pools_stay_while_a_gateway_pod_of_theirs_does(deleting):
     assert not found.remove
 
 
-def test_the_old_pools_go_when_the_last_gateway_pod_of_theirs_is_gone():
+def test_the_old_pools_are_removed_after_their_last_gateway_pod():
     seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=[pod("gateway", NEW, ready=True)])
     found = step(seen)
     assert removed(found) == names(OLD)
@@ -118,7 +119,7 @@ def test_going_back_waits_for_the_gateway_pods_that_use_the_revision():
     assert not back.remove
 
 
-def test_nothing_of_somebody_else_is_removed_or_sized():
+def test_objects_of_other_owners_are_not_removed_or_scaled():
     strange = [workload("StatefulSet", "decode", "cccccccccc", replicas=9, owner="somebody")]
     found = step(observed(NATS, *strange, *pools(NEW), gateway(NEW)))
     assert not found.remove
@@ -132,7 +133,25 @@ def test_a_fixed_pool_is_sized_in_the_revisions_that_serve_or_come():
     assert found.sizes == {f"demo-decode-{OLD}": 2, f"demo-decode-{NEW}": 2}
 
 
-def test_nothing_is_complete_while_a_pool_has_not_the_size_it_should_have():
+@pytest.mark.parametrize("template", [OLD, NEW])
+def test_nats_and_the_gateway_get_their_sizes_back_at_any_stage(template: str):
+    grown = [
+        workload("StatefulSet", "nats", None, replicas=3),
+        gateway(template, replicas=0),
+    ]
+    found = step(observed(*grown, *pools(NEW, decode=0)))
+    assert found.restore == {("StatefulSet", "demo-nats"): 1, ("Deployment", "demo-gateway"): 1}
+    assert found.stage != "Complete"
+    assert not found.sizes
+    assert not step(observed(NATS, *pools(NEW), gateway(template))).restore
+
+
+def test_a_gateway_of_another_owner_keeps_its_size():
+    strange = gateway(NEW, replicas=9, owner="somebody")
+    assert not step(observed(NATS, *pools(NEW), strange)).restore
+
+
+def test_a_rollout_is_not_complete_while_a_pool_has_the_wrong_size():
     small = pools(NEW)
     small[2]["spec"]["replicas"] = small[2]["status"]["replicas"] = small[2]["status"]["readyReplicas"] = 1
     small[2]["status"]["updatedReplicas"] = small[2]["status"]["availableReplicas"] = 1
@@ -144,7 +163,6 @@ def test_nothing_is_complete_while_a_pool_has_not_the_size_it_should_have():
 def test_a_pool_of_the_same_revision_that_left_the_spec_stays_until_the_rest_is_replaced():
     spec = deployment({**{k: v for k, v in SPEC.items() if k != "encoder"}, **ANOTHER_MODEL})
     assert pipeline_revision(spec.spec) == NEW
-    fresh = pools(NEW)
-    fresh[1]["status"]["updatedReplicas"] = 0
-    assert not step(observed(NATS, *fresh, gateway(NEW)), spec).remove
+    old = pod("prefill", NEW, name=f"demo-prefill-{NEW}-0", ready=True, inputs="before")
+    assert not step(observed(NATS, *pools(NEW), gateway(NEW), pods=[old]), spec).remove
     assert removed(step(observed(NATS, *pools(NEW), gateway(NEW)), spec)) == {f"demo-encoder-{NEW}"}

@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from bodies import NEW, pod
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import LARGEST_MILLI, PoolThroughput
 from mmd_operator.ask import Asker
 from mmd_operator.conditions import Facts, status_of
@@ -20,6 +19,8 @@ from mmd_operator.explain import lines
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
 from mmd_operator.scaling import PoolScaling
+
+from .bodies import NEW, pod
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
@@ -79,7 +80,7 @@ def status(made: PoolScaling) -> dict[str, Any]:
     return status_of(facts, [], 1).model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def test_what_pods_measure_stands_in_the_status_and_is_told_in_words():
+def test_measured_throughput_is_in_the_status_and_in_the_message():
     words = Words(
         encoder={"encode_work_per_second": {"video": 60000.0, "image": 1.5}, "encode_busy_fraction": 0.1},
         prefill={"prefill_tokens_per_second": 1200.0},
@@ -93,11 +94,11 @@ def test_what_pods_measure_stands_in_the_status_and_is_told_in_words():
     assert found["pools"]["prefill"]["throughput"]["tokensMilli"] == 1_200_000
     assert "throughput" not in found["pools"]["decode"]
     said = "\n".join(lines(found))
-    assert "one replica does 2 image work/s, 60,000 video work/s" in said
-    assert "one replica does 1,200 tokens/s" in said
+    assert "one replica processes 2 image work/s, 60,000 video work/s" in said
+    assert "one replica processes 1,200 tokens/s" in said
 
 
-def test_an_operator_that_starts_anew_decides_with_it_until_a_fresh_load_comes():
+def test_a_restarted_operator_uses_it_until_a_fresh_load_arrives():
     deployment = spec()
     before = scaling(Words(encoder={"encode_work_per_second": {"video": 100.0}}))
     tick(before, 0, deployment)
@@ -123,7 +124,7 @@ def test_an_operator_that_starts_anew_decides_with_it_until_a_fresh_load_comes()
     unknown = scaling(Words())
     unknown._asker.queued = 700.0  # type: ignore[attr-defined]
     tick(unknown, 10, deployment)
-    assert "the throughput of video" in unknown.decisions["encoder"].missing
+    assert "no throughput measured for video" in unknown.decisions["encoder"].missing
 
 
 def test_small_changes_are_not_written_and_large_ones_are():

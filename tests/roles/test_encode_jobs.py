@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -11,19 +12,37 @@ from typing import Any
 import pytest
 import torch
 
-from mmd_api.spec import EncoderBatching, MediaPolicy
-from mmd_workers.encoder.cache import FeatureCache
+from mmd_api.contract.errors import ERRORS, BadMediaError, MmdError
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.pools import EncoderSpec
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.service import EncoderService
-from mmd_workers.errors import BadMediaError
+from mmd_workers.features.cache import FeatureCache
+from mmd_workers.features.source import EncodeError
+from mmd_workers.features.store import FeatureStore
+from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill.features import FeatureStore
-from mmd_workers.prefill.sources import EncodeError, QueueSource
+from mmd_workers.prefill import queue_source
+from mmd_workers.prefill.queue_source import QueueSource
+from mmd_workers.wire import jobs
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
-from mmd_workers.wire.messages import EncodeFailed, FeatureRef, GenerateRequest, Sampling
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    EncodeCheck,
+    EncodeFailed,
+    EncodeJob,
+    EncodeTaken,
+    FeatureRef,
+    GenerateRequest,
+    MediaRead,
+    Sampling,
+)
+from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import DEADLINE_SECONDS
 
 NO_TRACING = Tracing("test", "test", "test", None)
 
@@ -41,12 +60,33 @@ def feature() -> Feature:
     return Feature("image", {"embeddings": torch.arange(BYTES // 4, dtype=torch.float32).reshape(4, -1)})
 
 
-async def receiver(bus: Bus, job_timeout_seconds: float = 20.0) -> tuple[QueueSource, FeatureStore]:
+def nobody(_: str) -> list[str]:
+    return []
+
+
+async def receiver(
+    bus: Bus,
+    job_timeout_seconds: float = 20.0,
+    holders: Callable[[str], list[str]] = nobody,
+    memory_storage: bool = True,
+) -> tuple[QueueSource, FeatureStore]:
     store = FeatureStore(1 << 20, lambda *_: None)
-    queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
+    queue = EncodeQueue(bus, QueueLimits(memory_storage=memory_storage, ack_wait_seconds=1.0))
     await queue.ensure()
     source = QueueSource(
-        *(bus, "prefill-0", "i1", queue, store, 1 << 16, 1 << 14, job_timeout_seconds, 2.0, Metrics())
+        *(
+            bus,
+            "prefill-0",
+            "i1",
+            queue,
+            holders,
+            store,
+            1 << 16,
+            1 << 14,
+            job_timeout_seconds,
+            2.0,
+            Metrics(),
+        )
     )
     await source.start()
     await store.admit("r#0", {REF.feature_id: BYTES})
@@ -59,9 +99,10 @@ def encoder(
     """An encoder whose cache has the feature already: what is tested is the way of the job."""
     metrics = Metrics()
     unused: Any = None
-    pipeline = EncodePipeline(unused, unused, MediaPolicy(), EncoderBatching(), cache, metrics)
+    decoders = DecodePool(1, 5, 1 << 20)
+    pipeline = EncodePipeline(unused, decoders, MediaPolicy(), EncoderSpec(), cache, metrics)
     queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
-    return EncoderService(bus, queue, pipeline, ["image"], 4, alive.get, metrics, NO_TRACING), queue, metrics
+    return EncoderService(bus, queue, pipeline, ["image"], alive.get, metrics, NO_TRACING), queue, metrics
 
 
 def with_feature() -> FeatureCache:
@@ -74,31 +115,100 @@ async def jobs_left(queue: EncodeQueue) -> int:
     return (await queue.depth())["image"].jobs
 
 
-async def until_done(queue: EncodeQueue, seconds: float = 10.0) -> None:
+async def until_done(queue: EncodeQueue, seconds: float = DEADLINE_SECONDS) -> None:
     async with asyncio.timeout(seconds):
         while await jobs_left(queue):
             await asyncio.sleep(0.05)
 
 
-async def test_a_feature_travels_from_the_encoder_to_whoever_asked(connect: Connect) -> None:
+async def test_waiters_get_the_error_of_a_job_that_could_not_be_published(connect: Connect) -> None:
+    """Whatever the reason, and long before the deadline."""
+
+    def broken(_: str) -> list[str]:
+        raise KeyError("holders")
+
+    source, store = await receiver(await connect("prefill-0"), holders=broken)
+    arrival = store.arrival(REF.feature_id)
+    source.request(REF, request(deadline_seconds=600.0))
+    with pytest.raises(EncodeError, match="KeyError") as failed:
+        await asyncio.wait_for(asyncio.shield(arrival), DEADLINE_SECONDS)
+    assert failed.value.retryable
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["stored", "lost"])
+async def test_a_job_is_queued_once_after_the_server_was_away_whether_it_kept_it_or_not(
+    own_nats_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """The feature is not waited for until the job's deadline, while no encoder has anything to do."""
+    bus, gateway = await connect("prefill-0"), await connect("gateway-0")
+    source, _ = await receiver(bus, job_timeout_seconds=600.0, memory_storage=not kept)
+    queue = EncodeQueue(gateway, QueueLimits(memory_storage=not kept, ack_wait_seconds=1.0))
+    published = 0
+
+    async def publish(job: EncodeJob) -> None:
+        nonlocal published
+        await EncodeQueue.publish(source._queue, job)
+        published += 1
+
+    monkeypatch.setattr(source._queue, "publish", publish)
+    source.request(REF, request(deadline_seconds=600.0))
+    async with asyncio.timeout(30):
+        while published != 1:
+            await asyncio.sleep(0.02)
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(MmdError):
+                await queue.ensure()  # as a gateway does
+            if published == 2:
+                break
+            await asyncio.sleep(0.05)
+    assert await jobs_left(queue) == 1
+
+
+async def test_a_feature_travels_from_the_encoder_to_its_requester(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
     service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
     running = asyncio.create_task(service.run())
     source.request(REF, request())
-    arrived = await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), 10)
+    arrived = await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
     assert torch.equal(arrived.tensors["embeddings"], feature().tensors["embeddings"])
     await until_done(queue)
     service.drain()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_SECONDS)
     assert service.drained
 
 
-async def test_a_job_whose_receiver_is_gone_leaves_the_queue(connect: Connect) -> None:
+async def test_a_job_that_is_queued_twice_delivers_its_feature_once(connect: Connect) -> None:
+    """As after an outage longer than the queue remembers what was published: the first copy may be there still."""
+    source, store = await receiver(await connect("prefill-0"))
+    source.request(REF, request())
+    arrival = asyncio.shield(store.arrival(REF.feature_id))
+    services = [encoder(await connect(f"e-{n}"), {"prefill-0": "i1"}, with_feature()) for n in range(2)]
+    queue = services[0][1]
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not await jobs_left(queue):
+            await asyncio.sleep(0.05)
+    (job,) = source._wanted.values()
+    await queue._published(job, message_id="the first is forgotten")
+    assert await jobs_left(queue) == 2
+    running = [asyncio.create_task(service.run()) for service, _, _ in services]
+    await asyncio.wait_for(arrival, DEADLINE_SECONDS)
+    await until_done(queue)
+    received = source._metrics.transfer_bytes.labels("embedding", "received")._value.get()
+    assert received == BYTES
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_job_whose_receiver_is_lost_leaves_the_queue(connect: Connect) -> None:
     bus = await connect("prefill-0")
     source, _ = await receiver(bus)
     source.request(REF, request())
     queue = EncodeQueue(bus)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not await jobs_left(queue):
             await asyncio.sleep(0.02)
     await bus.close()
@@ -118,17 +228,17 @@ async def test_a_receiver_that_is_away_for_a_moment_gets_its_feature_at_the_firs
     await source._receiver._bulk.run(source._receiver._offers.unsubscribe())  # type: ignore[union-attr]
     service, queue, metrics = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
     running = asyncio.create_task(service.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not metrics.transfer_failures.labels("embedding", "peer_lost")._value.get():
             await asyncio.sleep(0.02)
     await source._receiver.start()
-    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), 10)
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
     await until_done(queue)
     running.cancel()
     assert metrics.redeliveries.labels("image")._value.get() == 0
 
 
-async def test_a_medium_whose_gateway_is_gone_is_given_up_so_that_the_request_can_be_placed_again(
+async def test_a_medium_whose_gateway_is_lost_is_given_up_so_that_the_request_can_be_placed_again(
     connect: Connect,
 ) -> None:
     source, store = await receiver(await connect("prefill-0"))
@@ -137,7 +247,7 @@ async def test_a_medium_whose_gateway_is_gone_is_given_up_so_that_the_request_ca
     arrival = store.arrival(REF.feature_id)
     source.request(REF, request(gateway="nobody"))
     with pytest.raises(EncodeError) as given_up:
-        await asyncio.wait_for(asyncio.shield(arrival), 10)
+        await asyncio.wait_for(asyncio.shield(arrival), DEADLINE_SECONDS)
     assert given_up.value.code == "media_gone"
     assert given_up.value.retryable
     await until_done(queue)
@@ -149,12 +259,12 @@ async def test_a_feature_that_no_encoder_delivers_fails_its_job_but_not_its_requ
     arrival = store.arrival(REF.feature_id)
     source.request(REF, request())
     with pytest.raises(EncodeError, match="jobTimeoutSeconds") as late:
-        await asyncio.wait_for(asyncio.shield(arrival), 5)
+        await asyncio.wait_for(asyncio.shield(arrival), DEADLINE_SECONDS)
     assert late.value.retryable
     assert store.used_bytes == 0
 
 
-async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_no_news(connect: Connect) -> None:
+async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_ignored(connect: Connect) -> None:
     bus = await connect("prefill-0")
     source, store = await receiver(bus)
     arrival = store.arrival(REF.feature_id)
@@ -171,6 +281,117 @@ async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_no_new
     assert not poison.value.retryable
 
 
+async def test_a_job_without_waiters_leaves_the_encoder(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"))
+    reading = asyncio.Event()
+
+    async def never(_: MediaRead) -> Frame:
+        reading.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    bus = await connect("gateway-0")
+    await bus.serve(bus.subjects.media("gateway-0"), MediaRead, never)
+    alive = {"prefill-0": "i1", "gateway-0": "i1"}
+    service, queue, metrics = encoder(await connect("encoder-0"), alive, FeatureCache(1))
+    running = asyncio.create_task(service.run())
+    source.request(REF, request())
+    async with asyncio.timeout(30):
+        await reading.wait()
+    assert service._pipeline.running == 1
+    store.release("r#0")  # the client left
+    await until_done(queue)
+    running.cancel()
+    assert service._pipeline.running == 0
+    assert metrics.encode_jobs.labels("image", "receiver_gone")._value.get() == 1
+
+
+async def test_a_cached_feature_comes_from_the_encoder_that_has_it(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
+    alive = {"prefill-0": "i1", "gateway-0": "i1"}
+    other, queue, others = encoder(await connect("encoder-0"), alive, FeatureCache(1))
+    holder, _, holders = encoder(await connect("encoder-1"), alive, with_feature())
+    running = [asyncio.create_task(service.run()) for service in (other, holder)]
+    await queue.depth()
+    source.request(REF, request(gateway="nobody"))
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    async with asyncio.timeout(30):
+        while holders.encode_jobs.labels("image", "ok")._value.get() < 1:  # counted after the receiver has it
+            await asyncio.sleep(0.01)
+    for task in running:
+        task.cancel()
+    assert holders.encode_jobs.labels("image", "ok")._value.get() == 1
+    assert [others.encode_jobs.labels("image", code)._value.get() for code in ("ok", "media_gone")] == [0, 0]
+
+
+@pytest.mark.parametrize("holder", ["gone", "has dropped it", "never delivers"])
+async def test_a_feature_whose_holder_does_not_deliver_comes_through_the_queue(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    monkeypatch.setattr(queue_source, "HOLDER_SECONDS", 0.3)
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
+
+    async def answer(job: EncodeJob) -> EncodeTaken:
+        return EncodeTaken(job.job_id, taken=holder == "never delivers")
+
+    if holder != "gone":
+        bus = await connect("encoder-1")
+        await bus.serve(bus.subjects.encode_cached("encoder-1"), EncodeJob, answer)
+    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    running = asyncio.create_task(service.run())
+    source.request(REF, request())
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    running.cancel()
+
+
+async def test_a_job_shared_with_a_request_that_stays_goes_on(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"))
+    await store.admit("other#0", {REF.feature_id: BYTES})
+    source.request(REF, request())
+    store.release("r#0")
+    (job,) = source._wanted.values()
+    assert (await source._checked(EncodeCheck(REF.feature_id, job.job_id))).wanted
+    assert not (await source._checked(EncodeCheck(REF.feature_id, "an earlier job"))).wanted
+    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    running.cancel()
+
+
+async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_CONFIRM_SECONDS", 0.3)
+    bus = await connect("prefill-0")
+    queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
+    await queue.ensure()
+    heard: list[EncodeFailed] = []
+
+    async def confirm_late(failed: EncodeFailed) -> Acknowledged:
+        heard.append(failed)
+        if len(heard) <= jobs._REPORTS:
+            await asyncio.sleep(1)
+        return Acknowledged()
+
+    await bus.serve(bus.subjects.encode_failed("prefill-0"), EncodeFailed, confirm_late)
+    await queue.publish(job_for("prefill-0"))
+    (delivery,) = await queue.pull(["image"], 1, wait=5)
+    failed = EncodeFailed(REF.feature_id, delivery.job.job_id, "bad_media", "broken", retryable=False)
+    await jobs.report_failure(bus, delivery, failed, "broken")
+    assert await jobs_left(queue) == 1
+    (again,) = await queue.pull(["image"], 1, wait=10)
+    await jobs.report_failure(bus, again, failed, "broken")
+    await until_done(queue)
+
+
+def job_for(receiver: str) -> EncodeJob:
+    now = time.time()
+    return EncodeJob("job", REF, "gateway-0", receiver, "i1", now + 30, now, "r")
+
+
 async def test_a_second_request_for_a_feature_that_failed_gets_a_job_of_its_own(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
     source.request(REF, request())
@@ -179,6 +400,39 @@ async def test_a_second_request_for_a_feature_that_failed_gets_a_job_of_its_own(
     source.request(REF, request())
     service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
     running = asyncio.create_task(service.run())
-    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), 10)
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
     await until_done(queue)
     running.cancel()
+
+
+async def test_a_code_that_no_error_has_is_internal(connect: Connect) -> None:
+    """Codes become labels of metrics: a peer must not be able to make up as many as it likes."""
+    source, store = await receiver(await connect("prefill-0"))
+    peer = await connect("encoder-0")
+    source.request(REF, request())
+    (wanted,) = source._wanted.values()
+    arrival = store.arrival(REF.feature_id)
+    failed = EncodeFailed(REF.feature_id, wanted.job_id, "made-up-1234", "it broke", retryable=False)
+    await peer.request(peer.subjects.encode_failed("prefill-0"), failed, Acknowledged, timeout=30)
+    with pytest.raises(EncodeError, match="it broke") as caught:
+        await asyncio.wait_for(arrival, 30)
+    assert caught.value.code == "internal"
+
+
+async def test_the_code_of_a_known_error_arrives(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"))
+    peer = await connect("encoder-0")
+    source.request(REF, request())
+    (wanted,) = source._wanted.values()
+    arrival = store.arrival(REF.feature_id)
+    failed = EncodeFailed(REF.feature_id, wanted.job_id, "bad_media", "no image", retryable=False)
+    await peer.request(peer.subjects.encode_failed("prefill-0"), failed, Acknowledged, timeout=30)
+    with pytest.raises(EncodeError) as caught:
+        await asyncio.wait_for(arrival, 30)
+    assert (caught.value.code, caught.value.status) == ("bad_media", 400)
+
+
+@pytest.mark.parametrize("row", ERRORS.values(), ids=ERRORS)
+def test_a_medium_that_is_given_up_has_status_and_remedy_of_its_code(row: type[MmdError]) -> None:
+    error = EncodeError("why", row.code, retryable=False)
+    assert (error.code, error.status, error.remedy) == (row.code, row.status, row.remedy)

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.errors import BadMediaError, CapacityError
+from mmd_api.contract.errors import BadMediaError, CapacityError
+from mmd_workers.features.store import FeatureState, FeatureStore
 from mmd_workers.model.types import Feature
-from mmd_workers.prefill.features import FeatureState, FeatureStore
+from tests.support.waiting import DEADLINE_SECONDS
 
 
 def feature(num_bytes: int) -> Feature:
@@ -42,7 +43,7 @@ async def test_a_request_waits_until_earlier_ones_free_their_bytes() -> None:
     assert not waiting.done()
     features.deliver("a", feature(800))
     features.release("first")
-    assert await asyncio.wait_for(waiting, 1) == ["b"]
+    assert await asyncio.wait_for(waiting, DEADLINE_SECONDS) == ["b"]
     assert features.used_bytes == 800
 
 
@@ -55,8 +56,8 @@ async def test_requests_are_admitted_in_order_even_when_a_later_one_would_fit() 
     await asyncio.sleep(0)
     assert not small.done()
     features.release("first")
-    assert await asyncio.wait_for(large, 1) == ["b"]
-    assert await asyncio.wait_for(small, 1) == ["c"]
+    assert await asyncio.wait_for(large, DEADLINE_SECONDS) == ["b"]
+    assert await asyncio.wait_for(small, DEADLINE_SECONDS) == ["c"]
 
 
 async def test_a_cancelled_wait_lets_the_next_in_line_go_on() -> None:
@@ -66,7 +67,7 @@ async def test_a_cancelled_wait_lets_the_next_in_line_go_on() -> None:
     small = asyncio.create_task(features.admit("small", {"c": 100}))
     await asyncio.sleep(0)
     large.cancel()
-    assert await asyncio.wait_for(small, 1) == ["c"]
+    assert await asyncio.wait_for(small, DEADLINE_SECONDS) == ["c"]
 
 
 async def test_what_can_never_fit_is_refused_with_the_field_to_raise() -> None:
@@ -87,12 +88,12 @@ async def test_a_failure_reaches_everybody_who_waits_and_frees_the_room() -> Non
     assert await features.admit("third", {"a": 600}) == ["a"]
 
 
-async def test_an_offer_is_wanted_only_while_somebody_waits_for_it() -> None:
+async def test_an_offer_is_wanted_only_while_a_request_waits_for_it() -> None:
     features, _ = store(1000)
     await features.admit("r", {"a": 600})
     assert features.verdict("a", 600) == "send"
     assert features.verdict("a", 601) == "refuse"
-    assert features.verdict("unknown", 1) == "refuse"
+    assert features.verdict("unknown", DEADLINE_SECONDS) == "refuse"
     features.deliver("a", feature(600))
     assert features.verdict("a", 600) == "have"
 
@@ -162,6 +163,6 @@ def test_bytes_in_use_never_exceed_the_budget(events: list[tuple[str, int, int]]
         await asyncio.gather(*tasks, return_exceptions=True)
         for request in range(6):
             features.release(f"r{request}")
-        assert await asyncio.wait_for(features.admit("all", {"whole": 1000}), 1) == ["whole"]
+        assert await asyncio.wait_for(features.admit("all", {"whole": 1000}), DEADLINE_SECONDS) == ["whole"]
 
     asyncio.run(play())

@@ -19,5 +19,5 @@ NAMES = sorted(name for name in vars(Metrics()) if name not in ("registry", "cat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_somebody_feeds(name: str) -> None:
+def test_a_metric_is_fed(name: str) -> None:
     assert re.search(rf"metrics\.{name}\b", SOURCES)

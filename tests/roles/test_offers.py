@@ -6,44 +6,68 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import pytest_asyncio
 
+from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
 from mmd_workers.decode.service import DecodeService
-from mmd_workers.decode.tokens import SequenceBook
 from mmd_workers.model.types import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
+from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import KvGrant, KvOffer, KvRelease
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    GenerateRequest,
+    KvChunk,
+    KvCommit,
+    KvCommitted,
+    KvGrant,
+    KvOffer,
+    KvRelease,
+    Sampling,
+)
+from tests.support.waiting import DEADLINE_SECONDS, until
 
-pytest_plugins = ["nats_fixture"]
+pytest_plugins = ["tests.support.nats_fixture"]
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
 
 
-class BusyRunner:
+class BusyEngine:
     """An engine that is never free at once, and has room for everything, though for each sequence only once."""
+
+    kv_layout = LAYOUT
 
     def __init__(self) -> None:
         self.reserved: list[str] = []
+        self.attached: list[str] = []
         self.asked = asyncio.Event()
+        self.error: MmdError | None = None
 
-    async def call(self, work: Callable[[Any], object]) -> None:
-        self.asked.set()
-        await asyncio.sleep(0.05)
-        work(self)
-
-    def reserve(self, sequence: str, *_: int) -> None:
+    async def reserve(self, sequence: str, *_: int) -> None:
+        await self._step()
+        if self.error is not None:
+            raise self.error
         if sequence in self.reserved:
-            raise ValueError(f"sequence {sequence} exists already")
+            raise ValueError(f"sequence {sequence} already exists")
         self.reserved.append(sequence)
 
-    def abort(self, sequence: str) -> None:
+    async def attach(self, sequence: str, *_: object) -> None:
+        await self._step()
+        self.attached.append(sequence)
+
+    async def abort(self, sequence: str) -> None:
+        await self._step()
         self.reserved = [name for name in self.reserved if name != sequence]
+
+    async def _step(self) -> None:
+        self.asked.set()
+        await asyncio.sleep(0.05)
 
 
 class LinksToBe:
@@ -61,34 +85,37 @@ class LinksToBe:
         self.over.wait(10)
         return SimpleNamespace(dead="")
 
+    def drop(self, pod: str) -> None:
+        self.dropped = pod
+
 
 @dataclass
 class Offering:
     """A decode service, and a prefill pod that offers it sequences."""
 
     service: Any
-    runner: BusyRunner
+    engine: BusyEngine
     decode: Bus
     prefill: Bus
 
-    async def offer(self, request: str, failed_epoch: int = -1) -> KvGrant:
+    async def offer(self, request: str, failed_epoch: int = -1, arrived: float = 0.0) -> KvGrant:
         facts: dict[str, Any] = {"pod": "prefill-0", "incarnation": "i1", "prompt_tokens": 8, "max_tokens": 4}
         link = {"link_endpoint": "127.0.0.1:2", "lease_seconds": 60.0, "failed_epoch": failed_epoch}
+        link["arrived"] = arrived
         offered = KvOffer(request_id=request, attempt=0, layout=asdict(LAYOUT), **facts, **link)
         return await self.prefill.request(
-            self.prefill.subjects.kv_offer("decode-0"), offered, KvGrant, timeout=5
+            self.prefill.subjects.kv_offer("decode-0"), offered, KvGrant, timeout=DEADLINE_SECONDS
         )
 
 
 @pytest_asyncio.fixture
 async def offering(connect: Connect) -> AsyncIterator[Offering]:
-    bus, links, runner = await connect("decode-0"), LinksToBe(), BusyRunner()
-    model = SimpleNamespace(kv_layout=LAYOUT)
+    bus, links, engine = await connect("decode-0"), LinksToBe(), BusyEngine()
     book = SequenceBook(bus, "decode-0", Metrics(), Tracing("test", "test", "test", None))
-    parts: tuple[Any, ...] = (bus, "decode-0", runner, model, links, book, Metrics())
+    parts: tuple[Any, ...] = (bus, "decode-0", engine, links, book, Metrics())
     service = cast(Any, DecodeService)(*parts)
     await service.start()
-    yield Offering(service, runner, bus, await connect("prefill-0"))
+    yield Offering(service, engine, bus, await connect("prefill-0"))
     links.over.set()
 
 
@@ -96,10 +123,8 @@ async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(o
     assert (await offering.offer("first")).epoch == 0
     grants = await asyncio.gather(*(offering.offer(f"r{number}", 0) for number in range(4)))
     assert [grant.epoch for grant in grants] == [1] * 4
-    end = time.monotonic() + 5
-    while len(readers := readers_of("prefill-0")) != 1 and time.monotonic() < end:
-        await asyncio.sleep(0.05)  # the one before is being cancelled
-    assert readers == ["kv-from-prefill-0@1"]
+    # The one before is being cancelled.
+    await until(lambda: readers_of("prefill-0") == ["kv-from-prefill-0@1"])
 
 
 async def test_an_offer_that_is_repeated_before_it_was_answered_replaces_the_first(
@@ -107,20 +132,84 @@ async def test_an_offer_that_is_repeated_before_it_was_answered_replaces_the_fir
 ) -> None:
     grants = await asyncio.gather(offering.offer("again"), offering.offer("again"))
     assert [grant.granted for grant in grants] == [True, True]
-    assert len(offering.runner.reserved) == offering.service.inbound == 1
+    assert len(offering.engine.reserved) == offering.service.inbound == 1
     assert offering.decode.handler_errors == 0
 
 
 async def test_an_offer_that_is_given_back_before_it_was_answered_keeps_no_blocks(offering: Offering) -> None:
     offered = asyncio.create_task(offering.offer("unwanted"))
-    await offering.runner.asked.wait()
+    await offering.engine.asked.wait()
     subject = offering.prefill.subjects.kv_release("decode-0")
-    await offering.prefill.publish(subject, KvRelease("unwanted", 0, ""))
+    await offering.prefill.request(subject, KvRelease("unwanted", 0, ""), Acknowledged, timeout=30)
     await offered
-    end = time.monotonic() + 5
-    while offering.runner.reserved and time.monotonic() < end:
+    await until(lambda: not offering.engine.reserved)
+    assert offering.service.inbound == 0
+
+
+async def test_a_chunk_that_is_announced_again_is_expected_once(offering: Offering) -> None:
+    grant = await offering.offer("r")
+    chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
+    subject = offering.prefill.subjects.kv_chunk("decode-0")
+    for announced in (chunk, chunk, replace(chunk, sequence=1, start=4, first_tag=1)):
+        with pytest.raises(DeadlineError):  # the link is not there yet, so nothing is received
+            await offering.prefill.request(subject, announced, Acknowledged, timeout=0.3)
+    assert offering.service._pumps["prefill-0"].chunks.qsize() == 2
+    with pytest.raises(LinkError, match="offer again"):
+        await offering.prefill.request(subject, replace(chunk, epoch=7), Acknowledged, timeout=30)
+
+
+async def test_a_repeated_commit_gets_the_answer_of_the_first(offering: Offering) -> None:
+    grant = await offering.offer("r")
+    now = time.time()
+    request = GenerateRequest("r", 0, "gateway-0", [1] * 8, [], Sampling(4), [], now + 60, now)
+    commit = KvCommit(grant.lease_id, request, [1], 8, num_chunks=0)
+    subject = offering.prefill.subjects.kv_commit("decode-0")
+    answers = await asyncio.gather(
+        *(offering.prefill.request(subject, commit, KvCommitted, timeout=30) for _ in range(2))
+    )
+    answers.append(await offering.prefill.request(subject, commit, KvCommitted, timeout=30))
+    assert answers == [KvCommitted(grant.lease_id, ok=True)] * 3
+    assert offering.engine.attached == ["r#0"]
+
+
+async def test_the_code_of_a_refusal_shows_whether_the_sequence_can_ever_fit(offering: Offering) -> None:
+    offering.engine.error = CapacityError("64 blocks, the pool has 8")
+    never = await offering.offer("huge")
+    assert (never.granted, never.code, never.reason) == (False, "too_large", "64 blocks, the pool has 8")
+    offering.engine.error = OverloadedError("no block is free")
+    assert (await offering.offer("later")).code == "overloaded"
+
+
+async def test_room_goes_to_the_oldest_request_that_waits_and_not_to_the_next_that_asks(
+    offering: Offering,
+) -> None:
+    offering.engine.error = OverloadedError("no block is free")
+    assert not (await offering.offer("old", arrived=1.0)).granted
+    offering.engine.error = None
+    young = await offering.offer("young", arrived=2.0)
+    assert (young.granted, young.code) == (False, "overloaded")
+    assert (await offering.offer("old", arrived=1.0)).granted
+    assert (await offering.offer("young", arrived=2.0)).granted
+
+
+async def test_a_reader_that_ends_by_an_unexpected_error_frees_what_was_to_come_and_logs_the_cause(
+    offering: Offering, caplog: pytest.LogCaptureFixture
+) -> None:
+    grant = await offering.offer("r")
+    offering.service._links.over.set()  # with a link that lacks what the reader needs
+    chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
+    subject = offering.prefill.subjects.kv_chunk("decode-0")
+    await offering.prefill.request(subject, chunk, Acknowledged, timeout=30)
+    end = time.monotonic() + 30
+    while (offering.service.inbound or offering.engine.reserved) and time.monotonic() < end:
         await asyncio.sleep(0.01)
-    assert (offering.runner.reserved, offering.service.inbound) == ([], 0)
+    assert (offering.service.inbound, offering.engine.reserved) == (0, [])
+    with pytest.raises(LinkError, match="offer again"):
+        await offering.prefill.request(
+            subject, replace(chunk, sequence=1, start=4, first_tag=1), Acknowledged, timeout=30
+        )
+    assert "AttributeError" in caplog.text
+    assert offering.service._links.dropped == "prefill-0"
 
 
 def readers_of(pod: str) -> list[str]:

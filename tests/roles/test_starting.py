@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_deployment import until
+
+from tests.support.local_deployment import until
 
 WORKER = ["worker", "--pool", "decode", "--roles", "decode"]
 
 
 @pytest.mark.parametrize("command", [WORKER, ["gateway"]], ids=["worker", "gateway"])
-def test_a_pod_that_still_imports_ends_when_asked(command: list[str]) -> None:
+def test_a_pod_that_is_still_importing_exits_on_sigterm(command: list[str]) -> None:
     """By a handler: the first process of a container never sees a signal that it has no handler for."""
-    process = subprocess.Popen([sys.executable, "-m", "mmd_api", *command], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "mmd_cli", *command], stderr=subprocess.DEVNULL)
 
     def may_be_asked() -> bool:
         assert process.poll() is None, "it ended, or had all it needs, before it could be asked"

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.simulate.calibration import Calibration
-from mmd_operator.simulate.model import Outcome, Pipeline
+from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.policies import Static
+from mmd_operator.simulate.results import RunResult
 from mmd_operator.simulate.runs import Planner
 from mmd_operator.simulate.traces import GENERATORS, Trace
 
@@ -41,7 +42,7 @@ def one_video_each(arrivals: np.ndarray) -> Trace:
 
 def static(
     deployment: MultimodalDeploymentSpec, trace: Trace, calibration: Calibration, **sizes: int
-) -> Outcome:
+) -> RunResult:
     return Pipeline(deployment, trace, calibration, Static(), 2.0, sizes).run()  # type: ignore[arg-type]
 
 
@@ -59,38 +60,38 @@ def test_waiting_before_one_encoder_is_that_of_an_md1_queue():
         }
     )
     calibration = numbers(encoder=encoder, media={"image": 1.0, "video": 1.0, "audio": 1.0})
-    outcome = static(
+    result = static(
         spec(encoder=GPU, prefill=GPU), one_video_each(arrivals), calibration, encoder=1, prefill=8, decode=8
     )
-    waited = outcome.waited_seconds["encoder"] / count
+    waited = result.waited_seconds["encoder"] / count
     assert waited == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
 
 
 def test_a_request_alone_takes_the_sum_of_its_phases():
     calibration = Calibration.load(None)
-    outcome = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.array([0.0])), calibration)
+    result = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.array([0.0])), calibration)
     encode = (
         calibration.encoder.overhead_seconds["video"]
         + calibration.media["video"] / calibration.encoder.work_per_second["video"]
     )
     prefill = calibration.prefill.overhead_seconds + 16 / calibration.prefill.tokens_per_second
     least = encode + prefill
-    assert least <= outcome.ttft_seconds[0] <= least + 0.1
+    assert least <= result.ttft_seconds[0] <= least + 0.1
 
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_request_is_answered_or_lost_and_bounds_and_budget_hold(name: str):
     deployment = spec(encoder=SIZED, prefill=SIZED, decode=SIZED, gpuBudget=9, slo={"ttftMilliseconds": 2000})
     trace = GENERATORS[name](2.0, 900.0, 3)
-    outcome = Planner(deployment, trace, Calibration.load(None)).autoscaler().outcome
-    answered = int((~np.isnan(outcome.ttft_seconds)).sum())
-    assert answered + sum(outcome.lost.values()) == len(trace)
-    assert not outcome.lost
-    assert (outcome.ttft_seconds[~np.isnan(outcome.ttft_seconds)] > 0).all()
-    for sizes in outcome.replicas.values():
+    result = Planner(deployment, trace, Calibration.load(None)).autoscaler().result
+    answered = int((~np.isnan(result.ttft_seconds)).sum())
+    assert answered + sum(result.lost.values()) == len(trace)
+    assert not result.lost
+    assert (result.ttft_seconds[~np.isnan(result.ttft_seconds)] > 0).all()
+    for sizes in result.replicas.values():
         assert sizes.min() >= 1
         assert sizes.max() <= 6
-    assert sum(outcome.replicas.values()).max() <= 9
+    assert sum(result.replicas.values()).max() <= 9
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
@@ -98,7 +99,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
     def run(seed: int) -> np.ndarray:
         trace = GENERATORS["bursty"](2.0, 300.0, seed)
-        return Planner(deployment, trace, Calibration.load(None)).autoscaler().outcome.ttft_seconds
+        return Planner(deployment, trace, Calibration.load(None)).autoscaler().result.ttft_seconds
 
     assert np.array_equal(run(1), run(1), equal_nan=True)
     assert not np.array_equal(run(1)[:50], run(2)[:50], equal_nan=True)
@@ -107,12 +108,12 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 def test_encoders_follow_a_video_storm_and_go_back_and_the_decisions_say_why():
     deployment = spec(encoder=SIZED, prefill=SIZED, decode=GPU, slo={"ttftMilliseconds": 2000})
     run = Planner(deployment, GENERATORS["video-storm"](2.0, 1800.0, 5), Calibration.load(None)).autoscaler()
-    ticks, sizes = run.outcome.ticks, run.outcome.replicas["encoder"]
+    ticks, sizes = run.result.ticks, run.result.replicas["encoder"]
     storm = (ticks > 600) & (ticks < 1200)
     assert sizes[storm].max() >= 2
     assert sizes[storm].mean() > sizes[ticks < 600].mean()
     assert sizes[-1] == 1
-    assert any("encoder goes from" in change and "backlog is" in change for change in run.changes)
+    assert any("encoder scales from" in change and "backlog is" in change for change in run.changes)
 
 
 def test_more_replicas_never_make_the_waiting_longer():
@@ -126,7 +127,7 @@ def test_more_replicas_never_make_the_waiting_longer():
     assert waits[0] > waits[1] >= waits[2]
 
 
-def test_a_split_that_is_recommended_keeps_the_slo_and_one_replica_less_does_not_save_it():
+def test_a_recommended_split_keeps_the_slo_and_one_replica_less_does_not():
     deployment = spec(encoder=GPU, prefill=GPU, decode=GPU, slo={"ttftMilliseconds": 1500})
     trace = GENERATORS["diurnal"](1.5, 900.0, 4)
     planner = Planner(deployment, trace, Calibration.load(None))
@@ -142,12 +143,12 @@ def test_requests_wait_for_an_encoder_that_starts_from_zero_and_are_all_answered
     zero = {"gpus": 1, "autoscaling": {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfterSeconds": 30}}
     calibration = Calibration.load(None)
     trace = one_video_each(np.array([0.0, 400.0]))
-    outcome = Planner(spec(encoder=zero, prefill=GPU), trace, calibration).autoscaler().outcome
-    assert not outcome.lost
-    assert outcome.replicas["encoder"].min() == 0
+    result = Planner(spec(encoder=zero, prefill=GPU), trace, calibration).autoscaler().result
+    assert not result.lost
+    assert result.replicas["encoder"].min() == 0
     wake = calibration.encoder.start_seconds
-    assert wake < outcome.ttft_seconds[1] < wake + 10
-    assert math.isfinite(outcome.ttft_seconds[0])
+    assert wake < result.ttft_seconds[1] < wake + 10
+    assert math.isfinite(result.ttft_seconds[0])
 
 
 def test_a_calibration_file_with_faults_names_each(tmp_path: Path):
@@ -187,6 +188,6 @@ def test_an_encoder_reads_several_media_side_by_side_and_its_tower_takes_them_on
         update={"overhead_seconds": read, "work_per_second": tower, "media_at_once": 4}
     )
     one_each = numbers(encoder=encoder, media=tower)
-    outcome = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.zeros(4)), one_each, prefill=4)
-    assert np.diff(outcome.ttft_seconds) == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
-    assert outcome.ttft_seconds[0] == pytest.approx(2.0, abs=0.1)
+    result = static(spec(encoder=GPU, prefill=GPU), one_video_each(np.zeros(4)), one_each, prefill=4)
+    assert np.diff(result.ttft_seconds) == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
+    assert result.ttft_seconds[0] == pytest.approx(2.0, abs=0.1)

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mmd_api.cli import build
 from mmd_api.resource import load
+from mmd_cli.program import build
 from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.observed import NotObservedError, calibrated, look, seen
 from mmd_operator.simulate.policies import Static
 
 SPEC = Path(__file__).parents[2] / "examples" / "demo.yaml"
-GATEWAY, READ, TOWER, SENT = 0.010, 0.030, 0.050, 0.004
+GATEWAY, READ, SLOWEST, SENT = 0.010, 0.030, 0.050, 0.004
 PREFILL, RATE = 0.020, 5000.0
 STATE = {
     "pods": [
@@ -38,8 +38,8 @@ def timeline(number: int, slower: float = 1.0, **changes: Any) -> dict[str, Any]
     begun = at + slower * GATEWAY / 2
     phases = []
     if video:
-        encoded = begun + slower * (READ + TOWER)
-        detail = {"modality": "video", "tower_ms": 1000 * slower * TOWER}
+        encoded = begun + slower * (READ + SLOWEST)
+        detail = {"modality": "video", "tower_ms": 1.0, "work": 2000.0 * SLOWEST}
         phases.append({"pod": "e", "name": "encode", "start": begun, "end": encoded, "detail": detail})
         begun = encoded + slower * SENT
     done = begun + slower * (PREFILL + tokens / RATE)
@@ -96,7 +96,7 @@ def test_the_numbers_of_a_deployment_that_is_known_come_back(gateway: str):
     assert numbers.prefill.tokens_per_second == RATE
     assert numbers.prefill.overhead_seconds == pytest.approx(PREFILL, rel=0.02)
     assert numbers.encoder.work_per_second["video"] == 2000.0
-    assert numbers.media["video"] == pytest.approx(2000.0 * TOWER, rel=0.02)
+    assert numbers.media["video"] == pytest.approx(2000.0 * SLOWEST, rel=0.02)
     assert numbers.encoder.overhead_seconds["video"] == pytest.approx(READ, rel=0.02)
     assert numbers.transfer.seconds_per_medium == pytest.approx(SENT, rel=0.02)
     assert numbers.decode.kv_blocks == 777
@@ -167,18 +167,18 @@ def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model(
 @pytest.mark.parametrize(
     ("timelines", "words"),
     [
-        (requests(20), "remembers 20 answered requests and at least 30 are needed"),
+        (requests(20), "has 20 answered requests and at least 30 are needed"),
         ([timeline(n, usage={}) for n in range(90)], "of another version"),
-        ([timeline(3 * n) for n in range(90)], "0 text requests had prefill to themselves"),
+        ([timeline(3 * n) for n in range(90)], "0 text requests ran alone in prefill"),
     ],
 )
-def test_too_little_to_go_by_is_said_with_what_to_do(timelines: list[dict[str, Any]], words: str):
+def test_too_few_observations_are_an_error_with_a_remedy(timelines: list[dict[str, Any]], words: str):
     with pytest.raises(NotObservedError) as refused:
         calibrated(seen(timelines, STATE), load(str(SPEC)).spec, Calibration.load(None))
     assert words in str(refused.value)
 
 
-def test_a_url_where_no_gateway_is_is_told():
+def test_a_url_without_a_gateway_is_an_error():
     result = CliRunner().invoke(
         build().app,
         ["simulate", "-f", str(SPEC), "--generate", "bursty", "--calibrate", "http://127.0.0.1:1"],

@@ -5,11 +5,23 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
+from nats.aio.client import Client
+from nats.errors import AuthorizationError
 
-from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
-from mmd_workers.wire.bus import CONCURRENT_REQUESTS, Bus, Refusal
-from mmd_workers.wire.codec import Frame, WireError
+from mmd_api.contract.errors import (
+    DeadlineError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+    TooLongError,
+    WireError,
+)
+from mmd_workers.wire.bus import CONCURRENT_REQUESTS, Bus
+from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Frame, pack
 from mmd_workers.wire.messages import Cancel, MediaRead, MediaSlice, Placed
+from mmd_workers.wire.parts import ASSEMBLY_SECONDS, MAX_ASSEMBLIES, PART_BYTES, Assembler
+from mmd_workers.wire.refusals import Refusal
+from tests.support.waiting import DEADLINE_SECONDS
 
 
 async def test_messages_arrive_in_order(connect):
@@ -19,7 +31,7 @@ async def test_messages_arrive_in_order(connect):
     await there.flush()
     for i in range(200):
         await here.publish("a.b", Cancel("r", i))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert [(await got.get()).attempt for _ in range(200)] == list(range(200))
 
 
@@ -31,15 +43,39 @@ async def test_a_request_is_answered(connect):
 
     await there.serve("place", Cancel, place)
     await there.flush()
-    assert await here.request("place", Cancel("r7", 0), Placed, timeout=2) == Placed("r7", True)
+    assert await here.request("place", Cancel("r7", 0), Placed, timeout=DEADLINE_SECONDS) == Placed(
+        "r7", True
+    )
 
 
-async def test_nobody_there_is_a_lost_peer_at_once(connect):
+async def test_a_request_without_a_subscriber_fails_at_once_as_a_lost_peer(connect):
     here = await connect("here")
     start = asyncio.get_running_loop().time()
-    with pytest.raises(PeerLostError, match="nobody serves"):
+    with pytest.raises(PeerLostError, match="no subscriber on"):
         await here.request("nobody.home", Cancel("r", 0), Placed, timeout=30)
     assert asyncio.get_running_loop().time() - start < 15
+
+
+async def test_connecting_ends_in_time_though_the_client_swallows_the_cancellation(
+    nats_server, subjects, monkeypatch
+):
+    """As it does when the server refuses the login at the same moment; then it would try again for ever."""
+    swallowed = []
+
+    async def refused(_: Client) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if swallowed:
+                raise
+            swallowed.append(True)
+            raise AuthorizationError from None
+
+    monkeypatch.setattr(Client, "_process_connect_init", refused)
+    with pytest.raises(PeerLostError, match="within 1 s"):
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await Bus.connect(nats_server.url, "late", subjects, timeout=1.0)
+    assert swallowed
 
 
 async def test_no_reply_in_time_is_a_deadline(connect):
@@ -68,9 +104,9 @@ async def test_an_error_of_the_server_is_raised_at_the_requester(connect):
     await there.serve("broken", Cancel, broken)
     await there.flush()
     with pytest.raises(OverloadedError, match="no blocks"):
-        await here.request("full", Cancel("r", 0), Placed, timeout=2)
+        await here.request("full", Cancel("r", 0), Placed, timeout=DEADLINE_SECONDS)
     with pytest.raises(MmdError, match="ZeroDivisionError while serving broken"):
-        await here.request("broken", Cancel("r", 0), Placed, timeout=2)
+        await here.request("broken", Cancel("r", 0), Placed, timeout=DEADLINE_SECONDS)
     assert there.handler_errors == 1
 
 
@@ -83,7 +119,9 @@ async def test_requests_are_served_side_by_side(connect):
         return Placed(cancel.request_id, True)
 
     await here.serve("meet", Cancel, meet)
-    replies = await asyncio.gather(*(here.request("meet", Cancel(n, 0), Placed, timeout=2) for n in "ab"))
+    replies = await asyncio.gather(
+        *(here.request("meet", Cancel(n, 0), Placed, timeout=DEADLINE_SECONDS) for n in "ab")
+    )
     assert [reply.request_id for reply in replies] == ["a", "b"]
 
 
@@ -96,10 +134,10 @@ async def test_bad_messages_are_counted_and_do_not_end_the_subscription(connect,
             await here.client.publish("x", b"\xc1garbage")
         await here.publish("x", Refusal("another", "type"))
         await here.publish("x", Cancel("good", 1))
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             assert await got.get() == Cancel("good", 1)
     assert here.bad_messages == 51
-    assert sum("refused" in record.message for record in caplog.records) == 1
+    assert sum("invalid message" in record.message for record in caplog.records) == 1
 
 
 async def test_a_bad_request_is_refused_not_timed_out(connect):
@@ -110,7 +148,7 @@ async def test_a_bad_request_is_refused_not_timed_out(connect):
 
     await here.serve("x", Cancel, answer)
     with pytest.raises(WireError, match="request_id"):
-        await here.request("x", Refusal("not", "a cancel"), Placed, timeout=2)
+        await here.request("x", Refusal("not", "a cancel"), Placed, timeout=DEADLINE_SECONDS)
 
 
 async def test_a_handler_that_raises_does_not_end_the_subscription(connect):
@@ -125,7 +163,7 @@ async def test_a_handler_that_raises_does_not_end_the_subscription(connect):
     await here.subscribe("x", Cancel, handle)
     for i in range(2):
         await here.publish("x", Cancel("r", i))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert (await got.get()).attempt == 1
 
 
@@ -138,7 +176,7 @@ async def test_a_reply_can_carry_bytes(connect):
         )
 
     await here.serve("m", MediaRead, read)
-    header, view = await here.request_frame("m", MediaRead("d", 4, 6), MediaSlice, timeout=2)
+    header, view = await here.request_frame("m", MediaRead("d", 4, 6), MediaSlice, timeout=DEADLINE_SECONDS)
     assert (header.offset, bytes(view)) == (4, b"456789")
 
 
@@ -156,7 +194,7 @@ async def test_subscriptions_and_requests_survive_a_server_restart(own_nats_serv
     await there.flush()
     await asyncio.to_thread(own_nats_server.kill)
     await asyncio.to_thread(own_nats_server.start)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for event in back.values():
             await event.wait()
         await there.flush()
@@ -165,11 +203,11 @@ async def test_subscriptions_and_requests_survive_a_server_restart(own_nats_serv
 
 
 async def test_no_server_is_a_typed_error_within_the_time_given(subjects):
-    with pytest.raises(PeerLostError, match="is it running"):
+    with pytest.raises(PeerLostError, match="check that it is running"):
         await Bus.connect("nats://127.0.0.1:1", "lonely", subjects, timeout=0.3)
 
 
-async def test_closing_finishes_the_requests_in_hand(connect):
+async def test_closing_finishes_the_requests_in_flight(connect):
     here, there = await connect("here"), await connect("there")
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -180,8 +218,8 @@ async def test_closing_finishes_the_requests_in_hand(connect):
 
     await there.serve("x", Cancel, slow)
     await there.flush()
-    reply = asyncio.create_task(here.request("x", Cancel("r", 0), Placed, timeout=5))
-    async with asyncio.timeout(5):
+    reply = asyncio.create_task(here.request("x", Cancel("r", 0), Placed, timeout=DEADLINE_SECONDS))
+    async with asyncio.timeout(30):
         await begun.wait()
     closing = asyncio.create_task(there.close())
     go_on.set()
@@ -229,7 +267,7 @@ async def test_bulk_has_a_connection_of_its_own(connect):
     await here.subscribe("x", Cancel, got.put)
     await here.flush()
     await bulk.run(bulk.bus.publish("x", Cancel("from the other thread", 1)))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert (await got.get()).attempt == 1
     await here.close()
     assert not any(thread.name.startswith("here-bulk") for thread in threading.enumerate())
@@ -245,10 +283,10 @@ async def test_more_requests_than_can_be_held_are_refused_at_once(connect):
 
     await here.serve("x", Cancel, slow)
     requests = [
-        asyncio.create_task(here.request("x", Cancel(f"r{i}", 0), Placed, timeout=10))
+        asyncio.create_task(here.request("x", Cancel(f"r{i}", 0), Placed, timeout=DEADLINE_SECONDS))
         for i in range(CONCURRENT_REQUESTS + 5)
     ]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
         assert all(isinstance(task.exception(), OverloadedError) for task in done)
         go_on.set()
@@ -257,7 +295,7 @@ async def test_more_requests_than_can_be_held_are_refused_at_once(connect):
 
 
 async def test_a_handler_that_is_too_slow_costs_messages_not_memory(connect, monkeypatch):
-    monkeypatch.setattr("mmd_workers.wire.bus.PENDING_MESSAGES", 10)
+    monkeypatch.setattr("mmd_workers.wire.connection.PENDING_MESSAGES", 10)
     here, there = await connect("here"), await connect("there")
     go_on = asyncio.Event()
 
@@ -269,7 +307,7 @@ async def test_a_handler_that_is_too_slow_costs_messages_not_memory(connect, mon
     for i in range(50):
         await there.publish("x", Cancel("r", i))
     await there.flush()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while here.dropped_messages < 39:  # ten wait, one may be in hand
             await asyncio.sleep(0.01)
     await here.flush()
@@ -291,3 +329,78 @@ async def test_a_handler_that_never_ends_does_not_hold_up_closing(connect):
     begin = time.monotonic()
     await here.close(timeout=0.3)
     assert time.monotonic() - begin < 10
+
+
+def message_of(num_bytes: int) -> Placed:
+    """A message of exactly so many bytes when packed."""
+    empty = len(pack(Placed("", accepted=True, message="x" * (1 << 16)))) - (
+        1 << 16
+    )  # as for any length from 64 KiB on
+    message = Placed("", accepted=True, message="x" * (num_bytes - empty))
+    assert len(pack(message, 2 * MAX_REQUEST_BYTES)) == num_bytes
+    return message
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("num_bytes", [MAX_MESSAGE_BYTES, 2 * PART_BYTES, 6 * PART_BYTES])
+async def test_a_request_of_any_size_is_answered(connect, num_bytes: int, beyond: int):
+    here, there = await connect("here"), await connect("there")
+
+    async def echo_size(placed: Placed) -> Cancel:
+        return Cancel("size", len(placed.message))
+
+    await there.serve("long", Placed, echo_size)
+    await there.flush()
+    message = message_of(num_bytes + beyond)
+    assert await here.request("long", message, Cancel, timeout=DEADLINE_SECONDS) == Cancel(
+        "size", len(message.message)
+    )
+
+
+@pytest.mark.parametrize(("beyond", "refused"), [(-1, False), (0, False), (1, True)])
+async def test_a_request_has_a_largest_size(connect, beyond: int, refused: bool):
+    here, there = await connect("here"), await connect("there")
+
+    async def place(_: Placed) -> Cancel:
+        return Cancel("taken", 0)
+
+    await there.serve("largest", Placed, place)
+    await there.flush()
+    message = message_of(MAX_REQUEST_BYTES + beyond)
+    if refused:
+        with pytest.raises(TooLongError, match=str(MAX_REQUEST_BYTES)):
+            await here.request("largest", message, Cancel, timeout=DEADLINE_SECONDS)
+    else:
+        assert await here.request("largest", message, Cancel, timeout=DEADLINE_SECONDS) == Cancel("taken", 0)
+
+
+async def test_an_error_about_a_long_request_is_raised_at_the_requester(connect):
+    here, there = await connect("here"), await connect("there")
+
+    async def refuse(_: Placed) -> Cancel:
+        raise OverloadedError("no room for it")
+
+    await there.serve("full", Placed, refuse)
+    await there.flush()
+    with pytest.raises(OverloadedError, match="no room for it"):
+        await here.request("full", message_of(MAX_MESSAGE_BYTES + 1), Cancel, timeout=DEADLINE_SECONDS)
+
+
+def test_parts_that_never_end_are_forgotten_and_bounded():
+    assembler = Assembler()
+    for number in range(MAX_ASSEMBLIES):
+        assert assembler.take(f"r{number} 0 2", b"a", now=0.0) is None
+    with pytest.raises(OverloadedError, match="elsewhere"):
+        assembler.take("more 0 2", b"a", now=1.0)
+    assert assembler.take("r0 1 2", b"b", now=1.0) == b"ab"
+    assert assembler.take("more 0 2", b"a", now=1.0) is None
+    late = ASSEMBLY_SECONDS + 0.5
+    assert assembler.take("later 0 2", b"a", now=late) is None
+    with pytest.raises(WireError, match="part 1 of 2 arrived where 0 was expected"):
+        assembler.take("r1 1 2", b"b", now=late)
+
+
+@pytest.mark.parametrize("header", ["", "r", "r 0", "r 1 1", "r -1 2", "r 0 9999", "r x 2", "r 0 2 3"])
+def test_a_header_that_names_no_part_is_refused(header: str):
+    with pytest.raises(WireError):
+        Assembler().take(header, b"", now=0.0)

@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmd_api.contract.errors import WireError
+from mmd_api.contract.load import PodLoad
+from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import messages
-from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, WireError, pack, pack_frame, unpack, unpack_frame
+from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, pack_frame, unpack, unpack_frame
 from mmd_workers.wire.messages import (
     Cancel,
     EmbeddingOffer,
     FeatureRef,
     GenerateRequest,
     Heartbeat,
-    Load,
     Sampling,
     TensorHeader,
     TokenBatch,
@@ -24,6 +26,7 @@ from mmd_workers.wire.messages import (
 text = st.text(max_size=20)
 number = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 real = st.floats(allow_nan=False)
+modality = st.sampled_from(MODALITIES)
 ids = st.lists(number, max_size=20)
 plain = st.recursive(
     st.none() | st.booleans() | number | real | text,
@@ -35,7 +38,7 @@ features = st.builds(
     FeatureRef,
     feature_id=text,
     digest=text,
-    modality=st.sampled_from(["image", "video", "audio"]),
+    modality=modality,
     num_bytes=number,
     num_tokens=number,
     ranges=st.lists(ids, max_size=3),
@@ -87,7 +90,7 @@ heartbeats = st.builds(
     state=st.sampled_from(["loading", "ready", "draining", "drained"]),
     http_endpoint=text,
     sent=real,
-    load=st.builds(Load, encode_queued_work=st.dictionaries(text, number, max_size=3), itl_seconds=real),
+    load=st.builds(PodLoad, encode_queued_work=st.dictionaries(modality, number), itl_seconds=real),
 )
 
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from mmd_workers.errors import CapacityError, DeadlineError, LinkError, PeerLostError
-from mmd_workers.wire.codec import Frame, WireError, unpack, unpack_frame
+from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, PeerLostError, WireError
+from mmd_workers.wire.codec import Frame, unpack, unpack_frame
 from mmd_workers.wire.embeddings import EmbeddingReceiver, EmbeddingSender
 from mmd_workers.wire.messages import (
     EmbeddingChunk,
@@ -20,6 +20,7 @@ from mmd_workers.wire.messages import (
     FeatureRef,
     TensorHeader,
 )
+from tests.support.waiting import DEADLINE_SECONDS
 
 MIB = 1 << 20
 POD = "prefill-0"
@@ -55,7 +56,7 @@ class Pod:
         self.arrived.set()
 
     async def room_is_free(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.receiver.reserved_bytes:
                 await asyncio.sleep(0.01)
 
@@ -94,14 +95,14 @@ class Wire:
             len(data),
             digest or hashlib.blake2b(data, digest_size=16).hexdigest(),
         )
-        return await self.bus.request(self.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=2)
+        return await self.bus.request(self.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=30)
 
     async def chunk(self, grant, sequence, offset, data, last=False):
         header = EmbeddingChunk(grant.transfer_id, sequence, offset, last)
         await self.bus.publish(grant.inbox, Frame(header, data), reply=self.inbox)
 
     async def fault(self) -> str:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while not (credit := await self.credits.get()).error:
                 assert not credit.complete
         return credit.error
@@ -127,7 +128,7 @@ async def test_a_feature_without_bytes_arrives(pod, sender):
     assert pod.features["f"][1] == b""
 
 
-async def test_a_second_sender_is_told_that_it_is_there(pod, sender, connect):
+async def test_a_second_sender_gets_the_answer_have(pod, sender, connect):
     rows = [tensor(MIB)]
     other = EmbeddingSender(await connect("encoder-1"))
     assert await sender.send(job(), rows) == "sent"
@@ -140,17 +141,17 @@ async def test_of_two_senders_at_once_one_sends(pod, sender, connect):
     assert sorted(await asyncio.gather(sender.send(job(), rows), other.send(job(), rows))) == ["have", "sent"]
 
 
-async def test_what_nobody_needs_is_refused(pod, sender):
+async def test_a_feature_that_is_not_needed_is_refused(pod, sender):
     pod.verdict = "refuse"
     assert await sender.send(job(), [tensor(400)]) == "refused"
 
 
-async def test_a_receiver_that_is_gone_is_a_lost_peer(sender):
+async def test_an_absent_receiver_is_a_lost_peer(sender):
     with pytest.raises(PeerLostError):
         await sender.send(job(), [tensor(400)])
 
 
-async def test_a_feature_larger_than_the_whole_budget_fails_for_good(connect, sender):
+async def test_a_feature_larger_than_the_budget_fails_permanently(connect, sender):
     pod = Pod(await connect(POD), budget_bytes=MIB)
     await pod.receiver.start()
     with pytest.raises(CapacityError, match="raise the feature budget"):
@@ -236,7 +237,7 @@ async def test_a_broken_transfer_is_noticed_and_frees_its_room(pod, wire, chunks
 async def test_an_offer_that_contradicts_itself_sets_no_memory_aside(pod, wire, header):
     offer = EmbeddingOffer("t", "f", "rogue", [header], 8, "d")
     with pytest.raises(WireError, match="tensor x"):
-        await wire.bus.request(wire.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=2)
+        await wire.bus.request(wire.bus.subjects.embedding(POD), offer, EmbeddingGrant, timeout=30)
     assert pod.receiver.reserved_bytes == 0
 
 
@@ -309,7 +310,7 @@ async def test_a_cancelled_feature_ends_its_transfer_and_refuses_the_next_offer(
     await begun.wait()
     pod.verdict = "refuse"
     pod.receiver.cancel("f")
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert await sending == "refused"
     await pod.room_is_free()
     assert pod.features == {}
@@ -318,7 +319,7 @@ async def test_a_cancelled_feature_ends_its_transfer_and_refuses_the_next_offer(
 async def test_a_cancelled_sender_stops_and_the_room_is_freed(pod, sender):
     pod.receiver._receive = lambda *args: asyncio.sleep(0)  # no credit ever
     sending = asyncio.create_task(sender.send(job(), [tensor(32 * MIB)]))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         while not pod.receiver.reserved_bytes:
             await asyncio.sleep(0.01)
     sending.cancel()
@@ -352,7 +353,7 @@ async def test_the_sender_never_exceeds_its_credit_on_the_wire(connect, sender):
     await spy.flush()
     assert await sender.send(job(), [tensor(20 * MIB)]) == "sent"
     await spy.flush()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while credited < 20 * MIB:
             await asyncio.sleep(0.01)
     assert chunks == 40
@@ -413,7 +414,7 @@ async def test_small_messages_do_not_queue_behind_a_large_feature(connect, sende
     times = []
     while not sending.done():
         begin = time.monotonic()
-        await other.request("echo", EmbeddingCredit("t", 1), EmbeddingCredit, timeout=2)
+        await other.request("echo", EmbeddingCredit("t", 1), EmbeddingCredit, timeout=30)
         times.append(time.monotonic() - begin)
         await asyncio.sleep(0.002)
     assert await sending == "sent"
@@ -481,7 +482,14 @@ async def test_an_offer_made_again_replaces_the_transfer_that_never_began(pod, w
     assert pod.receiver.reserved_bytes == MIB
     await wire.chunk(second, 0, 0, DATA[:HALF])
     await wire.chunk(second, 1, HALF, DATA[HALF:], last=True)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         await pod.arrived.wait()
     assert pod.features["f"][1] == DATA
     await pod.room_is_free()
+
+
+async def test_the_jobs_deadline_includes_the_first_connection_for_bulk(own_nats_server, connect):
+    sender = EmbeddingSender(await connect("encoder-0"))
+    await asyncio.to_thread(own_nats_server.kill)
+    with pytest.raises(DeadlineError, match="before its job's deadline"):
+        await sender.send(job(seconds=0.2), [tensor(1000)])

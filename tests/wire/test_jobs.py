@@ -2,11 +2,14 @@ import asyncio
 import time
 
 import pytest
+from nats.aio.msg import Msg
 
-from mmd_workers.errors import DeadlineError, OverloadedError, PeerLostError
+from mmd_api.contract.errors import DeadlineError, OverloadedError, PeerLostError
+from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import jobs
-from mmd_workers.wire.jobs import MODALITIES, EncodeQueue, QueueLimits, round_work
-from mmd_workers.wire.messages import EncodeFailed, EncodeJob, FeatureRef
+from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, round_work
+from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
 PATIENT = QueueLimits(ack_wait_seconds=60.0, max_attempts=2)
@@ -42,6 +45,23 @@ async def test_a_waiting_pull_hears_of_a_new_job_at_once(queue, monkeypatch):
     async with asyncio.timeout(20):
         (delivery,) = await waits
     await delivery.ack()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_cancellation_that_meets_an_answer_of_the_queue_is_not_lost(queue, connect, turns):
+    bus = await connect("cancelled")
+    puller = jobs._Puller(bus, bus.subjects.encode_stream, "image")
+    await puller.open()
+    taking = asyncio.create_task(puller.take(1, linger_seconds=DEADLINE_SECONDS))
+    inbox = puller._subscription
+    await until(lambda: inbox._pending_next_msgs_calls)
+    await asyncio.sleep(0)
+    inbox._pending_queue.put_nowait(Msg(bus.client, f"{puller._inbox}.1", "", b"", {"Status": "404"}))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    under_way = taking.cancel()
+    await asyncio.wait([taking], timeout=DEADLINE_SECONDS)
+    assert taking.cancelled() is under_way
 
 
 async def test_the_same_job_is_queued_once(queue):
@@ -98,28 +118,35 @@ async def test_poison_is_terminated_with_its_reason_and_never_comes_back(queue, 
     await queue.publish(job("bad"))
     (delivery,) = await queue.pull(MODALITIES, batch=1, wait=2)
     await delivery.terminate("not a\r\nPNG")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert b"not a  PNG" in await reasons.get()
     assert await queue.pull(MODALITIES, batch=1, wait=2 * SHORT.ack_wait_seconds) == []
     assert (await queue.depth())["image"].jobs == 0
 
 
-async def test_the_receiver_hears_of_a_job_that_nobody_finishes(queue, connect):
+async def test_the_receiver_is_notified_of_a_job_that_no_encoder_finishes(queue, connect):
     receiver = await connect("prefill-0")
     failed: asyncio.Queue[EncodeFailed] = asyncio.Queue()
-    await receiver.subscribe(receiver.subjects.encode_failed("prefill-0"), EncodeFailed, failed.put)
+
+    async def hear(failure: EncodeFailed) -> Acknowledged:
+        failed.put_nowait(failure)
+        return Acknowledged()
+
+    await receiver.serve(receiver.subjects.encode_failed("prefill-0"), EncodeFailed, hear)
     await receiver.flush()
     await queue.publish(job("crasher", "video"))
     for attempt in (1, 2):
-        (delivery,) = await queue.pull(MODALITIES, batch=1, wait=5)
+        (delivery,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
         assert delivery.attempt == attempt
         await delivery.retry(0.01)
     assert await queue.pull(MODALITIES, batch=1, wait=2) == []
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         told = await failed.get()
-    assert (told.job_id, told.code, told.retryable) == ("crasher", "too_many_attempts", False)
+    assert (told.job_id, told.code, told.retryable) == ("crasher", "unprocessable_medium", False)
     assert "2 encoders" in told.message
-    assert (await queue.depth())["video"].jobs == 0
+    async with asyncio.timeout(30):
+        while (await queue.depth())["video"].jobs:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):
@@ -166,7 +193,7 @@ async def test_a_batch_is_filled_from_one_modality_when_the_others_are_empty(que
     assert len(await queue.pull(MODALITIES, batch=6, wait=2)) == 6
 
 
-async def test_the_depth_is_work_and_includes_what_is_in_hand(queue):
+async def test_the_depth_is_work_and_includes_jobs_in_progress(queue):
     await queue.publish(job("small", "image", 64))
     await queue.publish(job("large", "image", 12_345))
     await queue.publish(job("film", "video", 1_000_000))
@@ -175,6 +202,16 @@ async def test_the_depth_is_work_and_includes_what_is_in_hand(queue):
     assert (depth["image"].jobs, depth["image"].work, depth["image"].running_jobs) == (2, 64 + 13_000, 0)
     assert (depth["video"].jobs, depth["video"].work, depth["video"].running_jobs) == (1, 1_000_000, 1)
     assert depth["audio"].jobs == 0
+
+
+@pytest.mark.parametrize("size", ["x", "-1", "²", "9" * 400])
+async def test_the_depth_is_read_whatever_subjects_others_publish(queue, connect, size):
+    await queue.publish(job("small", "image", 64))
+    bus = await connect("stranger")
+    await bus.client.publish(bus.subjects.encode_work("image", "0").removesuffix("0") + size, b"no job")
+    await bus.flush()
+    depth = await queue.depth()
+    assert (depth["image"].jobs, depth["image"].work) == (1, 64)
 
 
 @pytest.mark.parametrize("work", [0, 1, 99, 100, 101, 999, 1000, 12_345, 9_999_999])

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from nats.aio.client import Client
 
-from mmd_api.subjects import GATEWAY_USER, USERS, Subjects, inbox_of, permissions_of
+from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_api.contract.subjects import GATEWAY_USER, USERS, Subjects, inbox_of, permissions_of, previous_of
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
-from mmd_workers.errors import PeerLostError
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.jobs import EncodeQueue
+from mmd_workers.wire.login import Login
+from mmd_workers.wire.messages import Cancel
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import DEADLINE_SECONDS
 
 SUBJECTS = Subjects("ai", "chat", "r1")
 OTHERS = Subjects("ai", "other", "r1")
@@ -50,8 +56,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     server.stop()
 
 
-def url_of(server: NatsServer, user: str, password: str | None = None) -> str:
-    return server.url.replace("nats://", f"nats://{user}:{password or PASSWORDS[user]}@")
+def login(user: str) -> Login:
+    return Login(user, PASSWORDS[user])
 
 
 @asynccontextmanager
@@ -63,7 +69,9 @@ async def as_user(server: NatsServer, user: str) -> Any:
         violations.append(str(error).lower())
 
     client = Client()
-    await client.connect(url_of(server, user), inbox_prefix=inbox_of(user), error_cb=refused)
+    await client.connect(
+        server.url, user=user, password=PASSWORDS[user], inbox_prefix=inbox_of(user), error_cb=refused
+    )
     try:
         yield client, violations
     finally:
@@ -73,7 +81,7 @@ async def as_user(server: NatsServer, user: str) -> Any:
 async def told(violations: list[str], count: int) -> None:
     """The client's error callback runs when it can: wait for what the server has said already."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while len(violations) < count:
                 await asyncio.sleep(0.01)
 
@@ -115,8 +123,10 @@ async def test_a_worker_cannot_make_a_stream_of_what_it_may_not_hear(server: Nat
 
 
 async def test_the_gateway_makes_the_queue_and_encoders_pull_from_it(server: NatsServer) -> None:
-    gateway = await Bus.connect(url_of(server, GATEWAY_USER), "g-0", SUBJECTS, inbox=inbox_of(GATEWAY_USER))
-    encoder = await Bus.connect(url_of(server, "encode"), "e-0", SUBJECTS, inbox=inbox_of("encode"))
+    gateway, encoder = [
+        await Bus.connect(server.url, f"{user}-0", SUBJECTS, inbox=inbox_of(user), login=login(user))
+        for user in (GATEWAY_USER, "encode")
+    ]
     made, pulled = EncodeQueue(gateway), EncodeQueue(encoder)
     await made.ensure()
     assert set(await made.depth()) == {"image", "video", "audio"}
@@ -129,16 +139,17 @@ async def test_the_gateway_makes_the_queue_and_encoders_pull_from_it(server: Nat
 
 
 @pytest.mark.parametrize(("user", "password"), [("encode", "wrong"), ("root", "x"), ("encode", "")])
-async def test_nobody_comes_in_without_the_password(server: NatsServer, user: str, password: str) -> None:
-    url = server.url.replace("nats://", f"nats://{user}:{password}@" if password else "nats://")
-    with pytest.raises(PeerLostError, match=r"(?i)authorization"):
-        await Bus.connect(url, "stranger", SUBJECTS, timeout=2.0)
+async def test_no_client_connects_without_the_password(server: NatsServer, user: str, password: str) -> None:
+    given = Login(user, password) if password else None
+    with pytest.raises(PeerLostError, match=r"(?i)authorization") as refused:
+        await Bus.connect(server.url, "stranger", SUBJECTS, timeout=2.0, login=given)
+    assert not password or f":{password}@" not in str(refused.value)
 
 
 def test_every_password_is_its_own_and_new_each_time() -> None:
     again = with_passwords({})["stringData"]
-    assert set(again) == set(USERS)
-    assert len({*again.values(), *PASSWORDS.values()}) == 2 * len(USERS)
+    assert set(again) == {*USERS, *map(previous_of, USERS)}
+    assert len({*again.values(), *PASSWORDS.values()}) == 4 * len(USERS)
 
 
 def test_no_user_may_speak_for_another_deployment() -> None:
@@ -148,7 +159,7 @@ def test_no_user_may_speak_for_another_deployment() -> None:
         assert all(subject.startswith(own) for subject in (*may.publish, *may.subscribe))
 
 
-async def test_what_is_said_without_leave_does_not_arrive(server: NatsServer) -> None:
+async def test_messages_without_permission_do_not_arrive(server: NatsServer) -> None:
     async with as_user(server, "decode") as (decode, _), as_user(server, "encode") as (encode, violations):
         heard = await decode.subscribe(SUBJECTS.kv_offer("d-0"))
         await decode.flush()
@@ -158,3 +169,86 @@ async def test_what_is_said_without_leave_does_not_arrive(server: NatsServer) ->
             await heard.next_msg(timeout=0.3)
         await told(violations, 1)
     assert any("kv-offer" in words for words in violations)
+
+
+async def test_no_error_of_a_lost_connection_contains_the_password(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The send buffer overflows and a request fails while the server is gone: each has its message."""
+    caplog.set_level(logging.DEBUG)
+    server = NatsServer(
+        tmp_path,
+        configuration=users_configuration("ai", "chat"),
+        environment={f"{PASSWORD_PREFIX}{user}": password for user, password in PASSWORDS.items()},
+    ).start()
+    bus = await Bus.connect(
+        server.url, "g-0", SUBJECTS, inbox=inbox_of(GATEWAY_USER), login=login(GATEWAY_USER)
+    )
+    await bus.bulk()
+    await asyncio.to_thread(server.kill)
+    async with asyncio.timeout(30):
+        while bus.is_connected:
+            await asyncio.sleep(0.01)
+    words = [repr(bus._login), repr(vars(bus))]
+
+    async def fill() -> None:
+        for _ in range(64):
+            await bus.publish(SUBJECTS.cancel, Frame(Cancel("r", 0), b"x" * 100_000))
+
+    with pytest.raises(OverloadedError) as full:
+        await fill()
+    with pytest.raises(MmdError) as unanswered:
+        await bus.request(SUBJECTS.prefill("p-0"), Cancel("r", 0), Cancel, timeout=0.1)
+    await bus.close()
+    words += [str(failure.value) for failure in (full, unanswered)]
+    words += [record.getMessage() for record in caplog.records]
+    assert [line for line in words if PASSWORDS[GATEWAY_USER] in line] == []
+
+
+@pytest.mark.parametrize("url", ["nats://gateway:s3cret@n:4222", "nats://n:1,tls://gateway:s3cret@m:2"])
+async def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> None:
+    with pytest.raises(ValueError, match="MMD_NATS_PASSWORD") as refused:
+        await Bus.connect(url, "g-0", SUBJECTS, timeout=0.5)
+    assert "s3cret" not in str(refused.value)
+
+
+async def test_no_bus_is_locked_out_by_two_rotations_and_the_first_password_ends(tmp_path: Path) -> None:
+    """The server restarts with the new password and the last, the file that a pod reads follows later, and requests wait meanwhile."""
+    server = NatsServer(
+        tmp_path / "server",
+        configuration=users_configuration("ai", "chat"),
+        environment={f"{PASSWORD_PREFIX}{user}": password for user, password in PASSWORDS.items()},
+    ).start()
+    file = tmp_path / "password"
+    file.write_text(PASSWORDS["prefill"])
+    reread = Login("prefill", PASSWORDS["prefill"], previous_of("prefill"), tmp_path)
+    bus = await Bus.connect(server.url, "p-0", SUBJECTS, inbox=inbox_of("prefill"), login=reread)
+
+    async def echo(said: Cancel) -> Cancel:
+        return said
+
+    await bus.serve(SUBJECTS.embedding("p-0"), Cancel, echo)
+    for _ in range(2):
+        passwords = with_passwords({})["stringData"]
+        passwords |= {previous_of(user): server.environment[f"{PASSWORD_PREFIX}{user}"] for user in USERS}
+        await asyncio.to_thread(server.kill)
+        server.environment = {f"{PASSWORD_PREFIX}{user}": value for user, value in passwords.items()}
+        server.start()
+        encoder = await Bus.connect(
+            server.url, "e-0", SUBJECTS, inbox_of("encode"), login=Login("encode", passwords["encode"])
+        )
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(PeerLostError, DeadlineError):
+                    said = await encoder.request(SUBJECTS.embedding("p-0"), Cancel("r", 0), Cancel, 2.0)
+                    break
+                await asyncio.sleep(0.05)
+        assert said == Cancel("r", 0)
+        await encoder.close()
+        file.write_text(passwords["prefill"])
+    for user in ("prefill", previous_of("prefill")):
+        login = Login(user, PASSWORDS["prefill"])
+        with pytest.raises(PeerLostError, match=r"(?i)authorization"):
+            await Bus.connect(server.url, "stranger", SUBJECTS, timeout=2.0, login=login)
+    await bus.close()
+    await asyncio.to_thread(server.stop)

@@ -5,7 +5,7 @@ import sys
 import psutil
 import pytest
 
-from mmd_workers.errors import PeerLostError
+from mmd_api.contract.errors import PeerLostError
 from mmd_workers.wire.server import NatsServer
 
 
@@ -27,7 +27,7 @@ def test_it_listens_on_loopback_alone(nats_server):
     assert listening.laddr.ip == "127.0.0.1"
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path, nats_server):
+def test_a_server_that_cannot_start_reports_why(tmp_path, nats_server):
     port = int(nats_server.url.rsplit(":", 1)[1])
     with pytest.raises(PeerLostError, match="address already in use"):
         NatsServer(tmp_path, port=port).start(timeout_seconds=5)

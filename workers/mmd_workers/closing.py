@@ -1,4 +1,4 @@
-"""The end of a process: each part has its time to close, and what hangs is named instead of waited for."""
+"""The end of a process: each part has a time limit to close, and one that hangs is logged, not waited for."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ log = logging.getLogger(__name__)
 
 
 async def close_each(*steps: Callable[[], Awaitable[object]], seconds: float = STEP_SECONDS) -> None:
-    """Close one part after the other; one that fails or takes longer than `seconds` keeps none of the others open."""
+    """Close one part after the other; one that fails or takes longer than `seconds` does not stop the rest."""
     for step in steps:
         name = getattr(step, "__qualname__", repr(step))
         try:
             async with asyncio.timeout(seconds):
                 await step()
         except TimeoutError:
-            log.error("%s did not end within %g s: left as it is", name, seconds)
+            log.error("%s did not finish within %g s; continuing without it", name, seconds)
         except Exception:
             log.exception("%s failed", name)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a process's coroutine. Threads that then keep the interpreter from its exit are printed, and it ends with status 1."""
+    """Run a process's coroutine. If threads then keep the interpreter from exiting, they are printed and the process ends with status 1."""
 
-    async def whole() -> None:
+    async def guarded() -> None:
         try:
             await main
         finally:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
 
-    uvloop.run(whole())
+    uvloop.run(guarded())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is imported here is no garbage: the collector does not look at it, now (a fifth of a worker's start) or ever."""
+    """Exempt what is imported here from garbage collection, now (a fifth of a worker's start) and for ever."""
     gc.disable()
     try:
         yield

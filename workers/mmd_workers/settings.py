@@ -1,13 +1,15 @@
-"""What a worker process is told at start: the pipeline configuration file and the identity of its pod. Nothing is read elsewhere."""
+"""Configuration of a worker process at start: the pipeline file, the identity of its pod, its NATS login. Read nowhere else."""
 
 from __future__ import annotations
 
 import os
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from mmd_api.contract.subjects import DEFAULT_INBOX, USERS, previous_of
 from mmd_api.pipeline import PipelineConfig
-from mmd_api.subjects import DEFAULT_INBOX
+from mmd_workers.wire.login import Login, refuse_credentials_in
 
 CONFIG_ENV = "MMD_PIPELINE_CONFIG"
 
@@ -18,6 +20,10 @@ class WorkerSettings:
 
     `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it. `nats_inbox`: prefix of the
     subjects on which replies come, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
+    `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
+    `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
+    `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
+    `identity`, `commit`: see `mmd_workers.identity`; empty until it has looked.
     """
 
     pipeline: PipelineConfig
@@ -28,16 +34,28 @@ class WorkerSettings:
     threads: int
     annotations: str = ""
     nats_inbox: str = DEFAULT_INBOX
+    nats_login: Login | None = None
     grace_seconds: float = 120.0
+    config_file: str = ""
+    gpus: int = 0
+    memory_fraction: float = 1.0
+    identity: str = ""
+    commit: str = ""
+    admin_port: int = 0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    @property
+    def mesh(self) -> str:
+        """Names the processes that this one may talk to: those of the same pipeline revision, code and weights."""
+        return f"{self.pipeline.revision}-{self.identity}" if self.identity else self.pipeline.revision
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_NATS_URL, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_NATS_INBOX,
-        MMD_GRACE_SECONDS.
+        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_ADMIN_PORT, MMD_NATS_URL, MMD_NATS_USERNAME, MMD_NATS_PASSWORD,
+        MMD_NATS_LOGIN (a folder), MMD_NATS_INBOX, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_GRACE_SECONDS, MMD_GPUS, MMD_MEMORY_FRACTION.
 
         Raises:
-            RuntimeError: a variable is missing; the message names it.
+            RuntimeError: a variable is missing or cannot be used; the message names it.
         """
 
         def need(name: str) -> str:
@@ -48,14 +66,31 @@ class WorkerSettings:
                 )
             return value
 
+        try:
+            refuse_credentials_in(need("MMD_NATS_URL"))
+        except ValueError as error:
+            raise RuntimeError(f"environment variable MMD_NATS_URL: {error}") from error
+        user = os.environ.get("MMD_NATS_USERNAME", "")
         return cls(
             pipeline=PipelineConfig.load(need(CONFIG_ENV)),
+            config_file=need(CONFIG_ENV),
             pod=need("MMD_POD_NAME"),
             pod_ip=need("MMD_POD_IP"),
             http_port=int(need("MMD_HTTP_PORT")),
+            admin_port=int(os.environ.get("MMD_ADMIN_PORT", "0")),
             nats_url=need("MMD_NATS_URL"),
             threads=int(os.environ.get("MMD_THREADS", "0")),
             annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
             nats_inbox=os.environ.get("MMD_NATS_INBOX", DEFAULT_INBOX),
+            nats_login=_login(user, need("MMD_NATS_PASSWORD")) if user else None,
             grace_seconds=float(os.environ.get("MMD_GRACE_SECONDS", "120")),
+            gpus=int(os.environ.get("MMD_GPUS", "0")),
+            memory_fraction=float(os.environ.get("MMD_MEMORY_FRACTION", "1")),
         )
+
+
+def _login(user: str, password: str) -> Login:
+    """`user`: of a managed server, who may have a previous password too, or of an external one."""
+    folder = os.environ.get("MMD_NATS_LOGIN")
+    previous = previous_of(user) if user in USERS else ""
+    return Login(user, password, previous, Path(folder) if folder else None)

@@ -6,15 +6,17 @@ Takes the decisions that each pool would make alone and cuts them down. Knows no
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmd_api.pools import POOL_NAMES, PoolName
+from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_operator.autoscaling.decide import decide
+from mmd_operator.autoscaling.decision import Decision
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import DeploymentPolicy
-from mmd_operator.autoscaling.types import Decision, PoolSamples
+from mmd_operator.autoscaling.samples import PoolSamples
 
+Decisions = Mapping[PoolName, Decision]
 SATURATED = 0.95
 """A pool whose load uses up this share of the pods it may have cannot take more from upstream."""
 
@@ -24,7 +26,7 @@ class Bottleneck:
     """The pool that bounds the SLO now.
 
     `load` is what it has to do as a fraction of what its ready pods do at their target; `load_with_one_more` is the same with
-    one replica more; `seconds_gained` is how much sooner its backlog would be gone (0 where work is not counted in seconds).
+    one replica more; `seconds_gained` is how much sooner its backlog would be cleared (0 where work is not counted in seconds).
     """
 
     pool: PoolName
@@ -35,16 +37,16 @@ class Bottleneck:
 
     def __str__(self) -> str:
         text = (
-            f"{self.pool} bounds the SLO: {self.ready} ready replicas carry {self.load:.0%} of their target load; one more "
-            f"would bring that to {self.load_with_one_more:.0%}"
+            f"{self.pool} is the bottleneck: {self.ready} ready replicas are at {self.load:.0%} of their target load; one more "
+            f"would bring them to {self.load_with_one_more:.0%}"
         )
         if self.seconds_gained > 0:
-            text += f" and end the backlog {self.seconds_gained:.2f} s sooner"
+            text += f" and clear the backlog {self.seconds_gained:.2f} s sooner"
         return text
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DeploymentDecision:
     """One tick of a deployment's autoscaler."""
 
     decisions: Mapping[PoolName, Decision]
@@ -52,7 +54,7 @@ class Verdict:
 
     @property
     def histories(self) -> dict[PoolName, History]:
-        """What the next tick must be given."""
+        """The histories to pass to the next tick."""
         return {pool: decision.history for pool, decision in self.decisions.items()}
 
 
@@ -61,7 +63,7 @@ def coordinate(
     policy: DeploymentPolicy,
     samples: Mapping[PoolName, PoolSamples],
     histories: Mapping[PoolName, History],
-) -> Verdict:
+) -> DeploymentDecision:
     """Decide the sizes of all pools of `policy`; `samples` holds each of them, `histories` those known from before."""
     decisions = {
         pool: decide(now, rules, samples[pool], histories.get(pool, History()))
@@ -69,21 +71,21 @@ def coordinate(
     }
     decisions = _couple(decisions)
     for _ in range(len(decisions)):
-        fitted = _keep_budget(policy, decisions)
-        coupled = _couple(fitted)
-        if coupled == fitted:
+        shared = share_gpu_budget(policy, decisions)
+        coupled = _couple(shared)
+        if coupled == shared:
             break
         # What coupling takes back from one pool is shared out again.
-        decisions |= {pool: d for pool, d in coupled.items() if d != fitted[pool]}
-    return Verdict(coupled, bottleneck(coupled))
+        decisions |= {pool: d for pool, d in coupled.items() if d != shared[pool]}
+    return DeploymentDecision(coupled, bottleneck(coupled))
 
 
-def _order(decisions: Mapping[PoolName, Decision]) -> list[PoolName]:
+def _order(decisions: Decisions) -> list[PoolName]:
     return [pool for pool in POOL_NAMES if pool in decisions]
 
 
-def _couple(decisions: Mapping[PoolName, Decision]) -> dict[PoolName, Decision]:
-    """From the last pool upwards: a pool that stays saturated stops growth before it. No pool is at zero below a busy one."""
+def stop_growth_before_a_saturated_pool(decisions: Decisions) -> dict[PoolName, Decision]:
+    """From the last pool upwards: a pool that stays saturated stops growth before it."""
     coupled = dict(decisions)
     saturated = False
     for pool in reversed(_order(decisions)):
@@ -92,6 +94,12 @@ def _couple(decisions: Mapping[PoolName, Decision]) -> dict[PoolName, Decision]:
         if saturated and decision.replicas > most:
             coupled[pool] = decision = decision.limited(most, "DownstreamSaturated")
         saturated = saturated or _saturated(decision)
+    return coupled
+
+
+def keep_one_replica_after_a_busy_pool(decisions: Decisions) -> dict[PoolName, Decision]:
+    """From the first pool downwards: no pool is at zero after one that has work."""
+    coupled = dict(decisions)
     busy_upstream = False
     for pool in _order(decisions):
         decision = coupled[pool]
@@ -101,14 +109,27 @@ def _couple(decisions: Mapping[PoolName, Decision]) -> dict[PoolName, Decision]:
     return coupled
 
 
+COUPLING: tuple[Callable[[Decisions], dict[PoolName, Decision]], ...] = (
+    stop_growth_before_a_saturated_pool,
+    keep_one_replica_after_a_busy_pool,
+)
+"""How the pools bound each other, in the order in which it applies; then `share_gpu_budget`, until neither changes anything."""
+
+
+def _couple(decisions: Decisions) -> dict[PoolName, Decision]:
+    coupled = dict(decisions)
+    for rule in COUPLING:
+        coupled = rule(coupled)
+    return coupled
+
+
 def _saturated(decision: Decision) -> bool:
-    """Whether even the size it is given leaves it used up. Pods on their way count; a pool at zero has nothing to use up."""
-    return decision.in_force > 0 and decision.full >= SATURATED * decision.in_force
+    """Whether the pool is saturated even at its decided size. Starting pods count, those that no node takes do not; a pool at zero
+    never is."""
+    return decision.in_force > 0 and 0 < decision.full >= SATURATED * decision.capacity
 
 
-def _keep_budget(
-    policy: DeploymentPolicy, decisions: Mapping[PoolName, Decision]
-) -> dict[PoolName, Decision]:
+def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[PoolName, Decision]:
     """Share the GPUs: minima first, then what the pools have, then growth by gain per GPU, one replica at a time.
 
     GPUs of pods that still drain are in use, so growth waits for them. What is above the budget is taken back from the pools
@@ -152,12 +173,12 @@ def _keep_budget(
 
 
 def _kept(decision: Decision) -> int:
-    """What a pool has before growth is shared out: never below its minimum, unless it goes there itself."""
+    """What a pool keeps before growth is shared out; below its minimum only if its own decision is."""
     return max(min(decision.replicas, decision.current), min(decision.minimum, decision.replicas))
 
 
 def _held(decision: Decision, reduced: bool) -> int:
-    """Replicas whose GPUs are taken now; a pool on its way down gives them back only when its pods are gone."""
+    """Replicas whose GPUs are taken now; a pool on its way down frees them only when its pods are removed."""
     shrinking = reduced or not decision.act or decision.replicas < decision.spec_replicas
     return max(decision.current, decision.spec_replicas) if shrinking else decision.current
 
@@ -169,19 +190,19 @@ def _cut(decision: Decision, replicas: int) -> Decision:
 
 
 def _gain(decision: Decision, replicas: int) -> float:
-    """How much one more replica, after `replicas`, lowers what the pool is beyond its target."""
+    """How much one more replica, after `replicas`, reduces the pool's excess over its target."""
     return _excess(decision.need, replicas) - _excess(decision.need, replicas + 1)
 
 
 def _excess(need: float, replicas: int) -> float:
-    """Relative excess over the target; a pool with work and nobody to do it is further from its SLO than any other."""
+    """Relative excess over the target; a pool with work and no pods is further from its SLO than any other."""
     if replicas == 0:
         return 1e9 if need > 0 else 0.0
     return max(0.0, need / replicas - 1)
 
 
-def bottleneck(decisions: Mapping[PoolName, Decision]) -> Bottleneck | None:
-    """The pool beyond its target that bounds the SLO: the last saturated one, for it backs up those before; else the most loaded."""
+def bottleneck(decisions: Decisions) -> Bottleneck | None:
+    """The pool over its target that is the bottleneck: the last saturated one, which backs up those before it; else the most loaded."""
     ready = {pool: d for pool, d in decisions.items() if d.need > d.ready}
     if not ready:
         return None

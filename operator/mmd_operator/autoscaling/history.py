@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 GAP_SECONDS = 30.0
-"""Ticks further apart than this (a sleeping operator, a clock set forward) leave windows unseen: they begin anew."""
+"""Ticks further apart than this (a sleeping operator, a clock set forward) leave windows unobserved: they restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Extremes:
     entries: tuple[tuple[float, int], ...] = ()
 
     def push(self, now: float, value: int, window_seconds: float) -> Self:
-        """With a value of now, and without what is older than the window. Times after `now` count as now."""
+        """A copy with a value of now and without those older than the window. Future times count as now."""
         kept = [
             (min(at, now), v)
             for at, v in self.entries
@@ -31,13 +31,13 @@ class Extremes:
 
     @property
     def extreme(self) -> int:
-        """The window's extreme; it holds at least the value of now."""
+        """The window's extreme; the window holds at least the newest value."""
         return self.entries[0][1]
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Memory of one pool's scaler. `History(throughput=...)` is that of a scaler that has just started."""
+    """Memory of one pool's scaler. `History(throughput=...)` is for a scaler that has just started."""
 
     last_tick: float | None = None
     observed_since: float = 0.0
@@ -58,7 +58,7 @@ class History:
     )  # of one replica, per second; "tokens" for prefill
 
     def begin_tick(self, now: float, ready: int) -> History:
-        """Made safe against clocks that jump, with the time of this tick and the number of ready pods noted."""
+        """A copy that is safe against clock jumps and records this tick's time and number of ready pods."""
         history = self
         jumped = self.last_tick is None or now < self.last_tick or now - self.last_tick > GAP_SECONDS
         if jumped:
@@ -75,7 +75,7 @@ class History:
         return replace(history, last_tick=now)
 
     def acted(self, now: float, current: int, found: int, decided: int) -> History:
-        """After a decision that is carried out: `found` is spec.replicas as it stood."""
+        """The history after a decision is carried out; `found` is spec.replicas before it."""
         return replace(
             self,
             written=(found, decided),
@@ -84,10 +84,10 @@ class History:
         )
 
     def size_now(self, spec_replicas: int) -> tuple[int, bool]:
-        """The size that counts as current, and whether somebody else wrote `spec.replicas`.
+        """The size that counts as current, and whether another client wrote `spec.replicas`.
 
-        A size between what was found and what was decided is our own change under way: pods that drain towards a smaller
-        size are no capacity any more.
+        A size between what was found and what was decided is our own change in progress: pods that drain towards a
+        smaller size no longer count as capacity.
         """
         if self.written is None:
             return spec_replicas, False

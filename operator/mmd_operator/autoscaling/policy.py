@@ -12,12 +12,12 @@ from functools import lru_cache
 
 from cronsim import CronSim, CronSimError
 
+from mmd_api.contract.pools import POOL_NAMES, PoolName, Role
 from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.pipeline import roles_of
-from mmd_api.pools import POOL_NAMES, PoolName, Role
-from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 
-START_DEADLINE_SECONDS = 600.0
 LATENCY_STALE_SECONDS = 60.0
 
 
@@ -67,6 +67,7 @@ class PoolPolicy:
     ttft_slo_seconds: float | None = None
     itl_slo_seconds: float | None = None
     stale_after_seconds: float = 2.5
+    scheduling_deadline_seconds: float = SCHEDULING_DEADLINE_SECONDS
     start_deadline_seconds: float = START_DEADLINE_SECONDS
 
     @property
@@ -88,17 +89,14 @@ class PoolPolicy:
         part: Pool = getattr(spec, pool)
         roles, scaling = roles_of(spec, pool), part.autoscaling
         if scaling is None:
-            size = 1 if part.replicas is None else part.replicas
-            return cls(pool, roles, part.gpus, size, size)
+            return cls(pool, roles, part.gpus, part.min_replicas, part.min_replicas)
         windows = []
         for number, schedule in enumerate(scaling.schedules):
             try:
                 CronSim(schedule.cron, datetime.fromtimestamp(0, UTC))
             except CronSimError as error:
                 field = f"spec.{pool}.autoscaling.schedules[{number}].cron"
-                problem = (
-                    f"{schedule.cron!r} names no time ({error}); give minute, hour, day, month and weekday"
-                )
+                problem = f"{schedule.cron!r} is not a valid schedule ({error}); give minute, hour, day, month and weekday"
                 raise InvalidDeploymentError([Fault(field, problem)]) from error
             windows.append(Window(schedule.cron, schedule.duration_minutes * 60.0, schedule.min_replicas))
         slo = spec.slo
@@ -124,6 +122,8 @@ class PoolPolicy:
             ttft_slo_seconds=slo.ttft_milliseconds / 1000 if slo.ttft_milliseconds else None,
             itl_slo_seconds=slo.itl_milliseconds / 1000 if slo.itl_milliseconds else None,
             stale_after_seconds=spec.observability.heartbeat_timeout_milliseconds / 1000,
+            scheduling_deadline_seconds=part.scheduling_deadline_seconds,
+            start_deadline_seconds=part.start_deadline_seconds,
         )
 
 
@@ -148,7 +148,7 @@ class DeploymentPolicy:
         )
         if budget is not None and needed > budget:
             problem = (
-                f"the pools' minima and schedules may need {needed} GPUs at once, and the budget is {budget}; "
+                f"the pools' minima and schedules may need {needed} GPUs at once, but the budget is {budget}; "
                 "raise gpuBudget, or lower minReplicas of pools or schedules"
             )
             raise InvalidDeploymentError([Fault("spec.gpuBudget", problem)])

@@ -1,7 +1,8 @@
-"""The autoscaler of one deployment from tick to tick: what pods last said, one decision for all pools, and the moves towards it.
+"""The autoscaler of one deployment from tick to tick: the latest reports, one decision for all pools, and the actions towards it.
 
-Pure but for its memory: time and facts come in, moves go out; whoever calls it asks pods, drains them and sets sizes. A pool is
-made smaller in this order: the highest ordinals are told to drain, report that they are empty, and only then leave.
+Pure but for its memory: time, reports and facts come in, actions go out; the caller collects reports, drains pods and sets sizes.
+A pool is made smaller in this order: the pods with the highest ordinals are requested to drain, report that they are empty, and only then
+leave.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmd_api.pools import PoolName, Role
-from mmd_operator.autoscaling.coordinate import Verdict, coordinate
+from mmd_api.contract.load import GatewayStatus, WorkerStatus
+from mmd_api.contract.pools import PoolName, Role
+from mmd_operator.autoscaling.coordinate import DeploymentDecision, coordinate
+from mmd_operator.autoscaling.decision import Decision
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import DeploymentPolicy, PoolPolicy
-from mmd_operator.autoscaling.reports import GatewayReport, WorkerReport
-from mmd_operator.autoscaling.types import Decision, Demand, Latency, PodSample, PodState, PoolSamples
+from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PodState, PoolSamples
 
 EMPTY: frozenset[PodState] = frozenset({"unschedulable", "starting", "loading", "drained"})
 """States in which a pod holds no work."""
@@ -22,7 +24,9 @@ EMPTY: frozenset[PodState] = frozenset({"unschedulable", "starting", "loading", 
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """One pod as its cluster knows it. `ready`: its probe says so. `asked`: it was told to drain, at `asked_at` if that is known."""
+    """One pod as its cluster knows it. `ready`: by its probe. `drain_requested`, at `drain_requested_at` if that is known.
+    `waiting_since`, `failing`: see `PodSample`.
+    """
 
     name: str
     ordinal: int
@@ -30,13 +34,15 @@ class PodFacts:
     ready: bool = False
     unschedulable: bool = False
     deleting: bool = False
-    asked: bool = False
-    asked_at: float | None = None
+    drain_requested: bool = False
+    drain_requested_at: float | None = None
+    waiting_since: float | None = None
+    failing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """A pool as it stands: the size that was asked for, and its pods."""
+    """A pool now: its wanted size and its pods."""
 
     replicas: int
     pods: tuple[PodFacts, ...] = ()
@@ -44,8 +50,8 @@ class PoolFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """What to do to a pool now: pods to tell to drain, a size to set, drained pods to start afresh, pods that drain for too long."""
+class ScaleActions:
+    """What to do to a pool now: pods to ask to drain, a size to set, drained pods to replace, pods that drain for too long."""
 
     drain: tuple[str, ...] = ()
     replicas: int | None = None
@@ -54,7 +60,7 @@ class Moves:
 
 
 class Scaler:
-    """Holds what must be remembered between ticks. One that has just begun lowers nothing before it has seen a whole window."""
+    """Holds what must be remembered between ticks. A new scaler lowers no pool before it has observed a full window."""
 
     def __init__(
         self, policy: DeploymentPolicy, throughput: Mapping[PoolName, Mapping[str, float]] | None = None
@@ -62,22 +68,24 @@ class Scaler:
         """`throughput`: what one replica of a pool does in a second, by kind of work, as known from before; fresh loads replace it."""
         self.policy = policy
         self._histories = {name: History(throughput=rates) for name, rates in (throughput or {}).items()}
-        self._workers: dict[str, tuple[float, WorkerReport]] = {}
-        self._gateways: dict[str, tuple[float, GatewayReport]] = {}
+        self._workers: dict[str, tuple[float, WorkerStatus]] = {}
+        self._gateways: dict[str, tuple[float, GatewayStatus]] = {}
 
-    def heard(self, pod: str, now: float, report: WorkerReport) -> None:
-        """A worker answered."""
+    def record_report(self, pod: str, now: float, report: WorkerStatus) -> None:
+        """Record a worker's report."""
         self._workers[pod] = (now, report)
 
-    def gateway_heard(self, pod: str, now: float, report: GatewayReport) -> None:
-        """A gateway answered."""
+    def record_gateway_report(self, pod: str, now: float, report: GatewayStatus) -> None:
+        """Record a gateway's report."""
         self._gateways[pod] = (now, report)
 
-    def tick(self, now: float, pools: Mapping[PoolName, PoolFacts], gateways: frozenset[str]) -> Verdict:
-        """Decide. `gateways`: pods whose word is needed before anything may be lowered."""
+    def tick(
+        self, now: float, pools: Mapping[PoolName, PoolFacts], gateways: frozenset[str]
+    ) -> DeploymentDecision:
+        """Decide. `gateways`: pods whose report is needed before anything may be lowered."""
         present = {pod.name for facts in pools.values() for pod in facts.pods}
-        self._workers = {name: said for name, said in self._workers.items() if name in present}
-        self._gateways = {name: said for name, said in self._gateways.items() if name in gateways}
+        self._workers = {name: kept for name, kept in self._workers.items() if name in present}
+        self._gateways = {name: kept for name, kept in self._gateways.items() if name in gateways}
         samples = {
             name: PoolSamples(
                 replicas=facts.replicas,
@@ -87,14 +95,14 @@ class Scaler:
             )
             for name, facts in pools.items()
         }
-        verdict = coordinate(now, self.policy, samples, self._histories)
-        self._histories = verdict.histories
-        return verdict
+        decided = coordinate(now, self.policy, samples, self._histories)
+        self._histories = decided.histories
+        return decided
 
-    def moves(self, now: float, decision: Decision, facts: PoolFacts) -> Moves:
-        """The moves from a pool as it stands towards a decision. The same facts give the same moves: they can be made twice."""
+    def actions(self, now: float, decision: Decision, facts: PoolFacts) -> ScaleActions:
+        """The actions that bring a pool towards a decision. The same facts give the same actions: they can be repeated."""
         if not decision.act:
-            return Moves()
+            return ScaleActions()
         target = decision.replicas
         rules = self.policy.pools[decision.pool]
         states = {pod.name: self._sample(now, rules, pod).state for pod in facts.pods}
@@ -104,8 +112,8 @@ class Scaler:
             pod.name
             for pod in leaving
             if states[pod.name] not in EMPTY
-            and pod.asked_at is not None
-            and now - pod.asked_at > facts.drain_seconds
+            and pod.drain_requested_at is not None
+            and now - pod.drain_requested_at > facts.drain_seconds
         )
         keep = facts.replicas
         while keep > target:
@@ -113,15 +121,17 @@ class Scaler:
             if last is not None and states[last.name] not in EMPTY and last.name not in overdue:
                 break
             keep -= 1
-        return Moves(
+        return ScaleActions(
             drain=tuple(
-                p.name for p in leaving if not p.asked and states[p.name] not in EMPTY and p.ordinal < keep
+                p.name
+                for p in leaving
+                if not p.drain_requested and states[p.name] not in EMPTY and p.ordinal < keep
             ),
             replicas=max(keep, target) if max(keep, target) != facts.replicas else None,
             renew=tuple(
                 p.name
                 for p in facts.pods
-                if p.asked and p.ordinal < target and not p.deleting and states[p.name] == "drained"
+                if p.drain_requested and p.ordinal < target and not p.deleting and states[p.name] == "drained"
             ),
             overdue=tuple(
                 name for name in overdue if any(p.name == name and p.ordinal >= keep for p in leaving)
@@ -138,23 +148,22 @@ class Scaler:
             state = "unschedulable"
         elif report is None or not (pod.ready or fresh):
             state = "starting" if not pod.ready else "ready"
-        elif pod.asked and report.state == "ready":
+        elif pod.drain_requested and report.state == "ready":
             state = "draining"
         else:
             state = report.state
-        return PodSample(pod.name, state, pod.created_at, at, report.load if report else None)
+        load = report.load if report else None
+        return PodSample(pod.name, state, pod.created_at, at, load, pod.waiting_since, pod.failing)
 
     def _demand(self, roles: tuple[Role, ...], gateways: frozenset[str]) -> Demand | None:
-        """None where a gateway was not heard, or cannot read the queue that the pool works from."""
+        """None where a gateway has not reported, or cannot read the queue that the pool works from."""
         if not gateways or gateways - self._gateways.keys():
             return None
-        said = [self._gateways[name] for name in gateways]
-        held = sum(report.held.get(role, 0) for _, report in said for role in roles)
-        received_at, work = min(at for at, _ in said), {}
+        reports = [self._gateways[name] for name in gateways]
+        held = sum(report.held.get(role, 0) for _, report in reports for role in roles)
+        received_at, work = min(at for at, _ in reports), {}
         if roles == ("encode",):
-            readers = [
-                (at - r.queue_age_seconds, r.waiting_work) for at, r in said if r.waiting_work is not None
-            ]
+            readers = [(at - r.queue.age_seconds, r.queue.waiting_work) for at, r in reports if r.queue]
             if not readers:
                 return None
             queue_at, newest = max(readers, key=lambda reader: reader[0])
@@ -163,14 +172,14 @@ class Scaler:
 
     def _latency(self) -> Latency | None:
         """Over all gateways: the mean of their percentiles, weighted by requests."""
-        said = list(self._gateways.values())
-        if not said:
+        reports = list(self._gateways.values())
+        if not reports:
             return None
-        requests = sum(report.requests for _, report in said)
-        weighted = sum(report.ttft_seconds * report.requests for _, report in said)
+        requests = sum(report.ttft.requests for _, report in reports)
+        weighted = sum(report.ttft.seconds * report.ttft.requests for _, report in reports)
         return Latency(
-            received_at=min(at for at, _ in said),
-            window_seconds=max(report.window_seconds for _, report in said),
+            received_at=min(at for at, _ in reports),
+            window_seconds=max(report.ttft.window_seconds for _, report in reports),
             requests=requests,
             ttft_seconds=weighted / requests if requests else 0.0,
         )

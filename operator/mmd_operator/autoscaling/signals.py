@@ -7,17 +7,20 @@ pods that were measured, and only when those steps can help.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from mmd_api.contract.load import PodLoad
+from mmd_api.contract.pools import Modality
+from mmd_operator.autoscaling.decision import Metric, Signal
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import PoolPolicy
-from mmd_operator.autoscaling.types import Demand, Metric, PodLoad, PodSample, PoolSamples, Signal
+from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PoolSamples
 
 TOKENS = "tokens"
 """The kind of work that prefill has, beside the modalities of encode work."""
 LATENCY_STEP = 0.5
-"""A missed latency asks for at most this share more of the pods that were measured, however far it was missed."""
+"""A missed latency adds at most this share of the pods that were measured, however far it was missed."""
 LATENCY_COMFORT = 0.8
 """Above this share of the SLO a pool is not made smaller."""
 QUEUE_SHARE_OF_TTFT = 0.25
@@ -34,23 +37,128 @@ SATURATED_BACKLOG = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What the samples say. `missing` names what is needed and absent, late or impossible."""
+class Observation:
+    """What the samples show. `missing` names what is needed and absent, late or impossible."""
 
     signals: tuple[Signal, ...]
     missing: tuple[str, ...]
     ready: int
     stuck: int
-    unschedulable: int
+    unplaced: int
     history: History
 
     @property
     def idle(self) -> bool:
-        """Certainly no work: nothing missing and nothing asked for."""
+        """Whether there is certainly no work: no report missing, and no demand."""
         return not self.missing and not self.signals
 
 
-def read(now: float, policy: PoolPolicy, samples: PoolSamples, current: int, history: History) -> Reading:
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What may be used of a pool's samples. `work` waits or runs, by kind; `throughput` is of one replica; `latency` is None unless fresh.
+
+    `current` is the size that counts, `ready` the pods that serve, unchanged for `settled_seconds`.
+    """
+
+    policy: PoolPolicy
+    current: int
+    ready: int
+    settled_seconds: float
+    loads: list[PodLoad]
+    demand: Demand
+    latency: Latency | None
+    work: Mapping[str, float]
+    throughput: Mapping[str, float]
+
+    @property
+    def backlog_seconds(self) -> float:
+        """How long one replica would work on it; kinds of unknown throughput left out."""
+        known = (
+            amount / self.throughput[kind] for kind, amount in self.work.items() if kind in self.throughput
+        )
+        return min(sum(known), LONGEST_BACKLOG_SECONDS)
+
+
+def backlog(measured: Measurements) -> Signal | None:
+    """Seconds of work that waits, of encode and prefill."""
+    if not measured.work:
+        return None
+    seconds, target = measured.backlog_seconds, measured.policy.target_backlog_seconds
+    need = max(seconds / target, 1.0 if measured.work.keys() - measured.throughput.keys() else 0.0)
+    full = seconds / target / SATURATED_BACKLOG
+    return Signal("BacklogSeconds", seconds / max(measured.ready, 1), target, need, full, seconds)
+
+
+def busy_time(measured: Measurements) -> Signal | None:
+    """Busy time of the encoders."""
+    if "encode" not in measured.policy.roles:
+        return None
+    total = sum(min(1.0, load.encode_busy_fraction) for load in measured.loads)
+    return _summed("BusyFraction", total, 1.0, measured)
+
+
+def time_to_first_token(measured: Measurements) -> Signal | None:
+    """Against the SLO, where waiting for prefill is a fair part of it."""
+    slo, latency = measured.policy.ttft_slo_seconds, measured.latency
+    if "prefill" not in measured.policy.roles or slo is None or latency is None or latency.requests <= 0:
+        return None
+    if measured.ready == 0 or measured.backlog_seconds / measured.ready < QUEUE_SHARE_OF_TTFT * slo:
+        return None
+    settled = measured.settled_seconds >= latency.window_seconds
+    return _latency("TtftSeconds", latency.ttft_seconds, slo, settled, measured)
+
+
+def kv_blocks(measured: Measurements) -> Signal | None:
+    """KV blocks in use."""
+    if "decode" not in measured.policy.roles:
+        return None
+    used = sum(load.kv_blocks_total - load.kv_blocks_free for load in measured.loads)
+    return _summed("KvUtilization", used, _mean(load.kv_blocks_total for load in measured.loads), measured)
+
+
+def sequences(measured: Measurements) -> Signal | None:
+    """Sequences that decode or wait to."""
+    if "decode" not in measured.policy.roles:
+        return None
+    total = sum(load.decode_running + load.decode_waiting for load in measured.loads)
+    return _summed("Sequences", total, _mean(load.decode_max_sequences for load in measured.loads), measured)
+
+
+def inter_token_latency(measured: Measurements) -> Signal | None:
+    """Against the SLO, where batches are large enough that more pods would make them faster."""
+    slo = measured.policy.itl_slo_seconds
+    if "decode" not in measured.policy.roles or slo is None:
+        return None
+    running = sum(load.decode_running for load in measured.loads)
+    if measured.ready == 0 or running / measured.ready < SMALLEST_SLOW_BATCH:
+        return None
+    itl = sum(load.itl_seconds * load.decode_running for load in measured.loads) / running
+    return _latency("ItlSeconds", itl, slo, measured.settled_seconds >= ITL_SETTLE_SECONDS, measured)
+
+
+def held_requests(measured: Measurements) -> Signal | None:
+    """Requests that gateways hold until the pool has a pod. Encoders delay no request."""
+    held = measured.demand.held_requests
+    if not held or measured.policy.roles == ("encode",):
+        return None
+    return Signal("HeldRequests", held, 0.0, need=1.0, full=0.0)
+
+
+SIGNALS: tuple[Callable[[Measurements], Signal | None], ...] = (
+    backlog,
+    busy_time,
+    time_to_first_token,
+    kv_blocks,
+    sequences,
+    inter_token_latency,
+    held_requests,
+)
+"""Each returns None for a pool that it does not concern or that has no such load. The largest need counts, the first of equals."""
+
+
+def observe(
+    now: float, policy: PoolPolicy, samples: PoolSamples, current: int, history: History
+) -> Observation:
     """The signals of a pool's roles, and the history with this tick and the newest throughput in it."""
     ready = sum(p.state == "ready" for p in samples.pods)
     history = history.begin_tick(now, ready)
@@ -59,48 +167,43 @@ def read(now: float, policy: PoolPolicy, samples: PoolSamples, current: int, his
     if problem:
         missing.append(problem)
     history = replace(history, throughput={**history.throughput, **_throughput(loads)})
-    signals: list[Signal | None] = []
     work = _work(policy, loads, demand)
-    if work:
-        unmeasured = sorted(kind for kind in work if kind not in history.throughput)
-        if unmeasured:
-            missing.append(f"the throughput of {', '.join(unmeasured)}")
-        signals.append(_backlog(policy, work, history.throughput, ready))
-    if "encode" in policy.roles or "prefill" in policy.roles:
-        signals.append(_busy(policy, loads))
-    if "prefill" in policy.roles and policy.ttft_slo_seconds is not None:
-        latency = samples.latency
-        if latency is None or not abs(now - latency.received_at) <= policy.stale_after_seconds:
-            missing.append("the time to first token")
-        elif latency.requests > 0:
-            settled = now - history.ready_since >= latency.window_seconds
-            signals.append(
-                _ttft(
-                    policy, latency.ttft_seconds, _seconds(work, history.throughput), settled, current, ready
-                )
-            )
-    if "decode" in policy.roles:
-        settled = now - history.ready_since >= ITL_SETTLE_SECONDS
-        signals += [
-            _kv(policy, loads),
-            _sequences(policy, loads),
-            _itl(policy, loads, settled, current, ready),
-        ]
-    if demand.held_requests and policy.roles != ("encode",):
-        signals.append(Signal("HeldRequests", demand.held_requests, 0.0, need=1.0, full=0.0))
-    return Reading(
-        signals=tuple(s for s in signals if s is not None),
+    if unmeasured := sorted(work.keys() - history.throughput.keys()):
+        missing.append(f"no throughput measured for {', '.join(unmeasured)}")
+    latency, problem = _usable_latency(now, policy, samples.latency)
+    if problem:
+        missing.append(problem)
+    measurements = Measurements(
+        policy=policy,
+        current=current,
+        ready=ready,
+        settled_seconds=now - history.ready_since,
+        loads=loads,
+        demand=demand,
+        latency=latency,
+        work=work,
+        throughput=history.throughput,
+    )
+    found = (signal(measurements) for signal in SIGNALS)
+    return Observation(
+        signals=tuple(s for s in found if s is not None),
         missing=tuple(missing),
         ready=ready,
         stuck=sum(_is_stuck(now, policy, pod) for pod in samples.pods),
-        unschedulable=sum(p.state == "unschedulable" for p in samples.pods),
+        unplaced=sum(_is_unplaced(now, policy, pod) for pod in samples.pods),
         history=history,
     )
 
 
 def _is_stuck(now: float, policy: PoolPolicy, pod: PodSample) -> bool:
-    """A pod that should long have been ready is no capacity in flight any more."""
-    return pod.state in ("starting", "loading") and now - pod.created_at > policy.start_deadline_seconds
+    """A pod that fails, or is past its deadline to become Ready, no longer counts as starting capacity."""
+    late = pod.failing or pod.waited(now) > policy.start_deadline_seconds
+    return late and pod.state in ("starting", "loading")
+
+
+def _is_unplaced(now: float, policy: PoolPolicy, pod: PodSample) -> bool:
+    """A pod past its deadline to be scheduled; until then a cluster autoscaler may still be adding a node."""
+    return pod.state == "unschedulable" and pod.waited(now) > policy.scheduling_deadline_seconds
 
 
 def _usable_loads(
@@ -112,11 +215,11 @@ def _usable_loads(
         if pod.state not in ("ready", "draining"):
             continue
         if pod.load is None or pod.received_at is None:
-            problem = f"any load of pod {pod.pod}"
+            problem = f"no load report from pod {pod.pod}"
         elif not abs(now - pod.received_at) <= policy.stale_after_seconds:
-            problem = f"the load of pod {pod.pod} since {now - pod.received_at:.1f} s"
+            problem = f"no load report from pod {pod.pod} for {now - pod.received_at:.1f} s"
         elif fault := pod.load.fault():
-            problem = f"a believable load of pod {pod.pod} ({fault})"
+            problem = f"invalid load report from pod {pod.pod} ({fault})"
         else:
             loads.append(pod.load)
             continue
@@ -127,12 +230,23 @@ def _usable_loads(
 
 def _usable_demand(now: float, policy: PoolPolicy, demand: Demand | None) -> tuple[Demand, str | None]:
     if demand is None:
-        return Demand(now), "the queue before the pool"
+        return Demand(now), "no queue report"
     if not abs(now - demand.received_at) <= policy.stale_after_seconds:
-        return Demand(now), f"the queue before the pool since {now - demand.received_at:.1f} s"
+        return Demand(now), f"no queue report for {now - demand.received_at:.1f} s"
     if fault := demand.fault():
-        return Demand(now), f"a believable queue before the pool ({fault})"
+        return Demand(now), f"invalid queue report ({fault})"
     return demand, None
+
+
+def _usable_latency(
+    now: float, policy: PoolPolicy, latency: Latency | None
+) -> tuple[Latency | None, str | None]:
+    """Only a pool that prefills under an SLO needs one."""
+    if "prefill" not in policy.roles or policy.ttft_slo_seconds is None:
+        return None, None
+    if latency is None or not abs(now - latency.received_at) <= policy.stale_after_seconds:
+        return None, "no report of the time to first token"
+    return latency, None
 
 
 def _throughput(loads: list[PodLoad]) -> dict[str, float]:
@@ -149,11 +263,15 @@ def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str,
     """Work that waits or runs, by kind, in pods and before them."""
     work: dict[str, float] = {}
     if "encode" in policy.roles:
-        for queued in (*(load.encode_queued_work for load in loads), demand.encode_work):
+        queues: list[Mapping[Modality, float]] = [
+            *(load.encode_queued_work for load in loads),
+            demand.encode_work,
+        ]
+        for queued in queues:
             for modality, amount in queued.items():
                 work[modality] = work.get(modality, 0.0) + amount
     if "prefill" in policy.roles:
-        work[TOKENS] = sum(_prompt_tokens(policy, load) for load in loads) + demand.prompt_tokens
+        work[TOKENS] = sum(_prompt_tokens(policy, load) for load in loads)
     return {kind: amount for kind, amount in work.items() if amount > 0}
 
 
@@ -163,82 +281,27 @@ def _prompt_tokens(policy: PoolPolicy, load: PodLoad) -> float:
     return max(0.0, load.prefill_waiting_tokens - elsewhere)
 
 
-def _seconds(work: Mapping[str, float], throughput: Mapping[str, float]) -> float:
-    """How long one replica would work on it; kinds of unknown throughput left out."""
-    seconds = sum(amount / throughput[kind] for kind, amount in work.items() if kind in throughput)
-    return min(seconds, LONGEST_BACKLOG_SECONDS)
-
-
-def _backlog(
-    policy: PoolPolicy, work: Mapping[str, float], throughput: Mapping[str, float], ready: int
-) -> Signal:
-    seconds = _seconds(work, throughput)
-    need = max(seconds / policy.target_backlog_seconds, 1.0 if work.keys() - throughput.keys() else 0.0)
-    full = seconds / policy.target_backlog_seconds / SATURATED_BACKLOG
-    return Signal(
-        "BacklogSeconds", seconds / max(ready, 1), policy.target_backlog_seconds, need, full, seconds
-    )
-
-
-def _summed(metric: Metric, total: float, each: float, policy: PoolPolicy, pods: int) -> Signal | None:
+def _summed(metric: Metric, total: float, each: float, measured: Measurements) -> Signal | None:
     """A signal whose observations add up over pods, where one pod holds `each` at most. None where there is no load."""
     if total <= 0 or each <= 0:
         return None
     full = min(total / each, MOST_REPLICAS)
-    target = policy.target_utilization
+    target, pods = measured.policy.target_utilization, len(measured.loads)
     if metric == "Sequences":
         return Signal(metric, total / pods, each * target, full / target, full)
     return Signal(metric, full / pods, target, full / target, full)
 
 
-def _busy(policy: PoolPolicy, loads: list[PodLoad]) -> Signal | None:
-    """Busy time of the roles that the pool holds; what a pod cannot do at once cannot be more than all its time."""
-    total = 0.0
-    for load in loads:
-        encode = load.encode_busy_fraction if "encode" in policy.roles else 0.0
-        prefill = (load.prefill_busy_fraction or 0.0) if "prefill" in policy.roles else 0.0
-        total += min(1.0, encode + prefill)
-    return _summed("BusyFraction", total, 1.0, policy, len(loads))
-
-
-def _kv(policy: PoolPolicy, loads: list[PodLoad]) -> Signal | None:
-    used = sum(load.kv_blocks_total - load.kv_blocks_free for load in loads)
-    return _summed("KvUtilization", used, _mean(load.kv_blocks_total for load in loads), policy, len(loads))
-
-
-def _sequences(policy: PoolPolicy, loads: list[PodLoad]) -> Signal | None:
-    total = sum(load.decode_running + load.decode_waiting for load in loads)
-    return _summed("Sequences", total, _mean(load.decode_max_sequences for load in loads), policy, len(loads))
-
-
-def _ttft(
-    policy: PoolPolicy, ttft: float, backlog_seconds: float, settled: bool, current: int, ready: int
-) -> Signal | None:
-    slo = policy.ttft_slo_seconds
-    assert slo is not None
-    if ready == 0 or backlog_seconds / ready < QUEUE_SHARE_OF_TTFT * slo:
-        return None
-    return _latency("TtftSeconds", ttft, slo, settled, current, ready)
-
-
-def _itl(policy: PoolPolicy, loads: list[PodLoad], settled: bool, current: int, ready: int) -> Signal | None:
-    running = sum(load.decode_running for load in loads)
-    if policy.itl_slo_seconds is None or ready == 0 or running / ready < SMALLEST_SLOW_BATCH:
-        return None
-    itl = sum(load.itl_seconds * load.decode_running for load in loads) / running
-    return _latency("ItlSeconds", itl, policy.itl_slo_seconds, settled, current, ready)
-
-
 def _latency(
-    metric: Metric, observed: float, slo: float, settled: bool, current: int, ready: int
+    metric: Metric, observed: float, slo: float, settled: bool, measured: Measurements
 ) -> Signal | None:
     """Hold near the SLO, grow beyond it; only once the pods that are ready now have made the whole measurement."""
     over = observed / slo
     if not over > LATENCY_COMFORT:
         return None
-    need = float(max(current, 1))
+    need = float(max(measured.current, 1))
     if over > 1 and settled:
-        need = max(need, ready * (1 + min(over - 1, LATENCY_STEP)))
+        need = max(need, measured.ready * (1 + min(over - 1, LATENCY_STEP)))
     return Signal(metric, observed, slo, need, full=0.0)
 
 

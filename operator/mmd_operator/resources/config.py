@@ -1,27 +1,28 @@
-"""The ConfigMap with what every pod of a pipeline revision is told."""
+"""The ConfigMap with the configuration of a pipeline revision: one file for each component, with the fields that it reads."""
 
 from __future__ import annotations
 
-import hashlib
-
+from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.pipeline import PipelineConfig
-from mmd_operator.resources.naming import Manifest, Scope
+from mmd_api.readers import Component
+from mmd_operator.resources.naming import Manifest, RevisionScope
 
 
-def config_map(scope: Scope) -> Manifest:
-    """`pipeline.json` of this revision."""
+def config_map(scope: RevisionScope) -> Manifest:
+    """`COMPONENT.json` for the gateway and every pool of this revision."""
+    components: list[Component] = [*(p for p in POOL_NAMES if getattr(scope.spec, p) is not None), "gateway"]
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": scope.metadata(scope.config, of_revision=True),
-        "data": {"pipeline.json": _pipeline(scope)},
+        "data": {config_file(c): _text(scope, c) for c in components},
     }
 
 
-def config_hash(scope: Scope) -> str:
-    """Short hash of the content: in a pod template it rolls the pods when they would read something else."""
-    return hashlib.sha256(_pipeline(scope).encode()).hexdigest()[:16]
+def config_file(component: Component) -> str:
+    """Key of a component's configuration in the ConfigMap."""
+    return f"{component}.json"
 
 
-def _pipeline(scope: Scope) -> str:
-    return PipelineConfig.of(scope.spec, scope.namespace, scope.name).dump()
+def _text(scope: RevisionScope, component: Component) -> str:
+    return PipelineConfig.text_for(scope.spec, scope.namespace, scope.name, component, scope.pinned)

@@ -1,11 +1,16 @@
-"""PodDisruptionBudgets: a node drain takes one pod of a component at a time, so that held requests can be handed over."""
+"""PodDisruptionBudgets: a node drain takes one pod of a component at a time, so that held requests can be handed over.
+
+A budget limits how many pods may be away, not how many must stay: with minAvailable, the only pod of a component (NATS has one) could
+never be evicted, and `kubectl drain` would wait for ever. While NATS moves, workers keep what they hold and connect again.
+"""
 
 from __future__ import annotations
 
-from mmd_operator.resources.naming import Component, Manifest, Scope
+from mmd_api.readers import Component
+from mmd_operator.resources.naming import Manifest, RevisionScope
 
 
-def disruption_budget(scope: Scope, component: Component) -> Manifest:
+def disruption_budget(scope: RevisionScope, component: Component) -> Manifest:
     """The budget of one component over all its revisions."""
     return {
         "apiVersion": "policy/v1",

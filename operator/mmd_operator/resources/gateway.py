@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from mmd_api.subjects import GATEWAY_USER
-from mmd_operator.resources.naming import GATEWAY_PORT, Manifest, Scope
+from mmd_api.contract import paths
+from mmd_api.contract.subjects import GATEWAY_USER
+from mmd_api.spec.gateway import LEAVE_SERVICE_SECONDS
+from mmd_operator.resources.naming import (
+    ADMIN_PORT,
+    BUILT_ANNOTATION,
+    GATEWAY_PORT,
+    Manifest,
+    RevisionScope,
+    template_digest,
+)
 from mmd_operator.resources.pods import probe, worker_pod
 
-LEAVE_SERVICE_SECONDS = 4
 READINESS_PERIOD_SECONDS = 2
 READINESS_FAILURES = 15
-"""A gateway that is slow, or looks for its message server, holds what it is sent. Taken out of the Service it would refuse it:
-where it is the only one, and where all are slow for the same reason, that loses requests. A crash takes it out at once.
+"""A gateway that is slow, or is looking for its message server, still holds the requests it receives. Removing it from the
+Service would refuse them, and lose requests if it is the only one or all are slow alike. A crash removes it at once.
 """
 
 
-def gateway_objects(scope: Scope) -> list[Manifest]:
+def gateway_objects(scope: RevisionScope) -> list[Manifest]:
     """Service and Deployment. The gateway's replicas are the spec's: no scaler owns them."""
     metadata = scope.metadata(scope.gateway, "gateway", of_revision=False)
     service = {
@@ -28,18 +36,18 @@ def gateway_objects(scope: Scope) -> list[Manifest]:
         },
     }
     template = worker_pod(
-        scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER
+        scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER, ADMIN_PORT
     )
     container = template["spec"]["containers"][0]
     container["readinessProbe"] = probe(
-        "/readyz", period=READINESS_PERIOD_SECONDS, failures=READINESS_FAILURES
+        paths.READYZ, period=READINESS_PERIOD_SECONDS, failures=READINESS_FAILURES
     )
-    # Nodes hear a moment later that the pod leaves the Service: until then it goes on as if nothing were.
+    # Nodes learn a moment later that the pod leaves the Service: until then it serves as before.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_SERVICE_SECONDS)]}}}
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata,
+        "metadata": {**metadata, "annotations": {BUILT_ANNOTATION: template_digest(template)}},
         "spec": {
             "replicas": scope.spec.gateway.replicas,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},

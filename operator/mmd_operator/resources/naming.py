@@ -1,41 +1,58 @@
-"""Names and labels of everything that belongs to one deployment; nobody else spells them."""
+"""Names and labels of everything that belongs to one deployment; no other module spells them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from mmd_api.contract.pools import PoolName
 from mmd_api.pipeline import pipeline_revision
-from mmd_api.pools import PoolName
+from mmd_api.readers import Component
 from mmd_api.resource import GROUP, MultimodalDeployment
-from mmd_api.spec import MultimodalDeploymentSpec
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import PinnedRevision
 
-Component = Literal["gateway", "nats", "encoder", "prefill", "decode"]
 Manifest = dict[str, Any]
 
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 REVISION_LABEL = f"{GROUP}/revision"
+BUILT_ANNOTATION = f"{GROUP}/built"
+"""On the gateway's Deployment: digest of the pod template as the operator that wrote it built it."""
+APPLIED_ANNOTATION = f"{GROUP}/applied"
+"""On the gateway's Deployment: digest of the pod template as the API server had it after the operator's last apply."""
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
-CONFIG_PATH = "/etc/mmd/pipeline.json"
+INPUTS_ANNOTATION = f"{GROUP}/inputs"
+"""On pods: hash of what they were made from; see `mmd_api.pipeline.inputs_of`."""
+CONFIG_FOLDER = "/etc/mmd"
 GATEWAY_PORT = 8000
-WORKER_PORT = 8080
+"""Port of the API alone, which an Ingress or a load balancer may expose to everyone."""
+ADMIN_PORT = 8080
+"""Port of metrics, state and probes; on a gateway, also of recent requests and of demand."""
+ADMIN_PORT_NAME = "admin"
+"""Name of that port on a gateway's container. A worker has one port, which is called `http`."""
 NATS_PORT = 4222
 NATS_MONITOR_PORT = 8222
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class RevisionScope:
     """One pipeline revision of one deployment in one namespace: what every builder is given."""
 
     name: str
     namespace: str
     revision: str
     spec: MultimodalDeploymentSpec
+    pinned: PinnedRevision | None = None
 
     @classmethod
-    def of(cls, deployment: MultimodalDeployment, namespace: str) -> Scope:
+    def of(
+        cls, deployment: MultimodalDeployment, namespace: str, pinned: PinnedRevision | None = None
+    ) -> RevisionScope:
         """The scope of a deployment's present revision."""
-        return cls(deployment.metadata.name, namespace, pipeline_revision(deployment.spec), deployment.spec)
+        revision = pipeline_revision(deployment.spec)
+        return cls(deployment.metadata.name, namespace, revision, deployment.spec, pinned)
 
     @property
     def gateway(self) -> str:
@@ -82,3 +99,8 @@ class Scope:
             "namespace": self.namespace,
             "labels": self.labels(component, of_revision=of_revision),
         }
+
+
+def template_digest(template: Manifest) -> str:
+    """Short hash of a pod template as it was built."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mmd_operator.resources.naming import GATEWAY_PORT, WORKER_PORT, Manifest, Scope
+from mmd_operator.resources.naming import ADMIN_PORT, GATEWAY_PORT, Manifest, RevisionScope
 
 
-def network_policy(scope: Scope) -> Manifest:
+def network_policy(scope: RevisionScope) -> Manifest:
     """One policy for all pods of the deployment. Egress stays open: media are fetched from where the spec allows."""
     own_pods = {"podSelector": {"matchLabels": scope.selector()}}
-    http = [{"port": port, "protocol": "TCP"} for port in (GATEWAY_PORT, WORKER_PORT)]
+    http = [{"port": port, "protocol": "TCP"} for port in (GATEWAY_PORT, ADMIN_PORT)]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 
-from mmd_api.rules import MODELS_FOLDER
-from mmd_api.spec import GatewaySpec, MultimodalDeploymentSpec, PodTemplate, Pool, Resources, Toleration
-from mmd_api.subjects import inbox_of
-from mmd_operator.resources.config import config_hash
+from mmd_api.contract import paths
+from mmd_api.contract.subjects import inbox_of
+from mmd_api.pipeline import inputs_of
+from mmd_api.readers import Component
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.gateway import GatewaySpec
+from mmd_api.spec.model import MODELS_FOLDER
+from mmd_api.spec.nats import NatsSpec
+from mmd_api.spec.pods import PodTemplate, Resources, Toleration
+from mmd_api.spec.pools import Pool
+from mmd_operator.resources.config import config_file
+from mmd_operator.resources.image import worker_image
 from mmd_operator.resources.naming import (
-    CONFIG_HASH_ANNOTATION,
-    CONFIG_PATH,
+    ADMIN_PORT_NAME,
+    CONFIG_FOLDER,
+    INPUTS_ANNOTATION,
     NATS_PORT,
-    Component,
     Manifest,
-    Scope,
+    RevisionScope,
 )
 
 USER_ID = 65532
@@ -23,6 +31,7 @@ PROBE_TIMEOUT_SECONDS = 5
 SHARED_MEMORY_LIMIT = "1Gi"
 HUB_CACHE = "/var/cache/huggingface"
 POD_FACTS = "/etc/pod"
+LOGIN_FOLDER = "/etc/nats-login"
 LAST_WORDS = "FallbackToLogsOnError"
 """The end of the log of a container that failed goes into the pod's status, and from there into a condition."""
 
@@ -41,56 +50,67 @@ CONTAINER_SECURITY: Manifest = {
 
 
 def worker_pod(
-    scope: Scope,
+    scope: RevisionScope,
     component: Component,
     part: Pool | GatewaySpec,
     command: list[str],
     args: list[str],
     port: int,
     nats_user: str,
+    admin_port: int | None = None,
 ) -> Manifest:
-    """Pod template of the gateway or of a pool's worker."""
+    """Pod template of the gateway or of a pool's worker. `admin_port`: for all that is not for clients, if not `port`."""
     gpus = part.gpus if isinstance(part, Pool) else 0
     container: Manifest = {
         "name": "gateway" if component == "gateway" else "worker",
-        "image": scope.spec.image.worker,
+        "image": worker_image(scope.spec.image, scope.pinned),
         "imagePullPolicy": scope.spec.image.pull_policy,
         "command": command,
         "args": args,
-        "env": _environment(scope, part, port, nats_user),
-        "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}],
+        "env": _environment(scope, component, part, port, nats_user, admin_port),
+        "ports": [
+            {"name": name, "containerPort": number, "protocol": "TCP"}
+            for name, number in (("http", port), (ADMIN_PORT_NAME, admin_port))
+            if number is not None
+        ],
         "resources": resources(part.resources, gpus),
-        "startupProbe": probe("/livez", period=1, failures=600),
-        "livenessProbe": probe("/livez", period=10, failures=3),
-        "readinessProbe": probe("/readyz", period=2, failures=2),
+        "startupProbe": probe(paths.LIVEZ, period=1, failures=600),
+        "livenessProbe": probe(paths.LIVEZ, period=10, failures=3),
+        "readinessProbe": probe(paths.READYZ, period=2, failures=2),
         "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": LAST_WORDS,
         "volumeMounts": [
-            {"name": "config", "mountPath": CONFIG_PATH.rpartition("/")[0], "readOnly": True},
+            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
         ],
     }
+    file = config_file(component)
+    config_item = {
+        "key": file,
+        "path": file,
+    }  # of a whole folder: a file mounted by sub-path is never updated
     pod: Manifest = {
-        **pod_basics(scope.spec, part.template),
+        **pod_basics(scope.spec, part.template, part.grace_seconds),
         "containers": [container],
         "volumes": [
-            {"name": "config", "configMap": {"name": scope.config}},
+            {"name": "config", "configMap": {"name": scope.config, "items": [config_item]}},
             {"name": "tmp", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY_LIMIT}},
         ],
     }
     if isinstance(part, Pool):
         _show_annotations(pod, container)
+    _show_login(scope, nats_user, pod, container)
     _add_model_storage(scope.spec, pod, container)
-    _add_placement(part, pod)
+    add_placement(part, pod)
     return {
         "metadata": {
             "labels": {**part.template.labels, **scope.labels(component, of_revision=True)},
             "annotations": {
-                **_scrape_annotations(port),
+                **_scrape_annotations(admin_port or port),
                 **part.template.annotations,
-                CONFIG_HASH_ANNOTATION: config_hash(scope),
+                INPUTS_ANNOTATION: inputs_of(scope.spec, component),
             },
         },
         "spec": pod,
@@ -98,17 +118,17 @@ def worker_pod(
 
 
 def _scrape_annotations(port: int) -> dict[str, str]:
-    """How many Prometheus servers find `/metrics`. A template's own annotation of the same name wins."""
+    """The common annotations by which Prometheus finds `/metrics`. A template's own ones win."""
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
 
 
-def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate) -> Manifest:
+def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate, grace_seconds: int) -> Manifest:
     """Pod fields that every component has: restricted, and without a token of the API server."""
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
-        "terminationGracePeriodSeconds": template.termination_grace_period_seconds,
+        "terminationGracePeriodSeconds": grace_seconds,
     }
     if spec.image.pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.image.pull_secrets]
@@ -131,7 +151,7 @@ def probe(path: str, *, period: int, failures: int, port: str = "http") -> Manif
 
 
 def resources(wanted: Resources, gpus: int = 0) -> Manifest:
-    """Requests and limits. CPU has no limit: throttling shows up as latency. Memory's limit is what was asked for."""
+    """Requests and limits. CPU has no limit: throttling shows up as latency. The memory limit equals the request."""
     requests = {k: v for k, v in (("cpu", wanted.cpu), ("memory", wanted.memory)) if v is not None}
     limits: Manifest = {"memory": wanted.memory} if wanted.memory is not None else {}
     if gpus:
@@ -140,32 +160,32 @@ def resources(wanted: Resources, gpus: int = 0) -> Manifest:
 
 
 def threads(wanted: Resources) -> int:
-    """Compute threads for what was asked for, rounded down but at least 1; 0 (no request): as many as the machine has."""
+    """Compute threads for the CPU request, rounded down but at least 1; 0 (no request): as many as the machine has."""
     if wanted.cpu is None:
         return 0
     cores = Decimal(wanted.cpu[:-1]) / 1000 if wanted.cpu.endswith("m") else Decimal(wanted.cpu)
     return max(1, math.floor(cores))
 
 
-def nats_environment(scope: Scope, user: str) -> list[Manifest]:
-    """How a pod reaches NATS, as `user` of a managed server. A password never stands in a manifest: Kubernetes puts it in from
-    the Secret when the container starts."""
+def nats_environment(scope: RevisionScope, user: str) -> list[Manifest]:
+    """How a pod reaches NATS, as `user` of a managed server. The password comes from the Secret in a variable of its own:
+    neither a manifest nor the URL, which logs and errors may quote, contains it."""
     nats = scope.spec.nats
     if nats.managed:
         address = f"{scope.nats}.{scope.namespace}.svc:{NATS_PORT}"
         return [
             {"name": "MMD_NATS_USERNAME", "value": user},
             _secret_variable("MMD_NATS_PASSWORD", scope.nats, user),
-            _nats_url("nats", address),
+            {"name": "MMD_NATS_URL", "value": f"nats://{address}"},
             {"name": "MMD_NATS_INBOX", "value": inbox_of(user)},
         ]
+    url = {"name": "MMD_NATS_URL", "value": nats.url}
     if nats.credentials_secret is None:
-        return [{"name": "MMD_NATS_URL", "value": nats.url}]
-    scheme, _, address = (nats.url or "").partition("://")
+        return [url]
     return [
         _secret_variable("MMD_NATS_USERNAME", nats.credentials_secret, "username"),
         _secret_variable("MMD_NATS_PASSWORD", nats.credentials_secret, "password"),
-        _nats_url(scheme, address),
+        url,
     ]
 
 
@@ -173,26 +193,32 @@ def _secret_variable(variable: str, secret: str, key: str) -> Manifest:
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _nats_url(scheme: str, address: str) -> Manifest:
-    return {
-        "name": "MMD_NATS_URL",
-        "value": f"{scheme}://$(MMD_NATS_USERNAME):$(MMD_NATS_PASSWORD)@{address}",
-    }
-
-
-def _environment(scope: Scope, part: Pool | GatewaySpec, port: int, nats_user: str) -> list[Manifest]:
+def _environment(
+    scope: RevisionScope,
+    component: Component,
+    part: Pool | GatewaySpec,
+    port: int,
+    nats_user: str,
+    admin_port: int | None,
+) -> list[Manifest]:
     fixed: list[Manifest] = [
-        {"name": "MMD_PIPELINE_CONFIG", "value": CONFIG_PATH},
+        {"name": "MMD_PIPELINE_CONFIG", "value": f"{CONFIG_FOLDER}/{config_file(component)}"},
         {"name": "MMD_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "MMD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "MMD_HTTP_PORT", "value": str(port)},
+        *([{"name": "MMD_ADMIN_PORT", "value": str(admin_port)}] if admin_port is not None else []),
         *nats_environment(scope, nats_user),
         {"name": "MMD_THREADS", "value": str(threads(part.resources))},
-        {"name": "MMD_GRACE_SECONDS", "value": str(part.template.termination_grace_period_seconds)},
+        *([{"name": "MMD_GPUS", "value": str(part.gpus)}] if isinstance(part, Pool) and part.gpus else []),
+        {"name": "MMD_GRACE_SECONDS", "value": str(part.drain_seconds)},
         *_hub_environment(scope.spec),
     ]
-    own = [{"name": e.name, "value": e.value} for e in part.template.env]
-    return list({variable["name"]: variable for variable in [*fixed, *own]}.values())
+    return list({variable["name"]: variable for variable in [*fixed, *own_variables(part.template)]}.values())
+
+
+def own_variables(template: PodTemplate) -> list[Manifest]:
+    """The variables of a pod template's overrides."""
+    return [{"name": e.name, "value": e.value} for e in template.env]
 
 
 def _hub_environment(spec: MultimodalDeploymentSpec) -> list[Manifest]:
@@ -207,11 +233,28 @@ def _hub_environment(spec: MultimodalDeploymentSpec) -> list[Manifest]:
 
 
 def _show_annotations(pod: Manifest, container: Manifest) -> None:
-    """The pod's annotations as a file that follows them: how a worker is asked to drain, without a port for it."""
+    """Mount the pod's annotations as a file that follows their changes: it carries drain requests to a worker."""
     annotations = {"path": "annotations", "fieldRef": {"fieldPath": "metadata.annotations"}}
     pod["volumes"].append({"name": "pod", "downwardAPI": {"items": [annotations]}})
     container["volumeMounts"].append({"name": "pod", "mountPath": POD_FACTS, "readOnly": True})
     container["env"].append({"name": "MMD_POD_ANNOTATIONS", "value": f"{POD_FACTS}/annotations"})
+
+
+def _show_login(scope: RevisionScope, user: str, pod: Manifest, container: Manifest) -> None:
+    """Mount the NATS login as files that follow its Secret: a pod that reconnects uses the current password. The variables remain: if
+    a key is missing, they make the pod's start fail and name the key."""
+    nats = scope.spec.nats
+    if nats.managed:
+        secret, keys = scope.nats, {user: "password"}
+    elif nats.credentials_secret is not None:
+        secret, keys = nats.credentials_secret, {"username": "username", "password": "password"}
+    else:
+        return
+    items = [{"key": key, "path": path} for key, path in keys.items()]
+    source = {"secretName": secret, "items": items, "optional": True}
+    pod["volumes"].append({"name": "nats", "secret": source})
+    container["volumeMounts"].append({"name": "nats", "mountPath": LOGIN_FOLDER, "readOnly": True})
+    container["env"].append({"name": "MMD_NATS_LOGIN", "value": LOGIN_FOLDER})
 
 
 def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container: Manifest) -> None:
@@ -226,7 +269,8 @@ def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container:
         container["volumeMounts"].append(mount | ({"subPath": storage.sub_path} if storage.sub_path else {}))
 
 
-def _add_placement(part: Pool | GatewaySpec, pod: Manifest) -> None:
+def add_placement(part: Pool | GatewaySpec | NatsSpec, pod: Manifest) -> None:
+    """Where the pods of a component may run."""
     if part.node_selector:
         pod["nodeSelector"] = dict(part.node_selector)
     if part.tolerations:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from mmd_api.contract.pools import PoolName
+from mmd_api.contract.subjects import user_of
 from mmd_api.pipeline import roles_of
-from mmd_api.pools import PoolName
-from mmd_api.spec import Pool
-from mmd_api.subjects import user_of
-from mmd_operator.resources.naming import WORKER_PORT, Manifest, Scope
+from mmd_api.spec.pools import Pool
+from mmd_operator.resources.naming import ADMIN_PORT, Manifest, RevisionScope
 from mmd_operator.resources.pods import worker_pod
 
 
 def initial_replicas(pool: Pool) -> int:
-    """Replicas that a pool is created with. One that may go to zero starts with one, so that its revision can become whole."""
-    if pool.autoscaling is not None:
-        return max(1, pool.autoscaling.min_replicas)
-    return 1 if pool.replicas is None else pool.replicas
+    """Replicas that a pool is created with. One that may go to zero starts with one, so that its revision can become Ready."""
+    return pool.min_replicas if pool.autoscaling is None else max(1, pool.min_replicas)
 
 
-def pool_objects(scope: Scope, name: PoolName, pool: Pool) -> list[Manifest]:
+def pool_objects(scope: RevisionScope, name: PoolName, pool: Pool) -> list[Manifest]:
     """The pool's objects in the order to apply them.
 
     `spec.replicas` counts at creation only: the applier leaves it out of later applies and writes `/scale` instead.
@@ -31,10 +29,10 @@ def pool_objects(scope: Scope, name: PoolName, pool: Pool) -> list[Manifest]:
         "metadata": metadata,
         "spec": {
             "clusterIP": "None",
-            # A worker's peers speak to it while it drains; who takes new work is told by heartbeats, not by DNS.
+            # A worker's peers speak to it while it drains; heartbeats, not DNS, show who takes new work.
             "publishNotReadyAddresses": True,
             "selector": scope.pool_selector(name),
-            "ports": [{"name": "http", "port": WORKER_PORT, "targetPort": "http", "protocol": "TCP"}],
+            "ports": [{"name": "http", "port": ADMIN_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
     stateful_set = {
@@ -45,9 +43,9 @@ def pool_objects(scope: Scope, name: PoolName, pool: Pool) -> list[Manifest]:
             "replicas": initial_replicas(pool),
             "serviceName": scope.pool(name),
             "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "RollingUpdate"},
+            "updateStrategy": {"type": "OnDelete"},  # the operator replaces pods: see `replacement`
             "selector": {"matchLabels": scope.pool_selector(name)},
-            "template": worker_pod(scope, name, pool, ["mmd", "worker"], args, WORKER_PORT, user_of(roles)),
+            "template": worker_pod(scope, name, pool, ["mmd", "worker"], args, ADMIN_PORT, user_of(roles)),
         },
     }
     return [service, stateful_set]

@@ -15,14 +15,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from mmd_api.contract.load import PodLoad
+from mmd_api.contract.pools import MODALITIES, POOL_NAMES, Modality, PoolName
 from mmd_api.faults import Fault, InvalidDeploymentError, parse
-from mmd_api.pools import PoolName
-from mmd_operator.autoscaling import PodLoad
 
-Modality = Literal["image", "video", "audio"]
-MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
-Kind = Literal["text", "image", "video", "audio"]
-KINDS: tuple[Kind, ...] = ("text", "image", "video", "audio")
+Kind = Literal["text"] | Modality
+KINDS: tuple[Kind, ...] = ("text", *MODALITIES)
 HEAVIEST_FIRST: tuple[Modality, ...] = ("video", "audio", "image")
 Factor = Annotated[float, Field(gt=0, le=1000)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e12)]
@@ -34,8 +32,8 @@ class _Part(BaseModel):
 
 
 class EncoderNumbers(_Part):
-    """One encoder replica: time from asking for a pod to its being ready, media that it has in hand at once, time of a medium before
-    the tower (reading, decoding; side by side for all in hand), work units a second in the tower (one medium after the other).
+    """One encoder replica: time from asking for a pod to its being ready, media in progress at once, time of a medium outside of
+    the slowest stage (side by side for all in progress), work units a second of the slowest stage (one medium after the other).
     """
 
     start_seconds: Seconds
@@ -68,13 +66,24 @@ class TransferNumbers(_Part):
     seconds_per_token: Seconds
 
 
+class DeviceNumbers(_Part):
+    """What utilisation metrics show of a replica whose GPU works.
+
+    `hostCores`: cores that launch kernels and wait for them (a thread that waits for CUDA spins). `kernelShare`: share of that time
+    in which a kernel runs, for one sequence as for a full batch.
+    """
+
+    host_cores: Annotated[float, Field(ge=0, le=1024)] = 1.0
+    kernel_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+
 class Calibration(_Part):
     """What one replica of each pool does, and the encoder work of one medium of each kind, for traces that give none.
 
     `spread`: equally likely factors, by the heaviest medium of a request; it draws one for all of its stages before the first token (no
     two are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named take what is typical.
-    `contention`: by this share every other request under way lengthens the stages of one that arrives, where replicas share cores; 0
-    where each has its own.
+    `contention`: the share by which each other request under way lengthens the stages of a new one, if replicas share cores; 0 if
+    each has its own.
     """
 
     encoder: EncoderNumbers
@@ -83,6 +92,7 @@ class Calibration(_Part):
     media: dict[Modality, Annotated[float, Field(ge=0, le=1e12)]]
     transfer: TransferNumbers
     gateway_seconds: Seconds
+    device: DeviceNumbers = DeviceNumbers()
     spread: dict[Kind, Annotated[list[Factor], Field(min_length=1, max_length=1000)]] = {}
     contention: Annotated[float, Field(ge=0, le=100)] = 0.0
 
@@ -118,12 +128,12 @@ class Calibration(_Part):
         return calibration
 
     def to_yaml(self) -> str:
-        """As `load` reads it."""
+        """YAML that `load` reads."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
     def measured(self, loads: Mapping[PoolName, PodLoad]) -> Calibration:
         """With the throughputs, KV blocks and step time that one busy pod of each pool reported, where it has measured them."""
-        encode, prefill, decode = (loads.get(p, PodLoad()) for p in ("encoder", "prefill", "decode"))
+        encode, prefill, decode = (loads.get(p, PodLoad()) for p in POOL_NAMES)
         rates = {m: r for m in MODALITIES if (r := encode.encode_work_per_second.get(m, 0.0)) > 0}
         steps = decode.itl_seconds - decode.decode_running * self.decode.step_seconds_per_sequence
         return self.model_copy(

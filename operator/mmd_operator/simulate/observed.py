@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from mmd_api.pools import PoolName, Role
-from mmd_api.spec import MultimodalDeploymentSpec
-from mmd_operator.autoscaling import PodLoad
-from mmd_operator.simulate.calibration import MODALITIES, Calibration, Modality
+from mmd_api.contract import paths
+from mmd_api.contract.load import PodLoad
+from mmd_api.contract.pools import MODALITIES, Modality, PoolName, Role
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.policies import Static
 from mmd_operator.simulate.traces import Trace
@@ -33,6 +34,7 @@ ANSWER_SECONDS = 10.0
 SPREAD_POINTS = 100
 JOBS_PER_BATCH_PLACE = 2
 """An encoder takes twice as many jobs from the queue as its tower has places in a batch: some are decoded while others run."""
+_LOAD = TypeAdapter(PodLoad)
 _POOL_OF: dict[Role, PoolName] = {"encode": "encoder", "prefill": "prefill", "decode": "decode"}
 
 
@@ -125,9 +127,10 @@ def look(url: str) -> Seen:
         NotObservedError: no gateway answers there, or too few requests were answered.
     """
     url = url.rstrip("/")
-    names = [entry["request_id"] for entry in _get(f"{url}/debug/requests?limit={MOST_REQUESTS}")["requests"]]
-    timelines = (_get(f"{url}/debug/requests/{name}") for name in names)
-    return seen(timelines, _get(f"{url}/debug/state"))
+    requests = f"{url}{paths.GATEWAY_REQUESTS}"
+    names = [entry["request_id"] for entry in _get(f"{requests}?limit={MOST_REQUESTS}")["requests"]]
+    timelines = (_get(f"{requests}/{name}") for name in names)
+    return seen(timelines, _get(f"{url}{paths.GATEWAY_STATE}"))
 
 
 def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Seen:
@@ -148,20 +151,20 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
             requests.append(request)
     if len(requests) < LEAST_REQUESTS:
         raise NotObservedError(
-            f"the gateway remembers {len(requests)} answered requests and at least {LEAST_REQUESTS} are needed: put load on it first"
+            f"the gateway has {len(requests)} answered requests and at least {LEAST_REQUESTS} are needed; send it load first"
         )
     loads: dict[PoolName, PodLoad] = {}
     for pod in state["pods"]:
-        load = PodLoad(**{name: pod["load"][name] for name in PodLoad.__slots__ if name in pod["load"]})
+        load = _LOAD.validate_python(pod["load"])
         for role in pod["roles"]:
             loads.setdefault(_POOL_OF[role], load)
     return Seen(tuple(sorted(requests, key=lambda r: r.arrived)), loads)
 
 
 def calibrated(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
-    """`base` with everything that was measured: of start-up times and of modalities that did not come, nothing was.
+    """`base` with everything that was measured; start-up times, and modalities that did not occur, stay as in `base`.
 
-    Contention and spread are what the same requests take in the model, beside what they took: so waiting is not counted twice.
+    Contention and spread compare TTFTs with those of the same requests in the model, so waiting is not counted twice.
     """
     typical = _typical(found, spec, base.measured(found.loads))
     sizes = dict.fromkeys(_POOL_OF.values(), 1)
@@ -187,7 +190,7 @@ def _others_under_way(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
 
 
 def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
-    """The slope of a line through the median factors of requests that had as many others beside them, as a share of its start."""
+    """The slope of a line through the median factors by number of other requests under way, as a share of its intercept."""
     counts = [n for n in np.unique(others) if (others == n).sum() >= LEAST_REQUESTS // 3]
     if len(counts) < 2:
         return 0.0
@@ -198,30 +201,32 @@ def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64])
 
 
 def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
-    """Medians of what each stage takes beside its work, of requests that nothing else was in the way of."""
+    """Medians of what each stage takes beside its work, over requests that nothing else delayed."""
     prefills = [p for r in found.requests if (p := r.phase("prefill")) is not None]
     free = {id(p) for p in _alone(prefills)}
     text = [r for r in found.requests if not r.media and id(r.phase("prefill")) in free]
     if len(text) < LEAST_REQUESTS // 3:
         raise NotObservedError(
-            f"{len(text)} text requests had prefill to themselves and {LEAST_REQUESTS // 3} are needed: send more, or more slowly"
+            f"{len(text)} text requests ran alone in prefill and {LEAST_REQUESTS // 3} are needed; send more of them, or send them more slowly"
         )
     rate = base.prefill.tokens_per_second
     prefill_overhead = _median(max(0.0, _prefill(r) - r.usage.prompt_tokens / rate) for r in text)
     gateway = _median(max(0.0, r.ttft_seconds - _prefill(r)) for r in text)
 
-    encodes = [p for r in found.requests for p in r.phases if p.name == "encode" and "tower_ms" in p.detail]
+    encodes = [p for r in found.requests for p in r.phases if p.name == "encode" and "work" in p.detail]
     free |= {id(p) for p in _alone(encodes)}
-    tower, overhead = dict(base.media), dict(base.encoder.overhead_seconds)
+    work, overhead = dict(base.media), dict(base.encoder.overhead_seconds)
     beside: list[float] = []
     for modality in MODALITIES:
         mine = [p for p in encodes if p.detail.get("modality") == modality]
         if not mine:
             continue
-        tower_seconds = _median(p.detail["tower_ms"] / 1000 for p in mine)
-        tower[modality] = tower_seconds * base.encoder.work_per_second[modality]
+        work[modality] = _median(p.detail["work"] for p in mine)
         quiet = [p for p in mine if id(p) in free] or mine
-        overhead[modality] = _median(max(0.0, p.seconds - p.detail["tower_ms"] / 1000) for p in quiet)
+        rate = base.encoder.work_per_second[
+            modality
+        ]  # of the slowest stage; the others are what is left of the phase
+        overhead[modality] = _median(max(0.0, p.seconds - p.detail["work"] / rate) for p in quiet)
         single = [r for r in found.requests if len(r.media) == 1 and r.media_of(modality) == 1]
         beside += [
             r.ttft_seconds - encode.seconds - _prefill(r) - gateway
@@ -242,7 +247,7 @@ def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> 
     )
     return base.model_copy(
         update={
-            "encoder": encoder, "prefill": prefill, "decode": decode, "media": tower, "transfer": transfer,
+            "encoder": encoder, "prefill": prefill, "decode": decode, "media": work, "transfer": transfer,
             "gateway_seconds": gateway, "spread": {}, "contention": 0.0,
         }
     )  # fmt: skip
@@ -296,5 +301,5 @@ def _get(url: str) -> Any:
             return json.load(answer)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
         raise NotObservedError(
-            f"no gateway answers at {url} ({error}): give the URL of one that runs"
+            f"no gateway answers at {url} ({error}); give the URL of a gateway's admin port"
         ) from error

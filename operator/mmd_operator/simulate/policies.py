@@ -1,8 +1,9 @@
 """Scalers to compare: the project's own, and models of what people use today. Each sees only what its real counterpart could.
 
-The Horizontal Pod Autoscaler follows its documented algorithm (tolerance 10 %, sync every 15 s, five minutes of
-stabilisation downwards, at most doubling or four pods per 15 s). KEDA drives the same algorithm with queue lengths that it
-polls every 30 s.
+The Horizontal Pod Autoscaler follows https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/#algorithm-details:
+desired = ceil(current x utilisation / target), nothing within a tolerance of 10 %, pods that are not ready count as idle when a pool would
+grow, no action without a metric; sync every 15 s, five minutes of stabilisation downwards, at most doubling or four pods per 15 s upwards.
+KEDA drives the same algorithm with queue lengths that it polls every 30 s.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from mmd_api.pools import PoolName
-from mmd_operator.autoscaling import Bottleneck, Decision, DeploymentPolicy, History, coordinate
-from mmd_operator.simulate.model import Pipeline
+from mmd_api.contract.pools import PoolName
+from mmd_operator.autoscaling import (
+    Bottleneck,
+    Decision,
+    DeploymentPolicy,
+    Scaler,
+    gateway_report,
+    worker_report,
+)
+from mmd_operator.simulate.telemetry import GATEWAY, REVISION, Telemetry
 
 SYNC_SECONDS = 15.0
 KEDA_POLL_SECONDS = 30.0
@@ -22,26 +31,36 @@ TOLERANCE = 0.1
 PODS_PER_PERIOD = 4
 
 
-@dataclass(slots=True)
 class Autoscaler:
-    """The project's own code, fed with what pods and gateways would report. `changes` keeps the newest decisions that acted."""
+    """The project's own scaler: it reads what pods and gateways answer exactly as the operator does.
 
-    policy: DeploymentPolicy
-    histories: dict[PoolName, History] = field(default_factory=dict)
-    changes: list[Decision] = field(default_factory=list)
-    bottleneck_ticks: dict[PoolName, int] = field(default_factory=dict)
-    last_bottleneck: Bottleneck | None = None
+    `decisions` are those of the last tick, `changes` all that acted.
+    """
 
-    def sizes(self, now: float, pipeline: Pipeline) -> Mapping[PoolName, int]:
-        """See `Scaler`."""
-        samples = {pool: pipeline.samples(pool) for pool in self.policy.pools}
-        verdict = coordinate(now, self.policy, samples, self.histories)
-        self.histories = verdict.histories
-        if verdict.bottleneck is not None:
-            pool = verdict.bottleneck.pool
+    def __init__(self, policy: DeploymentPolicy) -> None:
+        self.changes: list[Decision] = []
+        self.decisions: Mapping[PoolName, Decision] = {}
+        self.bottleneck_ticks: dict[PoolName, int] = {}
+        self.last_bottleneck: Bottleneck | None = None
+        self._scaler = Scaler(policy)
+
+    def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
+        """See `SizingPolicy`."""
+        scaler = self._scaler
+        for pool in scaler.policy.pools:
+            for pod, answer in telemetry.worker_answers(pool):
+                scaler.record_report(pod, now, worker_report(answer, pod, REVISION))
+        scaler.record_gateway_report(
+            GATEWAY, now, gateway_report(telemetry.gateway_answer(), GATEWAY, REVISION)
+        )
+        facts = {pool: telemetry.facts(pool) for pool in scaler.policy.pools}
+        decided = scaler.tick(now, facts, frozenset({GATEWAY}))
+        self.decisions = decided.decisions
+        if decided.bottleneck is not None:
+            pool = decided.bottleneck.pool
             self.bottleneck_ticks[pool] = self.bottleneck_ticks.get(pool, 0) + 1
-            self.last_bottleneck = verdict.bottleneck
-        acting = {pool: d for pool, d in verdict.decisions.items() if d.act}
+            self.last_bottleneck = decided.bottleneck
+        acting = {pool: d for pool, d in decided.decisions.items() if d.act}
         self.changes += [d for d in acting.values() if d.replicas != d.current]
         return {pool: d.replicas for pool, d in acting.items()}
 
@@ -50,8 +69,8 @@ class Autoscaler:
 class Static:
     """The sizes that the run began with."""
 
-    def sizes(self, now: float, pipeline: Pipeline) -> Mapping[PoolName, int]:
-        """See `Scaler`."""
+    def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
+        """See `SizingPolicy`."""
         return {}
 
 
@@ -72,36 +91,47 @@ class _HpaBehaviour:
         return max(self.minimum, min(desired, most, self.maximum))
 
 
+Utilization = Literal["cpu", "gpu"]
+
+
 @dataclass(slots=True)
-class CpuHpa:
-    """An HPA on processor utilisation: `target` of the pods' time in which they do anything at all."""
+class Hpa:
+    """An HPA on the mean utilisation of CPUs (of the cores requested) or GPUs (`DCGM_FI_DEV_GPU_UTIL` through a metrics adapter)."""
 
     policy: DeploymentPolicy
+    metric: Utilization = "cpu"
     target: float = 0.75
     synced: float = -math.inf
     pools: dict[PoolName, _HpaBehaviour] = field(default_factory=dict)
 
-    def sizes(self, now: float, pipeline: Pipeline) -> Mapping[PoolName, int]:
-        """See `Scaler`. Pods that are not ready count as idle when the pool would grow, as in the HPA."""
+    def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
+        """See `SizingPolicy`."""
         if now - self.synced < SYNC_SECONDS:
             return {}
         self.synced = now
+        read = telemetry.cpu_utilization if self.metric == "cpu" else telemetry.gpu_utilization
         sizes: dict[PoolName, int] = {}
         for name, rules in self.policy.pools.items():
-            current = pipeline.size(name)
             behaviour = self.pools.setdefault(
                 name, _HpaBehaviour(max(1, rules.min_replicas), rules.max_replicas)
             )
-            use, ready = pipeline.utilization(name)
-            if ready == 0:
-                continue
-            ratio = use / self.target
-            if ratio > 1 and ready < current:
-                ratio = max(1.0, ratio * ready / current)
-                ready = current
-            desired = current if abs(ratio - 1) <= TOLERANCE else math.ceil(ratio * ready - 1e-9)
-            sizes[name] = behaviour.size(now, current, desired)
-        return _within_budget(self.policy, sizes, pipeline)
+            current, use = telemetry.size(name), read(name)
+            if use is not None:
+                desired = desired_replicas(current, telemetry.ready(name), use, self.target)
+                sizes[name] = behaviour.size(now, current, desired)
+        return _within_budget(self.policy, sizes, telemetry)
+
+
+def desired_replicas(current: int, ready: int, utilization: float, target: float) -> int:
+    """The HPA's size for a mean `utilization` of the `ready` pods."""
+    ratio, counted = utilization / target, ready
+    if ratio > 1 and ready < current:
+        ratio, counted = ratio * ready / current, current
+        if ratio < 1:
+            return current
+    if abs(ratio - 1) <= TOLERANCE:
+        return current
+    return math.ceil(ratio * counted - 1e-9)
 
 
 @dataclass(slots=True)
@@ -115,11 +145,11 @@ class QueueLength:
     synced: float = -math.inf
     pools: dict[PoolName, _HpaBehaviour] = field(default_factory=dict)
 
-    def sizes(self, now: float, pipeline: Pipeline) -> Mapping[PoolName, int]:
-        """See `Scaler`."""
+    def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
+        """See `SizingPolicy`."""
         if now - self.polled >= KEDA_POLL_SECONDS:
             self.polled = now
-            self.lengths = {name: pipeline.queue_length(name) for name in self.policy.pools}
+            self.lengths = {name: telemetry.queue_length(name) for name in self.policy.pools}
         if now - self.synced < SYNC_SECONDS:
             return {}
         self.synced = now
@@ -127,20 +157,20 @@ class QueueLength:
         for name, rules in self.policy.pools.items():
             behaviour = self.pools.setdefault(name, _HpaBehaviour(rules.min_replicas, rules.max_replicas))
             desired = math.ceil(self.lengths[name] / self.targets[name])
-            sizes[name] = behaviour.size(now, pipeline.size(name), desired)
-        return _within_budget(self.policy, sizes, pipeline)
+            sizes[name] = behaviour.size(now, telemetry.size(name), desired)
+        return _within_budget(self.policy, sizes, telemetry)
 
 
 def _within_budget(
-    policy: DeploymentPolicy, sizes: dict[PoolName, int], pipeline: Pipeline
+    policy: DeploymentPolicy, sizes: dict[PoolName, int], telemetry: Telemetry
 ) -> dict[PoolName, int]:
-    """Separate scalers know of no budget: whoever asks first gets the GPUs, the pods of the others stay pending (left out)."""
+    """Separate scalers know of no budget: the first to grow gets the GPUs, pods of the others stay pending (left out)."""
     if policy.gpu_budget is None:
         return sizes
-    used = sum(pipeline.size(name) * rules.gpus for name, rules in policy.pools.items())
+    used = sum(telemetry.size(name) * rules.gpus for name, rules in policy.pools.items())
     allowed: dict[PoolName, int] = {}
     for name, size in sizes.items():
-        gpus, have = policy.pools[name].gpus, pipeline.size(name)
+        gpus, have = policy.pools[name].gpus, telemetry.size(name)
         growth = size - have
         if growth > 0 and gpus:
             growth = max(0, min(growth, (policy.gpu_budget - used) // gpus))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from mmd_api.pools import PoolName
+from mmd_api.contract.pools import PoolName
 from mmd_operator.simulate.runs import Run
 from mmd_operator.simulate.traces import Trace
 
@@ -33,16 +33,16 @@ def table(trace: Trace, runs: Sequence[Run]) -> Table:
     ):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for run in runs:
-        ttft, itl = run.outcome.ttft_seconds, run.outcome.itl_seconds
+        ttft, itl = run.result.ttft_seconds, run.result.itl_seconds
         sizes = ", ".join(
             f"{pool[0].upper()} {_mean(n):.1f} / {n.max(initial=0)}"
-            for pool, n in run.outcome.replicas.items()
+            for pool, n in run.result.replicas.items()
         )
         shown.add_row(
             run.policy,
             f"{run.attainment:.2%}",
-            str(sum(run.outcome.lost.values())),
-            f"{run.outcome.gpu_seconds / 3600:.2f}",
+            str(sum(run.result.lost.values())),
+            f"{run.result.gpu_seconds / 3600:.2f}",
             *(_seconds(ttft, point) for point in (50, 95, 99)),
             _seconds(itl, 95),
             sizes,
@@ -66,8 +66,8 @@ def plot(path: Path, trace: Trace, run: Run) -> None:
     """Arrivals, replicas (ready ones filled) and TTFT over time, as the picture format that the path's suffix names."""
     from matplotlib.figure import Figure
 
-    outcome = run.outcome
-    end = max(outcome.end_seconds, 1.0)
+    result = run.result
+    end = max(result.end_seconds, 1.0)
     edges = np.linspace(0, end, _POINTS + 1)
     minutes, width = edges[:-1] / 60, end / _POINTS
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -88,10 +88,10 @@ def plot(path: Path, trace: Trace, run: Run) -> None:
     arrivals.set_ylabel("requests / s")
     arrivals.legend(loc="upper right")
 
-    for pool, sizes in outcome.replicas.items():
-        replicas.step(outcome.ticks / 60, sizes, where="post", color=_COLOURS[pool], label=pool)
+    for pool, sizes in result.replicas.items():
+        replicas.step(result.ticks / 60, sizes, where="post", color=_COLOURS[pool], label=pool)
         replicas.fill_between(
-            outcome.ticks / 60, outcome.ready[pool], step="post", color=_COLOURS[pool], alpha=0.12
+            result.ticks / 60, result.ready[pool], step="post", color=_COLOURS[pool], alpha=0.12
         )
     replicas.set_ylabel("replicas (ready: shaded)")
     replicas.set_ylim(bottom=0)
@@ -99,7 +99,7 @@ def plot(path: Path, trace: Trace, run: Run) -> None:
 
     bins = np.clip(np.digitize(trace.arrivals, edges) - 1, 0, _POINTS - 1)
     for point, style in ((50, ":"), (95, "-")):
-        line = [_percentile(outcome.ttft_seconds[bins == n], point) for n in range(_POINTS)]
+        line = [_percentile(result.ttft_seconds[bins == n], point) for n in range(_POINTS)]
         ttft.plot(minutes, line, style, color="#333333", label=f"p{point}")
     if run.ttft_slo_seconds is not None:
         ttft.axhline(run.ttft_slo_seconds, color="#d00000", linewidth=0.8, label="SLO")
@@ -109,7 +109,7 @@ def plot(path: Path, trace: Trace, run: Run) -> None:
     ttft.legend(loc="upper right")
     figure.suptitle(
         f"{trace.name} under {run.policy}: {run.attainment:.1%} in SLO, {run.cost_hours:.2f} GPU-hours"
-        if outcome.gpu_seconds
+        if result.gpu_seconds
         else f"{trace.name} under {run.policy}: {run.attainment:.1%} in SLO, {run.cost_hours:.2f} replica-hours"
     )
     figure.savefig(path, dpi=80)

@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from mmd_api.pools import PoolName
-from mmd_api.spec import MultimodalDeploymentSpec, Pool
+from mmd_api.contract.pools import MODALITIES, PoolName
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import Pool
 from mmd_operator.autoscaling import DeploymentPolicy
-from mmd_operator.simulate.calibration import MODALITIES, Calibration
-from mmd_operator.simulate.model import Outcome, Pipeline, Scaler
-from mmd_operator.simulate.policies import Autoscaler, CpuHpa, QueueLength, Static
+from mmd_operator.simulate.calibration import Calibration
+from mmd_operator.simulate.model import Pipeline, SizingPolicy
+from mmd_operator.simulate.policies import Autoscaler, Hpa, QueueLength, Static, Utilization
+from mmd_operator.simulate.results import RunResult
 from mmd_operator.simulate.traces import Trace
 
-PolicyName = Literal["autoscaler", "cpu-hpa", "queue-length", "static"]
 TRIAL_REQUESTS = 20_000
 UTILIZATIONS_PERCENT = (50, 65, 80)
 BACKLOG_SHARES_OF_TTFT = (0.1, 0.25, 0.5, 1.0)
@@ -32,7 +32,7 @@ class Run:
     """One policy on one trace. `sizes` are those of a static policy; `bottleneck_share` is per pool, of all ticks."""
 
     policy: str
-    outcome: Outcome
+    result: RunResult
     ttft_slo_seconds: float | None
     itl_slo_seconds: float | None
     sizes: Mapping[PoolName, int] | None = None
@@ -42,32 +42,32 @@ class Run:
     @property
     def attainment(self) -> float:
         """Share of requests within the SLO."""
-        return self.outcome.attainment(self.ttft_slo_seconds, self.itl_slo_seconds)
+        return self.result.attainment(self.ttft_slo_seconds, self.itl_slo_seconds)
 
     @property
     def cost_hours(self) -> float:
         """GPU-hours; replica-hours where no pool has GPUs."""
-        return (self.outcome.gpu_seconds or sum(self.outcome.replica_seconds.values())) / 3600
+        return (self.result.gpu_seconds or sum(self.result.replica_seconds.values())) / 3600
 
     def summary(self) -> dict[str, object]:
         """The run as numbers, for JSON."""
-        outcome = self.outcome
+        result = self.result
         return {
             "policy": self.policy,
             "sizes": None if self.sizes is None else dict(self.sizes),
-            "requests": len(outcome.ttft_seconds),
-            "lost": dict(outcome.lost),
+            "requests": len(result.ttft_seconds),
+            "lost": dict(result.lost),
             "attainment": self.attainment,
-            "gpu_hours": outcome.gpu_seconds / 3600,
-            "replica_hours": {pool: s / 3600 for pool, s in outcome.replica_seconds.items()},
-            "ttft_seconds": _percentiles(outcome.ttft_seconds),
-            "itl_seconds": _percentiles(outcome.itl_seconds),
-            "waited_seconds": dict(outcome.waited_seconds),
+            "gpu_hours": result.gpu_seconds / 3600,
+            "replica_hours": {pool: s / 3600 for pool, s in result.replica_seconds.items()},
+            "ttft_seconds": _percentiles(result.ttft_seconds),
+            "itl_seconds": _percentiles(result.itl_seconds),
+            "waited_seconds": dict(result.waited_seconds),
             "bottleneck_share": {p: share for p, share in (self.bottleneck_share or {}).items()},
             "resizes": len(self.changes),
             "decisions": list(self.changes[-20:]),
-            "replicas": {"seconds": _thin(outcome.ticks)}
-            | {str(pool): _thin(sizes) for pool, sizes in outcome.replicas.items()},
+            "replicas": {"seconds": _thin(result.ticks)}
+            | {str(pool): _thin(sizes) for pool, sizes in result.replicas.items()},
         }
 
 
@@ -95,18 +95,18 @@ class Planner:
     def autoscaler(self, name: str = "autoscaler") -> Run:
         """Under the project's own autoscaler, with the policy of the spec."""
         scaler = Autoscaler(DeploymentPolicy.of(self.spec))
-        outcome = self._run(scaler)
-        ticks = max(1, len(outcome.ticks))
+        result = self._run(scaler)
+        ticks = max(1, len(result.ticks))
         return self._as_run(
             name,
-            outcome,
+            result,
             changes=tuple(f"{d.at:.0f} s: {d}" for d in scaler.changes),
             bottleneck_share={pool: n / ticks for pool, n in scaler.bottleneck_ticks.items()},
         )
 
-    def cpu_hpa(self, target: float = 0.75) -> Run:
-        """Under an HPA on processor utilisation."""
-        return self._as_run("cpu-hpa", self._run(CpuHpa(DeploymentPolicy.of(self.spec), target)))
+    def hpa(self, metric: Utilization, target: float = 0.75) -> Run:
+        """Under an HPA on CPU or GPU utilisation."""
+        return self._as_run(f"{metric}-hpa", self._run(Hpa(DeploymentPolicy.of(self.spec), metric, target)))
 
     def queue_length(self, scale: float = 1.0) -> Run:
         """Under KEDA; targets of two jobs, two requests and half the places of a decode replica, times `scale`."""
@@ -122,12 +122,14 @@ class Planner:
         return self._as_run("static", self._run(Static(), sizes), sizes=sizes)
 
     def compared(self) -> Iterator[Run]:
-        """The spec's policy, the two that people use today, and a static split of the same cost or a little more."""
+        """The spec's policy, those that people use today, and a static split of the same cost or a little more."""
         own = self.autoscaler()
         yield own
-        yield self.cpu_hpa()
+        yield self.hpa("cpu")
+        if any(rules.gpus for rules in DeploymentPolicy.of(self.spec).pools.values()):
+            yield self.hpa("gpu")
         yield self.queue_length()
-        yield self.static({pool: max(1, math.ceil(n.mean())) for pool, n in own.outcome.replicas.items()})
+        yield self.static({pool: max(1, math.ceil(n.mean())) for pool, n in own.result.replicas.items()})
 
     def static_split(self, attainment: float) -> Run:
         """The smallest split found that keeps the SLO for this share of requests; the best one if the budget does not reach.
@@ -147,7 +149,7 @@ class Planner:
             ]
             if not grown:
                 break
-            best = max(grown, key=lambda run: (run.attainment, -float(np.nanmean(run.outcome.ttft_seconds))))
+            best = max(grown, key=lambda run: (run.attainment, -float(np.nanmean(run.result.ttft_seconds))))
             assert best.sizes is not None
             sizes = dict(best.sizes)
         goal = min(attainment, best.attainment)
@@ -202,14 +204,14 @@ class Planner:
         part = self.trace.between(float(at[first]), float(at[first + TRIAL_REQUESTS]))
         return Planner(self.spec, part, self.calibration, self.interval_seconds)
 
-    def _run(self, scaler: Scaler, sizes: Mapping[PoolName, int] | None = None) -> Outcome:
+    def _run(self, scaler: SizingPolicy, sizes: Mapping[PoolName, int] | None = None) -> RunResult:
         pipeline = Pipeline(self.spec, self.trace, self.calibration, scaler, self.interval_seconds, sizes)
         return pipeline.run()
 
     def _as_run(
         self,
         name: str,
-        outcome: Outcome,
+        result: RunResult,
         sizes: Mapping[PoolName, int] | None = None,
         changes: tuple[str, ...] = (),
         bottleneck_share: Mapping[PoolName, float] | None = None,
@@ -217,7 +219,7 @@ class Planner:
         slo = self.spec.slo
         return Run(
             policy=name,
-            outcome=outcome,
+            result=result,
             ttft_slo_seconds=slo.ttft_milliseconds / 1000 if slo.ttft_milliseconds else None,
             itl_slo_seconds=slo.itl_milliseconds / 1000 if slo.itl_milliseconds else None,
             sizes=sizes,

@@ -1,8 +1,9 @@
-"""Requests over time: traces of others read row by row, and loads that are made up.
+"""Requests over time: public traces read row by row, and generated loads.
 
-Azure LMM traces are CSV (TIMESTAMP, NumImages, ContextTokens, GeneratedTokens; our own also NumVideos, NumAudios), Mooncake
-traces JSON lines (timestamp in milliseconds, input_length, output_length). `ContextTokens` counts the whole prompt, tokens
-of media included. Prefixes that requests share (Mooncake's hash_ids) are not modelled.
+CSV: Azure's text and multimodal traces (TIMESTAMP, ContextTokens, GeneratedTokens; NumImages where there are images, ours also NumVideos and
+NumAudios; a missing column counts as zero) and BurstGPT (Timestamp, Request tokens, Response tokens). JSON lines: Mooncake (timestamp in
+milliseconds, input_length, output_length) and Qwen-Bailian (the same with chat_id, timestamp in seconds). `ContextTokens` counts the whole
+prompt, tokens of media included. Prefixes that requests share (hash_ids) are not modelled.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmd_operator.simulate.calibration import HEAVIEST_FIRST, MODALITIES, Kind, Modality
+from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_operator.simulate.calibration import HEAVIEST_FIRST, Kind
 
-AZURE_COLUMNS = ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURST_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+CSV_FORMS = (AZURE_COLUMNS, BURST_COLUMNS)
+"""Columns of arrival time, prompt tokens and output tokens; others are ignored."""
 LARGEST_COUNT = 100_000_000
 _COLUMN_OF: dict[Modality, str] = {"image": "NumImages", "video": "NumVideos", "audio": "NumAudios"}
 
@@ -72,7 +77,7 @@ class Trace:
         """Write it as a CSV that `load_trace` reads."""
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([AZURE_COLUMNS[0], *_COLUMN_OF.values(), *AZURE_COLUMNS[2:]])
+            writer.writerow([AZURE_COLUMNS[0], *_COLUMN_OF.values(), *AZURE_COLUMNS[1:]])
             columns = [self.media[m] for m in MODALITIES]
             for at, *counts in zip(
                 self.arrivals, *columns, self.context_tokens, self.output_tokens, strict=True
@@ -81,25 +86,27 @@ class Trace:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace; `.csv` is Azure's form, `.jsonl` Mooncake's.
+    """Read a trace; `.csv` is Azure's or BurstGPT's form, `.jsonl` Mooncake's or Qwen-Bailian's.
 
     Raises:
         TraceError: the file cannot be read, or a row is bad (named).
     """
     path = Path(path)
     readers: dict[str, Callable[[Path], Iterator[tuple[float, ...]]]] = {
-        ".csv": _azure_rows,
-        ".jsonl": _mooncake_rows,
+        ".csv": _csv_rows,
+        ".jsonl": _json_rows,
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise TraceError(f"{path}: neither .csv (Azure) nor .jsonl (Mooncake); rename or convert it")
+        raise TraceError(
+            f"{path}: neither .csv (Azure, BurstGPT) nor .jsonl (Mooncake, Qwen-Bailian); rename or convert it"
+        )
     try:
         rows = np.array(list(reader(path)), dtype=np.float64)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: cannot be read ({error}); check the path") from error
     if not len(rows):
-        raise TraceError(f"{path}: holds no request; give a trace with at least one row")
+        raise TraceError(f"{path}: contains no requests; give a trace with at least one row")
     return _trace(path.stem, rows)
 
 
@@ -116,35 +123,33 @@ def _trace(name: str, rows: npt.NDArray[np.float64]) -> Trace:
     )
 
 
-def _azure_rows(path: Path) -> Iterator[tuple[float, ...]]:
+def _csv_rows(path: Path) -> Iterator[tuple[float, ...]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         header = [name.strip() for name in next(reader, [])]
-        absent = [name for name in AZURE_COLUMNS if name not in header]
-        if absent:
+        form = next((form for form in CSV_FORMS if set(form) <= set(header)), None)
+        if form is None:
+            absent = [name for name in AZURE_COLUMNS if name not in header]
             raise TraceError(
-                f"{path}: row 1: no column {', '.join(absent)}; begin with the names of the columns"
+                f"{path}: row 1: no column {', '.join(absent)}; the header must have the columns of an Azure or BurstGPT trace"
             )
-        places = {
-            name: header.index(name) for name in (*AZURE_COLUMNS, *_COLUMN_OF.values()) if name in header
-        }
-        time_at, media_at = places["TIMESTAMP"], [places.get(name) for name in _COLUMN_OF.values()]
-        context_at, output_at = places["ContextTokens"], places["GeneratedTokens"]
+        time_at, context_at, output_at = (header.index(name) for name in form)
+        media_at = [header.index(name) if name in header else None for name in _COLUMN_OF.values()]
         for row in reader:
             where = f"{path}: row {reader.line_num}"
             if not row:
                 continue
             if len(row) != len(header):
-                raise TraceError(f"{where}: {len(row)} values for {len(header)} columns; mend or remove it")
+                raise TraceError(f"{where}: {len(row)} values for {len(header)} columns; fix or remove it")
             yield (
                 _time(row[time_at], where),
                 *(0 if n is None else _count(row[n], where, header[n]) for n in media_at),
-                _count(row[context_at], where, "ContextTokens", least=1),
-                _count(row[output_at], where, "GeneratedTokens"),
+                _count(row[context_at], where, header[context_at], least=1),
+                _count(row[output_at], where, header[output_at]),
             )
 
 
-def _mooncake_rows(path: Path) -> Iterator[tuple[float, ...]]:
+def _json_rows(path: Path) -> Iterator[tuple[float, ...]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}: row {number}"
@@ -153,11 +158,12 @@ def _mooncake_rows(path: Path) -> Iterator[tuple[float, ...]]:
             try:
                 row: Any = json.loads(line)
             except json.JSONDecodeError as error:
-                raise TraceError(f"{where}: no JSON ({error.msg}); mend or remove it") from error
+                raise TraceError(f"{where}: not JSON ({error.msg}); fix or remove it") from error
             if not isinstance(row, dict) or not {"timestamp", "input_length", "output_length"} <= row.keys():
-                raise TraceError(f"{where}: wants timestamp, input_length and output_length; add them")
+                raise TraceError(f"{where}: needs timestamp, input_length and output_length; add them")
+            time_unit_seconds = 1.0 if "chat_id" in row else 0.001
             yield (
-                _number(row["timestamp"], where, "timestamp") / 1000,
+                _number(row["timestamp"], where, "timestamp") * time_unit_seconds,
                 0,
                 0,
                 0,
@@ -188,13 +194,11 @@ def _number(value: object, where: str, column: str) -> float:
 def _count(value: object, where: str, column: str, least: int = 0) -> int:
     number = _number(value, where, column)
     if not number.is_integer() or not least <= number <= LARGEST_COUNT:
-        raise TraceError(
-            f"{where}: {column} is {value!r}; give a whole number from {least} to {LARGEST_COUNT}"
-        )
+        raise TraceError(f"{where}: {column} is {value!r}; give an integer from {least} to {LARGEST_COUNT}")
     return int(number)
 
 
-# --- loads that are made up -----------------------------------------------------------------------------------
+# --- generated loads ------------------------------------------------------------------------------------------
 
 
 def _made_up(

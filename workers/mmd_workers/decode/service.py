@@ -10,26 +10,45 @@ import logging
 import time
 import uuid
 import weakref
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 
 import torch
 
-from mmd_workers.decode.params import media_spans_of, sampling_of
-from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
-from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.errors import LeaseError, LinkError, MmdError
+from mmd_api.contract.errors import (
+    DrainingError,
+    LayoutMismatchError,
+    LeaseError,
+    LinkError,
+    MmdError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from mmd_workers.decode.queue import OfferQueue
 from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
 from mmd_workers.kv.links import LinkManager, PairLink
-from mmd_workers.model.types import LanguageModel
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.sequences.book import SequenceBook, Tracked, sequence_id
+from mmd_workers.sequences.engine import SequenceEngine
+from mmd_workers.sequences.running import SequenceOwner
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease, Phase
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    KvChunk,
+    KvCommit,
+    KvCommitted,
+    KvGrant,
+    KvOffer,
+    KvRelease,
+    Phase,
+)
 
 log = logging.getLogger(__name__)
 
 LEASE_CHECK_SECONDS = 0.5
-MAX_ANNOUNCED_CHUNKS = 65_536
+MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
+MAX_COMMITS = 8192  # whose answers are remembered
 
 
 @dataclass(slots=True)
@@ -53,8 +72,12 @@ class _Pump:
     incarnation: str
     epoch: int
     link: asyncio.Task[PairLink]
-    chunks: asyncio.Queue[KvChunk] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED_CHUNKS))
+    chunks: asyncio.Queue[tuple[KvChunk, asyncio.Future[None]]] = field(
+        default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED_CHUNKS)
+    )
+    started: asyncio.Future[None] | None = None  # done when the newest chunk is being received
     task: asyncio.Task[None] | None = None
+    newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
 
     def dead(self) -> str:
         """Why its link is dead; empty while it lives or is being made."""
@@ -62,40 +85,40 @@ class _Pump:
         return self.link.result().dead if done else ""
 
 
-class DecodeService:
+class DecodeService(SequenceOwner):
     """Grants, receives and commits. Blocks of a lease that ends without a commit are freed."""
 
     def __init__(
         self,
         bus: Bus,
         pod: str,
-        runner: EngineRunner,
-        model: LanguageModel,
+        engine: SequenceEngine,
         links: LinkManager,
         book: SequenceBook,
         metrics: Metrics,
     ) -> None:
         self._bus = bus
         self._pod = pod
-        self._runner = runner
-        self._model = model
+        self._engine = engine
         self._links = links
         self._book = book
         self._metrics = metrics
-        self._layout = asdict(model.kv_layout)
+        self._kv_layout = engine.kv_layout
         self._leases = LeaseTable()
         self._inbound: dict[str, _Inbound] = {}
         self._pumps: dict[str, _Pump] = {}  # by prefill pod
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
+        self._queue = OfferQueue()
         self._draining = False
 
     async def start(self) -> None:
         """Subscribe; hand-overs may come from now on."""
         subjects = self._bus.subjects
         await self._bus.serve(subjects.kv_offer(self._pod), KvOffer, self._offered)
-        await self._bus.subscribe(subjects.kv_chunk(self._pod), KvChunk, self._announced)
+        await self._bus.serve(subjects.kv_chunk(self._pod), KvChunk, self._announced)
         await self._bus.serve(subjects.kv_commit(self._pod), KvCommit, self._committed)
-        await self._bus.subscribe(subjects.kv_release(self._pod), KvRelease, self._released)
+        await self._bus.serve(subjects.kv_release(self._pod), KvRelease, self._released)
 
     def drain(self) -> None:
         """Grant nothing more; what was granted may still be committed."""
@@ -107,11 +130,9 @@ class DecodeService:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
                 self._metrics.transfer_failures.labels("kv", "lease_expired").inc()
-                log.warning(
-                    "lease of %s ended before its commit; its blocks are free again", lease.request_id
-                )
+                log.warning("lease of %s expired before its commit; its blocks are freed", lease.request_id)
                 await self._drop(
-                    lease.lease_id, LeaseError("the lease has ended: offer the request again"), "expired"
+                    lease.lease_id, LeaseError("the lease has expired; offer the request again"), "expired"
                 )
             for pod, pump in list(self._pumps.items()):
                 if reason := pump.dead():
@@ -120,7 +141,7 @@ class DecodeService:
 
     async def peer_lost(self, pod: str, incarnation: str) -> None:
         """A prefill worker is gone: what it had not committed is freed now."""
-        lost = LinkError(f"{pod} is gone")
+        lost = LinkError(f"{pod} is lost")
         if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
             await self._end_pump(pod, pump, lost)
         for lease in self._leases.drop_owner(pod, incarnation):
@@ -131,57 +152,81 @@ class DecodeService:
         """Hand-overs that are granted and not committed."""
         return len(self._inbound)
 
-    async def cancel(self, request_id: str, attempt: int) -> None:
-        """Free the hand-overs of a request's attempts up to this one."""
+    async def cancel_request(self, request_id: str, attempt: int) -> None:
+        """Free the hand-overs of a request's attempts up to this one, and its place in the queue."""
+        self._queue.leave(request_id)
+        await self._free(request_id, attempt)
+
+    async def _free(self, request_id: str, attempt: int) -> None:
         for lease_id, inbound in list(self._inbound.items()):
             if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
                 await self._drop(
-                    lease_id, LeaseError("the request was cancelled, or offered anew"), "released"
+                    lease_id, LeaseError("the request was cancelled or offered again"), "released"
                 )
 
     def _turn(self, request_id: str) -> asyncio.Lock:
-        """Offers of one request, and their release, come after each other: each finds what the one before has reserved."""
+        """Serializes the offers of one request and their release: each sees what the one before has reserved."""
         return self._turns.setdefault(request_id, asyncio.Lock())
 
-    async def _released(self, release: KvRelease) -> None:
-        if not release.lease_id:
+    async def _released(self, release: KvRelease) -> Acknowledged:
+        if release.lease_id:
+            returned = LeaseError("the prefill worker released the lease")
+            await self._drop(release.lease_id, returned, "released")
+        else:
             async with self._turn(release.request_id):
-                await self.cancel(release.request_id, release.attempt)
-            return
-        await self._drop(release.lease_id, LeaseError("the prefill worker gave the lease back"), "released")
+                await self.cancel_request(release.request_id, release.attempt)
+        return Acknowledged()
 
     async def _offered(self, offer: KvOffer) -> KvGrant:
+        if not offer.prompt_tokens:
+            return await self._linked(offer)
         async with self._turn(offer.request_id):
             return await self._granted(offer)
 
+    async def _linked(self, offer: KvOffer) -> KvGrant:
+        """Answer an offer of the link alone, ahead of the first hand-over."""
+        if self._draining or offer.layout != asdict(self._kv_layout):
+            code = DrainingError.code if self._draining else LayoutMismatchError.code
+            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod takes nothing")
+        epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
+        await self._ensure_pump(offer, epoch)
+        return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
+
     async def _granted(self, offer: KvOffer) -> KvGrant:
-        def refuse(reason: str) -> KvGrant:
+        def refuse(code: str, reason: str) -> KvGrant:
             self._metrics.leases.labels("refused").inc()
-            return KvGrant(offer.request_id, granted=False, reason=reason)
+            return KvGrant(offer.request_id, granted=False, code=code, reason=reason)
 
         if self._draining:
-            return refuse("draining")
+            return refuse(DrainingError.code, "this pod is draining")
         if self._book.was_cancelled(offer.request_id, offer.attempt):
-            return refuse("cancelled")
-        if offer.layout != self._layout:
-            return refuse(f"KV layout {offer.layout} differs from {self._layout}")
-        sequence = sequence_id(offer.request_id, offer.attempt)
-        await self.cancel(offer.request_id, offer.attempt)  # a repeated offer replaces the first
-        try:
-            await self._runner.call(
-                lambda engine: engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
+            return refuse(RequestCancelledError.code, "the request was cancelled")
+        if offer.layout != asdict(self._kv_layout):
+            return refuse(
+                LayoutMismatchError.code, f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
             )
+        sequence = sequence_id(offer.request_id, offer.attempt)
+        await self._free(offer.request_id, offer.attempt)  # a repeated offer replaces the first
+        now = time.monotonic()
+        if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
+            self._queue.join(offer.request_id, offer.arrived, now)
+            return refuse(OverloadedError.code, f"{ahead} older requests wait for KV blocks")
+        try:
+            await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
         except MmdError as error:
-            return refuse(error.message)
+            if error.retryable:
+                self._queue.join(offer.request_id, offer.arrived, time.monotonic())
+            return refuse(error.code, error.message)
+        self._queue.leave(offer.request_id)
         try:
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
             await self._ensure_pump(offer, epoch)
         except MmdError as error:
-            await self._runner.call(lambda engine: engine.abort(sequence))
-            return refuse(error.message)
+            await self._engine.abort(sequence)
+            return refuse(error.code, error.message)
         if self._book.was_cancelled(offer.request_id, offer.attempt):  # meanwhile
-            await self._runner.call(lambda engine: engine.abort(sequence))
-            return refuse("cancelled")
+            await self._engine.abort(sequence)
+            return refuse(RequestCancelledError.code, "the request was cancelled")
         lease_id = uuid.uuid4().hex
         self._inbound[lease_id] = _Inbound(offer, sequence, epoch)
         self._leases.grant(
@@ -201,7 +246,7 @@ class DecodeService:
         while (pump := self._pumps.get(offer.pod)) is not None:
             if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
                 return
-            await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} went on to another link"))
+            await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} switched to another link"))
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
         )
@@ -209,36 +254,60 @@ class DecodeService:
         pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
 
     async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
-        """Free what was to come over this link, unless somebody did so first."""
+        """Free what was to arrive over this link, unless that is done already."""
         if self._pumps.get(pod) is not pump:
             return
         del self._pumps[pod]
         if pump.task is not None:
             pump.task.cancel()
+        while not pump.chunks.empty():
+            _, started = pump.chunks.get_nowait()
+            started.set_exception(error)
         for lease_id, inbound in list(self._inbound.items()):
             offer = inbound.offer
             if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
                 await self._drop(lease_id, error)
 
-    async def _announced(self, chunk: KvChunk) -> None:
+    async def _announced(self, chunk: KvChunk) -> Acknowledged:
+        """Acknowledged when its bytes are being received. Before that the engine may be busy for any time; the
+        link's deadline starts with the bytes and so measures only the link.
+        """
         pump = self._pumps.get(chunk.pod)
-        if pump is not None and pump.epoch == chunk.epoch:
-            pump.chunks.put_nowait(chunk)
+        if pump is None or pump.epoch != chunk.epoch:
+            raise LinkError(f"epoch {chunk.epoch} of the link from {chunk.pod} has ended; offer again")
+        if (chunk.lease_id, chunk.sequence) != pump.newest:  # else it is announced again
+            if pump.chunks.full():
+                raise OverloadedError(
+                    f"{MAX_ANNOUNCED_CHUNKS} chunks of {chunk.pod} are already waiting; announce it again"
+                )
+            pump.newest = chunk.lease_id, chunk.sequence
+            pump.started = asyncio.get_running_loop().create_future()
+            pump.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+            pump.chunks.put_nowait((chunk, pump.started))
+        if pump.started is not None:
+            await asyncio.shield(pump.started)
+        return Acknowledged()
 
     async def _pump(self, pod: str, pump: _Pump) -> None:
         try:
             link = await pump.link
             while True:
-                chunk = await pump.chunks.get()
+                chunk, started = await pump.chunks.get()
+                started.set_result(None)
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
                 tensors = await asyncio.to_thread(
-                    recv_range, link, self._model.kv_layout, chunk.num_tokens, chunk.first_tag
+                    recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
                 )
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     await self._store(chunk, inbound, tensors)
-        except MmdError as error:
-            log.warning("KV link from %s (epoch %d) failed: %s", pod, pump.epoch, error.message)
+        except Exception as failure:
+            # Includes unexpected errors: a reader that ended silently would hold every hand-over until its lease ends.
+            error, cause = failure, None
+            if not isinstance(error, MmdError):
+                error, cause = LinkError(f"receiving failed: {type(failure).__name__}: {failure}"), failure
+            what = "KV link from %s (epoch %d) failed: %s"
+            log.warning(what, pod, pump.epoch, error.message, exc_info=cause)
             self._metrics.transfer_failures.labels("kv", error.code).inc()
             if self._pumps.get(pod) is pump:
                 self._links.drop(pod)
@@ -246,22 +315,31 @@ class DecodeService:
                 await self._end_pump(pod, pump, error)
 
     async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
-        """Into the blocks of a live lease. What is wrong with one hand-over is not the link's fault."""
+        """Write a chunk to the blocks of a live lease. A fault of one hand-over does not end the link."""
         try:
             self._leases.get(chunk.lease_id, time.monotonic())
-            await self._runner.call(lambda engine: engine.write_kv(inbound.sequence, chunk.start, tensors))
+            await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
             self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
         except (MmdError, KeyError) as error:
-            reason = error if isinstance(error, MmdError) else LeaseError("the reservation is gone")
+            reason = error if isinstance(error, MmdError) else LeaseError("the reservation no longer exists")
             await self._drop(chunk.lease_id, reason)
             return
-        num_bytes = chunk.num_tokens * self._model.kv_layout.bytes_per_token()
+        num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
         self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
         inbound.received += 1
         inbound.last_byte = time.time()
         inbound.progress.set()
 
     async def _committed(self, commit: KvCommit) -> KvCommitted:
+        """A repeated commit, whose first answer may have been lost, gets the same answer."""
+        if (answer := self._commits.get(commit.lease_id)) is None:
+            answer = asyncio.create_task(self._commit(commit), name=f"commit-{commit.lease_id}")
+            self._commits[commit.lease_id] = answer
+            if len(self._commits) > MAX_COMMITS:
+                self._commits.popitem(last=False)
+        return await asyncio.shield(answer)
+
+    async def _commit(self, commit: KvCommit) -> KvCommitted:
         inbound = self._inbound.get(commit.lease_id)
         if inbound is None:
             return KvCommitted(commit.lease_id, ok=False, reason="the lease has ended")
@@ -283,19 +361,12 @@ class DecodeService:
         request = commit.request
         self._note_transfer(self._book.open(request), inbound)
         try:
-            await self._runner.call(
-                lambda engine: engine.attach(
-                    inbound.sequence,
-                    token_ids=request.token_ids,
-                    sampling=sampling_of(request, self._model),
-                    output_token_ids=commit.output_token_ids,
-                    next_position=commit.next_position,
-                    media_spans=media_spans_of(request),
-                )
+            await self._engine.attach(
+                inbound.sequence, request, commit.output_token_ids, commit.next_position
             )
         except (MmdError, KeyError) as error:
             self._book.forget(inbound.sequence)
-            await self._runner.call(lambda engine: engine.abort(inbound.sequence))
+            await self._engine.abort(inbound.sequence)
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
         self._metrics.leases.labels("committed").inc()
         return KvCommitted(commit.lease_id, ok=True)
@@ -305,7 +376,7 @@ class DecodeService:
         first, last = inbound.first_byte or now, inbound.last_byte or now
         self._metrics.transfer.labels("kv").observe(last - first)
         tokens = len(tracked.request.token_ids)
-        num_bytes = tokens * self._model.kv_layout.bytes_per_token()
+        num_bytes = tokens * self._kv_layout.bytes_per_token()
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
@@ -315,4 +386,4 @@ class DecodeService:
             self._metrics.leases.labels(outcome).inc()
             inbound.error = error
             inbound.progress.set()
-            await self._runner.call(lambda engine: engine.abort(inbound.sequence))
+            await self._engine.abort(inbound.sequence)

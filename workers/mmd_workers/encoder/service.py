@@ -1,4 +1,4 @@
-"""The encode role of an encoder pod: takes jobs from the queue, sends features to whoever asked, and only then acknowledges."""
+"""The encode role of an encoder pod: takes jobs from the queue, sends features to receivers, and only then acknowledges."""
 
 from __future__ import annotations
 
@@ -7,35 +7,53 @@ import logging
 import time
 from collections.abc import Callable
 
-from mmd_workers.encoder.pipeline import EncodePipeline, steps_of
-from mmd_workers.encoder.tensors import buffers_of
-from mmd_workers.errors import DeadlineError, MmdError, PeerLostError
+from mmd_api.contract.errors import (
+    DeadlineError,
+    DeviceLostError,
+    MediaGoneError,
+    MmdError,
+    PeerLostError,
+    ReceiverGoneError,
+)
+from mmd_api.contract.pools import Modality
+from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.features.references import unprocessable
+from mmd_workers.features.tensors import buffers_of
+from mmd_workers.features.times import steps_of
 from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingSender
-from mmd_workers.wire.jobs import Delivery, EncodeQueue
-from mmd_workers.wire.media import MediaGoneError, read_medium
-from mmd_workers.wire.messages import EncodeFailed, EncodeJob, Modality, Phase, PhaseReport
+from mmd_workers.wire.jobs import Delivery, EncodeQueue, report_failure
+from mmd_workers.wire.media import read_medium
+from mmd_workers.wire.messages import (
+    EncodeCheck,
+    EncodeFailed,
+    EncodeJob,
+    EncodeTaken,
+    EncodeWanted,
+    Phase,
+    PhaseReport,
+)
 
 log = logging.getLogger(__name__)
 
 PULL_WAIT_SECONDS = 1.0
 RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
 CRASH_RETRY_SECONDS = 0.5
-
-
-class ReceiverGoneError(MmdError):
-    """Nobody waits for this feature any more."""
-
-    code = "receiver_gone"
+CHECK_SECONDS = 1.0  # between two questions whether a job is still wanted
+CHECK_TIMEOUT_SECONDS = 1.0
+MAX_MESSAGE_CHARACTERS = 4096
 
 
 class EncoderService:
     """Pulls as many jobs as the tower can batch; everything else stays in the queue, where any encoder may take it.
 
-    `incarnation_of(pod)` is that of a pod heard of lately, or None.
+    A job that comes again may have ended the encoder that had it: it is handled with no other job in progress, so that
+    neither can cost the other an attempt.
+
+    `incarnation_of(pod)` is that of a pod with recent heartbeats, or None.
     """
 
     def __init__(
@@ -44,7 +62,6 @@ class EncoderService:
         queue: EncodeQueue,
         pipeline: EncodePipeline,
         modalities: list[Modality],
-        max_jobs: int,
         incarnation_of: Callable[[str], str | None],
         metrics: Metrics,
         tracing: Tracing,
@@ -57,14 +74,19 @@ class EncoderService:
         self._incarnation_of = incarnation_of
         self._metrics = metrics
         self._tracing = tracing
-        self._slots = asyncio.Semaphore(max_jobs)
-        self._max_jobs = max_jobs
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._max_jobs = pipeline.max_media
+        self._slots = asyncio.Semaphore(self._max_jobs)
+        self._sending = pipeline.stages.add("send", self._max_jobs)
+        self._jobs: dict[asyncio.Task[None], Delivery] = {}
+        self._cached_jobs: set[asyncio.Task[None]] = set()  # of features in the cache, past the queue
         self._draining = asyncio.Event()
+        self._abandoned = False
         self.drained = False
 
     async def run(self) -> None:
         """Work until drained. Jobs already taken are finished."""
+        subject = self._bus.subjects.encode_cached(self._bus.client_name)
+        await self._bus.serve(subject, EncodeJob, self._take_cached)
         while not self._draining.is_set():
             await self._slots.acquire()
             free = 1
@@ -78,23 +100,95 @@ class EncoderService:
             finally:
                 for _ in range(free - len(deliveries)):
                     self._slots.release()
+            if self._abandoned:
+                for delivery in deliveries:
+                    await self._give_back(delivery)
+                break
+            suspects = [delivery for delivery in deliveries if delivery.attempt > 1]
             for delivery in deliveries:
-                task = asyncio.create_task(self._handle(delivery), name=f"job-{delivery.job.job_id}")
-                self._jobs.add(task)
-                task.add_done_callback(self._done)
-        if self._jobs:
-            await asyncio.wait(self._jobs)
+                if delivery.attempt == 1:
+                    self._start(delivery)
+            if suspects:
+                await self._handle_alone(*suspects)
+        if left := {*self._jobs, *self._cached_jobs}:
+            await asyncio.wait(left)
         self.drained = True
 
+    def _start(self, delivery: Delivery) -> asyncio.Task[None]:
+        """Handle a job that holds one of the slots."""
+        task = asyncio.create_task(self._handle(delivery), name=f"job-{delivery.job.job_id}")
+        self._jobs[task] = delivery
+        task.add_done_callback(self._done)
+        return task
+
+    async def _handle_alone(self, delivery: Delivery, *others: Delivery) -> None:
+        for other in others:
+            await self._give_back(other)
+            self._slots.release()
+        async with delivery.keep_alive():
+            if self._jobs:
+                await asyncio.wait(self._jobs)
+            if self._abandoned:
+                await self._give_back(delivery)
+            else:
+                await asyncio.wait([self._start(delivery)])
+
+    async def _give_back(self, delivery: Delivery) -> None:
+        try:
+            await self._queue.give_back(delivery)
+        except MmdError as error:
+            log.warning(
+                "job %s not returned to the queue; it is redelivered after its acknowledgement wait: %s",
+                delivery.job.job_id,
+                error.message,
+            )
+
+    async def abandon(self) -> None:
+        """Return all jobs to the queue now: this process can no longer encode."""
+        self._abandoned = True
+        self._draining.set()
+        held = dict(self._jobs)
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        for task, delivery in held.items():
+            if not task.cancelled():
+                continue
+            if delivery.job.feature.feature_id in self._pipeline.on_lost_device:
+                await delivery.retry(0.0)  # this medium may be the cause, so this counts as an attempt
+            else:
+                await self._give_back(delivery)
+
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._jobs.discard(task)
+        self._jobs.pop(task, None)
         self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("encode job crashed; it will be redelivered", exc_info=error)
 
     def drain(self) -> None:
-        """Take no more jobs; `drained` turns true when those in hand are done."""
+        """Take no more jobs; `drained` turns true when those in progress are done."""
         self._draining.set()
+
+    async def _take_cached(self, job: EncodeJob) -> EncodeTaken:
+        """Send a feature from the cache. Should that fail, its receiver queues the job."""
+        modality = job.feature.modality
+        free = len(self._cached_jobs) < self._max_jobs and not self._draining.is_set()
+        if not free or self._pipeline.cached(job.feature.feature_id) is None:
+            return EncodeTaken(job.job_id, taken=False)
+
+        async def serve() -> None:
+            try:
+                await self._while_wanted(job)
+            except MmdError as error:
+                log.info("cached feature for %s not delivered: %s", job.request_id, error.message)
+                self._metrics.encode_jobs.labels(modality, error.code).inc()
+            else:
+                self._metrics.encode_jobs.labels(modality, "ok").inc()
+
+        task = asyncio.create_task(serve(), name=f"cached-{job.job_id}")
+        self._cached_jobs.add(task)
+        task.add_done_callback(self._cached_jobs.discard)
+        return EncodeTaken(job.job_id, taken=True)
 
     async def _handle(self, delivery: Delivery) -> None:
         job, modality = delivery.job, delivery.job.feature.modality
@@ -105,25 +199,64 @@ class EncoderService:
             return
         async with delivery.keep_alive():
             try:
-                await self._serve(job)
+                await self._while_wanted(job)
             except ReceiverGoneError as error:
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
                 await delivery.terminate(error.message)
+            except DeviceLostError as error:
+                self._metrics.encode_jobs.labels(modality, error.code).inc()
+                self._abandoned = True  # or this pod would be the first to take it again
+                self._draining.set()
+                await delivery.retry(0.0)
             except MmdError as error:
                 await self._failed(delivery, error)
-            except (
-                Exception
-            ):  # the tower can raise anything: another encoder may do better, the queue counts attempts
-                log.exception("encoding for %s crashed", job.request_id)
-                self._metrics.encode_jobs.labels(modality, MmdError.code).inc()
-                await delivery.retry(CRASH_RETRY_SECONDS)
+            except Exception as error:  # the model can raise anything; another encoder may succeed
+                log.exception("encoding for request %s failed", job.request_id)
+                await self._crashed(delivery, error)
             else:
                 await delivery.ack()
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
 
+    async def _while_wanted(self, job: EncodeJob) -> None:
+        """Serve a job for as long as its receiver waits for it.
+
+        Raises:
+            ReceiverGoneError: everybody who waited has left.
+        """
+        waited = time.time() - job.published > CHECK_SECONDS
+        if waited and not await self._is_wanted(job):
+            raise ReceiverGoneError("the feature is no longer needed")
+        serving = asyncio.create_task(self._serve(job), name=f"serve-{job.job_id}")
+        try:
+            while not (await asyncio.wait([serving], timeout=CHECK_SECONDS))[0]:
+                if not await self._is_wanted(job):
+                    raise ReceiverGoneError("the feature is no longer needed")
+            await serving
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+    async def _is_wanted(self, job: EncodeJob) -> bool:
+        """Whether the receiver still waits for the feature; True if it does not answer."""
+        check = EncodeCheck(job.feature.feature_id, job.job_id)
+        try:
+            subject = self._bus.subjects.encode_wanted(job.receiver)
+            answer = await self._bus.request(subject, check, EncodeWanted, timeout=CHECK_TIMEOUT_SECONDS)
+        except MmdError:
+            return True
+        return answer.wanted
+
+    async def _crashed(self, delivery: Delivery, error: Exception) -> None:
+        """The model failed on this medium alone."""
+        if delivery.last:
+            await self._failed(delivery, unprocessable(delivery.job.feature, delivery.attempt, error))
+            return
+        self._metrics.encode_jobs.labels(delivery.job.feature.modality, MmdError.code).inc()
+        await delivery.retry(CRASH_RETRY_SECONDS)
+
     async def _serve(self, job: EncodeJob) -> None:
-        """Encode and hand over. What a lost message or a restarting server breaks is tried again here, with the feature in
-        hand: the queue's attempts are for encoders that died.
+        """Encode and send. What a lost message or a restarting server breaks is retried here, with the feature in memory:
+        the queue's attempts are for encoders that died.
         """
         feature: Feature | None = None
         times = {"start": time.time()}
@@ -133,7 +266,10 @@ class EncoderService:
                 if feature is None:
                     feature, times = await self._encode(job, times)
                     await self._report(job, times)
-                sent = await self._sender.send(job, buffers_of(feature), timings=times)
+                spans: list[tuple[float, float]] = []
+                sent = await self._sender.send(job, buffers_of(feature), timings=times, spans=spans)
+                for start, end in spans:
+                    self._sending.record(job.feature.modality, job.feature.work, start, end)
                 self._metrics.offers.labels(sent).inc()
                 if sent == "sent":
                     self._metrics.transfer_bytes.labels("embedding", "sent").inc(feature.num_bytes)
@@ -141,13 +277,16 @@ class EncoderService:
             except MmdError as error:
                 if feature is not None:
                     self._metrics.transfer_failures.labels("embedding", error.code).inc()
-                if not (error.retryable or isinstance(error, DeadlineError)):
+                again = error.retryable or isinstance(error, DeadlineError)
+                if isinstance(error, DeviceLostError) or not again:
                     raise
                 if time.time() + pause > job.deadline:
                     raise
                 if isinstance(error, PeerLostError):
                     self._check_peers(job, needs_gateway=feature is None)
-                log.info("encode job of %s goes on in %.1f s: %s", job.request_id, pause, error.message)
+                log.info(
+                    "encode job of %s failed, retrying in %.1f s: %s", job.request_id, pause, error.message
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
 
@@ -163,11 +302,12 @@ class EncoderService:
         return feature, times | {"encoded": time.time()}
 
     async def _report(self, job: EncodeJob, times: dict[str, float]) -> None:
-        """Tell the gateway and the collector how long it took, and on which pod."""
+        """Report to the gateway and the collector how long it took, and on which pod."""
         feature = job.feature
         facts = {
             "modality": feature.modality,
             "tokens": feature.num_tokens,
+            "work": feature.work,
             "feature": feature.feature_id[:12],
         }
         phase = Phase("encode", times["start"], times["encoded"], facts | steps_of(times))
@@ -177,28 +317,25 @@ class EncoderService:
         try:
             await self._bus.publish(self._bus.subjects.phases(job.gateway), report)
         except MmdError as error:
-            log.debug("the times of %s were not reported: %s", job.job_id, error.message)
+            log.debug("timings of job %s not reported: %s", job.job_id, error.message)
 
     def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
-        """Somebody did not answer: a pod that has not been heard of either is gone, any other will come back."""
+        """A peer did not reply: without recent heartbeats it is lost, otherwise it will recover."""
         if self._incarnation_of(job.receiver) != job.receiver_incarnation:
-            raise ReceiverGoneError(f"{job.receiver}, which asked for the feature, is gone")
+            raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost")
         if needs_gateway and self._incarnation_of(job.gateway) is None:
-            raise MediaGoneError(f"{job.gateway}, which held the medium, is gone")
+            raise MediaGoneError(f"{job.gateway}, which held the medium, is lost")
 
     async def _failed(self, delivery: Delivery, error: MmdError) -> None:
         job = delivery.job
         log.warning("encode job %s of %s failed: %s", job.job_id, job.request_id, error.message)
         self._metrics.encode_jobs.labels(job.feature.modality, error.code).inc()
         self._metrics.errors.labels(error.code).inc()
-        await self._bus.publish(
-            self._bus.subjects.encode_failed(job.receiver),
-            EncodeFailed(
-                feature_id=job.feature.feature_id,
-                job_id=job.job_id,
-                code=error.code,
-                message=error.message,
-                retryable=error.retryable,
-            ),
+        failed = EncodeFailed(
+            feature_id=job.feature.feature_id,
+            job_id=job.job_id,
+            code=error.code,
+            message=error.message[:MAX_MESSAGE_CHARACTERS],
+            retryable=error.retryable,
         )
-        await delivery.terminate(error.message)
+        await report_failure(self._bus, delivery, failed, error.message)

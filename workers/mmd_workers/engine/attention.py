@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.cpu.library import Library
 from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
-from mmd_workers.errors import UnsupportedModelError
 from mmd_workers.model.types import KvLayout
 
 NAME = "mmd_paged"
@@ -76,7 +76,7 @@ def paged_attention(
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
-            "attention sinks and position biases are not served by the paged attention"
+            "attention sinks and position biases are not supported by paged attention"
         )
     batch, kernel = _running.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -275,12 +275,12 @@ def install(decoder: torch.nn.Module) -> None:
     if unserved:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has layers of type {', '.join(sorted(unserved))}; "
-            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be served from a paged KV pool"
+            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} are supported with a paged KV pool"
         )
     if any(getattr(module, "sinks", None) is not None for module in decoder.modules()):
-        raise UnsupportedModelError(f"{type(decoder).__name__} has attention sinks, which are not served")
+        raise UnsupportedModelError(f"{type(decoder).__name__} has attention sinks, which are not supported")
     if any(getattr(module, "is_kv_shared_layer", False) for module in decoder.modules()):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__} has layers that share KV, which are not served"
+            f"{type(decoder).__name__} has layers that share KV, which are not supported"
         )
     decoder.set_attn_implementation(NAME)  # type: ignore[operator]

@@ -13,7 +13,9 @@ from mmd_workers.engine.scheduler import Work
 
 def _to(device: torch.device, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from mmd_workers.errors import OverloadedError
+from mmd_api.contract.errors import OverloadedError
 
 MediaSpan = tuple[int, int, str]  # start, length, feature id
 
@@ -26,6 +26,20 @@ def block_hash(
         if span_start < end and span_start + length > start:
             digest.update(f"|{span_start - start}:{length}:{feature_id}".encode())
     return digest.digest()
+
+
+def extend_identities(
+    identities: list[bytes],
+    token_ids: Sequence[int],
+    media_spans: Sequence[MediaSpan],
+    block_tokens: int,
+    full_blocks: int,
+) -> None:
+    """Append the identities of the following full blocks of `token_ids`, until there are `full_blocks`."""
+    while len(identities) < full_blocks:
+        start = len(identities) * block_tokens
+        parent = identities[-1] if identities else b""
+        identities.append(block_hash(parent, token_ids[start : start + block_tokens], start, media_spans))
 
 
 class BlockPool:
@@ -61,7 +75,7 @@ class BlockPool:
         if count > self.available:
             raise OverloadedError(
                 f"{count} KV blocks are needed and {self.available} of {self.num_blocks} are available; "
-                "try again when a sequence has finished, or give the pool more memory"
+                "retry when a sequence has finished, or give the pool more memory"
             )
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
@@ -79,7 +93,7 @@ class BlockPool:
         """Drop one reference of each block. Later blocks of a sequence become the first to be evicted."""
         for block in reversed(blocks):
             if self._references[block] <= 0:
-                raise AssertionError(f"block {block} is released more often than it was taken")
+                raise AssertionError(f"block {block} is released more often than it was allocated")
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._hash_of:
@@ -87,23 +101,38 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Remove referenced blocks from the prefix cache, so that their content is not reused."""
+        for block in blocks:
+            identity = self._hash_of.pop(block, None)
+            if identity is not None:
+                del self._block_of[identity]
+
     def register(self, block: int, identity: bytes) -> None:
         """Make a referenced, fully written block findable. A second block of the same identity stays private."""
         if identity not in self._block_of and block not in self._hash_of:
             self._block_of[identity] = block
             self._hash_of[block] = identity
 
-    def match(self, identities: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `identities`, one reference added to each."""
+    def find(self, identities: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `identities`. Changes nothing: neither references nor the order of eviction."""
         blocks: list[int] = []
         for identity in identities:
             block = self._block_of.get(identity)
             if block is None:
                 break
-            self._cached.pop(block, None)
-            self._references[block] += 1
             blocks.append(block)
         return blocks
+
+    def available_beside(self, found: Sequence[int]) -> int:
+        """What `available` would be once these found blocks are shared."""
+        return self.available - sum(1 for block in found if block in self._cached)
+
+    def share(self, found: Sequence[int]) -> None:
+        """Add one reference to each of these found blocks."""
+        for block in found:
+            self._cached.pop(block, None)
+            self._references[block] += 1
 
     def sample_identities(self, limit: int) -> list[str]:
         """Hex identities of up to `limit` of the most recently registered blocks, for prefix locality in routing."""

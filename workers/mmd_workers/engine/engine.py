@@ -11,40 +11,37 @@ from dataclasses import dataclass
 
 import torch
 
+from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.errors import (
+    BadLogitsError,
+    CapacityError,
+    CountMismatchError,
+    MmdError,
+    OverloadedError,
+    PreemptedError,
+    StepFailedError,
+)
+from mmd_workers.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
-from mmd_workers.engine.blocks import BlockPool, MediaSpan
+from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.sampler import Draw, Sampled, sample
 from mmd_workers.engine.scheduler import Scheduler, Work
-from mmd_workers.engine.sequence import Sequence, State
+from mmd_workers.engine.sequence import Sequence
 from mmd_workers.engine.types import (
     EngineStats,
-    FinishReason,
-    Handover,
     KvReady,
     SampledToken,
     SamplingParams,
     SequenceInput,
     StepOutput,
 )
-from mmd_workers.errors import CapacityError, CountMismatchError, MmdError, OverloadedError
 from mmd_workers.model.types import Feature, LanguageModel
 
+STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # a model's, on one batch
+WARM_UP_TOKENS = 64
 AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
-
-
-class StepFailedError(MmdError):
-    """The step that this sequence was part of failed; its tokens so far are good, place it again."""
-
-    code = "step_failed"
-    retryable = True
-
-
-class BadLogitsError(MmdError):
-    """The model returned no finite logit for this sequence: its weights or features are broken."""
-
-    code = "bad_logits"
 
 
 @dataclass(slots=True)
@@ -104,7 +101,7 @@ class Engine:
         left = sampling.max_tokens - len(item.output_token_ids)
         if left < 1:
             raise ValueError(
-                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} are already there"
+                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} are already generated"
             )
         self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left)
         sequence = Sequence(
@@ -116,15 +113,28 @@ class Engine:
             sampling=sampling,
             media_spans=list(item.media_spans),
             prompt=prompt,
+            arrived=item.arrived,
             num_outputs=len(item.output_token_ids),
             stop_after_prefill=item.stop_after_prefill,
-            announced=item.skip_kv_tokens,
+            identities=list(item.identities),
         )
         self._sequences[item.sequence_id] = sequence
         self.scheduler.add(sequence)
 
+    def prefix(self, token_ids: Items[int], media_spans: Items[MediaSpan]) -> tuple[list[bytes], int]:
+        """Identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now. Changes nothing.
+
+        The last token is never cached: it must be computed. Cached blocks may be evicted before the prompt is added and admitted:
+        `StepOutput.admitted` says what was there then.
+        """
+        if not self.scheduler.prefix_cache:
+            return [], 0
+        size, identities = self.blocks.block_tokens, list[bytes]()
+        extend_identities(identities, token_ids, media_spans, size, (len(token_ids) - 1) // size)
+        return identities, len(self.blocks.find(identities)) * size
+
     def fill(self, sequence_id: str, medium: int, feature: Feature) -> bool:
-        """Give a sequence the feature of its medium; False: the sequence is not here any more, or needs it no more.
+        """Give a sequence the feature of its medium; False: the sequence is no longer here, or no longer needs it.
 
         Raises:
             CountMismatchError: the feature has another number of tokens than the prompt's layout.
@@ -137,17 +147,13 @@ class Engine:
         return True
 
     def abort(self, sequence_id: str) -> None:
-        """Forget a sequence or a reservation in any state and free its blocks; unknown ids are none of ours."""
+        """Forget a sequence or a reservation in any state and free its blocks; unknown ids are ignored."""
         reservation = self._reservations.pop(sequence_id, None)
         if reservation is not None:
             self.blocks.release(reservation.blocks)
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self.scheduler.remove(sequence)
-
-    def release(self, sequence_id: str) -> None:
-        """The KV of a handed-over sequence has arrived elsewhere: free it here."""
-        self.abort(sequence_id)
 
     def has_work(self) -> bool:
         """Whether a sequence waits or runs; a step may still find that all of them wait for features or blocks."""
@@ -165,13 +171,14 @@ class Engine:
         sequence = self._sequences[sequence_id]
         if not 0 <= start <= end <= sequence.computed:
             raise CountMismatchError(
-                f"KV of tokens [{start}, {end}) was asked for, {sequence.computed} are computed; wait for KvReady"
+                f"KV of tokens [{start}, {end}) was requested, but only {sequence.computed} tokens are computed; wait for KvReady"
             )
         with torch.no_grad():
             return self.kv.read(sequence.blocks, start, end)
 
     def reserve(self, sequence_id: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and `max_tokens` more to be generated.
+        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv` and the first of `max_tokens` more; the rest
+        grows block by block, so an unlimited answer reserves no more than a short one.
 
         Raises:
             CapacityError: this can never fit.
@@ -182,11 +189,17 @@ class Engine:
         places = self.scheduler.max_sequences - len(self.scheduler.running) - len(self._reservations)
         if places < 1:
             raise OverloadedError(
-                f"all {self.scheduler.max_sequences} places for sequences are taken; try another decode worker"
+                f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
-        total = min(prompt_tokens + max_tokens, self.max_model_len)
-        blocks = self.blocks.allocate(self.blocks.blocks_for(total))
-        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens)
+        needed = self.blocks.blocks_for(prompt_tokens + 1)
+        # One spare block for each sequence that grows, so that an admission does not make another one yield at once.
+        growing = len(self.scheduler.running) + len(self._reservations)
+        if growing and needed + growing > self.blocks.available:
+            raise OverloadedError(
+                f"{needed} KV blocks and {growing} spare ones are needed, {self.blocks.available} of {self.blocks.num_blocks} "
+                "are available; try another decode worker, or give the pool more memory"
+            )
+        self._reservations[sequence_id] = _Reservation(self.blocks.allocate(needed), prompt_tokens)
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on (the layout of `read_kv`) to reserved blocks; ranges come in order.
@@ -213,6 +226,7 @@ class Engine:
         output_token_ids: list[int],
         next_position: int,
         media_spans: Items[MediaSpan],
+        arrived: float = 0.0,
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
@@ -227,7 +241,7 @@ class Engine:
         known = list(token_ids) + list(output_token_ids)
         if not output_token_ids or reservation.written < len(known) - 1:
             raise CountMismatchError(
-                f"{len(known) - 1} tokens need KV and {reservation.written} have it; send the rest before committing"
+                f"{len(known) - 1} tokens need KV, but only {reservation.written} have it; send the rest before committing"
             )
         del self._reservations[sequence_id]
         sequence = Sequence(
@@ -239,6 +253,7 @@ class Engine:
             sampling=sampling,
             media_spans=list(media_spans),
             prompt=None,
+            arrived=arrived,
             num_outputs=len(output_token_ids),
             blocks=reservation.blocks,
         )
@@ -246,39 +261,17 @@ class Engine:
         self.scheduler.start(sequence)
         self.scheduler.finish_chunk(Work(sequence, 0, len(known) - 1))
 
-    def export(self, sequence_id: str) -> Handover:
-        """Stop a decoding sequence so that it can move: its KV stays readable until `release`, or until `resume` goes on here.
-
-        Raises:
-            KeyError: unknown sequence.
-            OverloadedError: it has not reached decode (again) yet; place the request anew instead, or ask later.
-        """
-        sequence = self._sequences[sequence_id]
-        if sequence.state is not State.RUNNING or not sequence.decoding:
-            raise OverloadedError(f"sequence {sequence_id} is not decoding now: its KV is incomplete")
-        self.scheduler.hold(sequence)
-        prompt_tokens = sequence.num_tokens - sequence.num_outputs
-        return Handover(
-            sequence_id=sequence_id,
-            token_ids=sequence.token_ids[:prompt_tokens],
-            output_token_ids=sequence.output_token_ids,
-            next_position=sequence.position(sequence.num_tokens - 1),
-            kv_tokens=sequence.computed,
-            media_spans=list(sequence.media_spans),
-            sampling=sequence.sampling,
-        )
-
-    def resume(self, sequence_id: str) -> None:
-        """Go on with an exported sequence here, because its move failed. Raises KeyError when it is unknown."""
-        self.scheduler.start(self._sequences[sequence_id])
-
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput:
-        """Run one batch. Empty output: nothing can run until something is added, filled or released.
+        """Run one batch. Empty output: nothing can run until something is added, filled or released. Sequences that had to
+        yield and cannot be recomputed here are dropped and reported in `failed` as PreemptedError.
 
-        When the model fails, the sequences of this batch are dropped and reported in `failed`; a broken accelerator
-        (torch.AcceleratorError) is raised: the engine is then of no more use.
+        When the model fails, the batch is halved until the sequences at fault run alone; those are dropped and reported in
+        `failed`.
+
+        Raises:
+            DeviceLostError: the accelerator is broken; the engine is then unusable.
         """
         started = time.perf_counter()
         schedule = self.scheduler.schedule(len(self._reservations))
@@ -288,48 +281,84 @@ class Engine:
             prefill_tokens=sum(item.end - item.start for item in chunks),
             decode_sequences=len(schedule.decodes),
         )
+        for sequence in self._take_yielded():
+            output.failed.append(
+                (
+                    sequence.sequence_id,
+                    PreemptedError(
+                        f"the pool of {self.blocks.num_blocks} KV blocks is full and this request is the newest; it continues "
+                        f"elsewhere after its {sequence.num_outputs} tokens"
+                    ),
+                )
+            )
+        output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if not work:
             return output
-        output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
-        try:
-            sampled = self._run(work)
-        except torch.AcceleratorError:
-            raise
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError) as error:
-            for item in work:
+        # Running rows again is safe: they write the same KV to the same slots, and nothing is sampled before all have run.
+        results = run_isolating(work, self._run, self.model.device, STEP_ERRORS)
+        for item, result in zip(work, results, strict=True):
+            if isinstance(result, Exception):
                 self.abort(item.sequence.sequence_id)
-                failure = StepFailedError(f"the model failed in this step ({error}); place the request again")
-                failure.__cause__ = error
-                output.failed.append((item.sequence.sequence_id, failure))
-            return output
-        for item in work:
+                output.failed.append((item.sequence.sequence_id, _failure(result, item.sequence, item)))
+                continue
             self.scheduler.finish_chunk(item)
-            self._report(item, sampled, output)
+            self._report(item, result, output)
         output.duration_seconds = time.perf_counter() - started
         self._measure(output)
         return output
 
-    def _run(self, work: list[Work]) -> dict[str, Sampled | None]:
+    def warm_up(self) -> None:
+        """Prefill a chunk and decode a token, both sampled, on the thread and in the pool that sequences will use. Nothing remains of
+        it: blocks are free and empty as before, and neither counts nor estimates know of it.
+
+        Raises:
+            OverloadedError: no blocks are free, because sequences run already.
+        """
+        most = min(self.max_model_len, self.kv.num_blocks * self.blocks.block_tokens)
+        tokens = max(1, min(WARM_UP_TOKENS, self.scheduler.chunk_tokens, most - 1))
+        blocks = self.blocks.allocate(self.blocks.blocks_for(min(tokens + 1, most)))
+        try:
+            with torch.inference_mode():
+                prompt = self.model.lower([0] * tokens, [])
+            drawn = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
+            sequence = Sequence("", 0, [0] * tokens, tokens, prompt.next_position, drawn, [], prompt)
+            sequence.blocks = blocks
+            self._run([Work(sequence, 0, tokens)])
+            if tokens < most:
+                sequence.token_ids.append(0)
+                sequence.sampling = SamplingParams(max_tokens=2)
+                self._run([Work(sequence, tokens, tokens + 1)])
+        finally:
+            self.kv.clear(blocks)
+            self.blocks.release(blocks)
+
+    def _take_yielded(self) -> list[Sequence]:
+        yielded, self.scheduler.yielded = self.scheduler.yielded, []
+        for sequence in yielded:
+            del self._sequences[sequence.sequence_id]
+        return yielded
+
+    def _run(self, work: Items[Work]) -> list[Sampled | None]:
+        """Compute the rows of `work`; returns a sample for each item, None if none was due or possible."""
         batch = Batch(self.kv, work)
+        sampled: list[Sampled | None] = [None] * len(work)
         with torch.inference_mode():
             embeds, positions, extras = self._inputs(work)
             with attention.running(batch, self.kernel):
                 hidden = self.model.forward(embeds, positions, extras)
             sampling = [number for number, item in enumerate(work) if item.samples]
             if not sampling:
-                return {}
+                return sampled
             rows = torch.tensor([batch.last_rows[number] for number in sampling], device=hidden.device)
             draws = [
                 Draw(s.sampling, s.num_outputs, self.model.suppress_token_ids)
                 for s in (work[number].sequence for number in sampling)
             ]
-            results = sample(self.model.logits(hidden[rows]), draws)
-        return {
-            work[number].sequence.sequence_id: result
-            for number, result in zip(sampling, results, strict=True)
-        }
+            for number, result in zip(sampling, sample(self.model.logits(hidden[rows]), draws), strict=True):
+                sampled[number] = result
+        return sampled
 
-    def _inputs(self, work: list[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _inputs(self, work: Items[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: prompt rows as lowered, the others embedded."""
         model, device = self.model, self.model.device
         generated: list[int] = []
@@ -379,18 +408,20 @@ class Engine:
             )
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1), joined
 
-    def _report(self, item: Work, sampled: dict[str, Sampled | None], output: StepOutput) -> None:
+    def _report(self, item: Work, result: Sampled | None, output: StepOutput) -> None:
         sequence = item.sequence
         computed, samples = sequence.computed, item.samples  # as of this step, before the new token
         if samples:
-            result = sampled[sequence.sequence_id]
             if result is None:
+                self.blocks.forget(
+                    sequence.blocks
+                )  # what broke its logits may be in their KV: nobody must find it
                 self.abort(sequence.sequence_id)
                 output.failed.append(
                     (
                         sequence.sequence_id,
                         BadLogitsError(
-                            "the model's logits are not finite; check its weights and the features it got"
+                            "the model's logits are not finite; check its weights and the features that it received"
                         ),
                     )
                 )
@@ -414,8 +445,15 @@ class Engine:
             elif reason is not None:
                 self.abort(sequence.sequence_id)
         if sequence.stop_after_prefill and (samples or computed > sequence.announced):
+            # A cached prefix is ready at once: it travels in pieces as small as those that are computed.
             start = min(sequence.announced, computed)
-            output.kv_ready.append(KvReady(sequence.sequence_id, start, computed, last=samples))
+            for end in (
+                *range(start + self.scheduler.chunk_tokens, computed, self.scheduler.chunk_tokens),
+                computed,
+            ):
+                ready = KvReady(sequence.sequence_id, start, end, last=samples and end == computed)
+                output.kv_ready.append(ready)
+                start = end
             sequence.announced = computed
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
@@ -475,17 +513,34 @@ class Engine:
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._reservations:
-            raise ValueError(f"sequence {sequence_id} exists already")
+            raise ValueError(f"sequence {sequence_id} already exists")
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens >= self.max_model_len:
             raise CapacityError(
-                f"the prompt has {prompt_tokens} tokens, the context {self.max_model_len}: shorten it by "
+                f"the prompt has {prompt_tokens} tokens and the context length is {self.max_model_len}; shorten it by "
                 f"{prompt_tokens + 1 - self.max_model_len} tokens"
             )
         total = min(prompt_tokens + max_tokens, self.max_model_len)
         if self.blocks.blocks_for(total) > self.blocks.num_blocks:
             raise CapacityError(
                 f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, the pool has "
-                f"{self.blocks.num_blocks}: lower max_tokens, or give the pool more memory"
+                f"{self.blocks.num_blocks}; lower max_tokens, or give the pool more memory"
             )
+
+
+def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:
+    """What to report for a sequence whose step failed although it ran alone."""
+    what = f"tokens [{work.start}, {work.end}) of {sequence.num_tokens}"
+    failure: MmdError
+    if isinstance(error, torch.OutOfMemoryError):
+        failure = OverloadedError(
+            f"the device ran out of memory for {what} alone ({str(error)[:300]}); lower spec.prefill.chunkTokens or the KV "
+            "cache's share of memory"
+        )
+    else:
+        failure = StepFailedError(
+            f"the model failed on {what}, in a batch of its own: {type(error).__name__}: {str(error)[:300]}"
+        )
+    failure.__cause__ = error
+    return failure

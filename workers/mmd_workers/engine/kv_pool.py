@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mmd_workers.errors import CapacityError, CountMismatchError
+from mmd_api.contract.errors import CapacityError, CountMismatchError
 from mmd_workers.model.types import KvLayout
 
 
@@ -40,7 +40,7 @@ class KvPool:
         block_bytes = layout.bytes_per_token() * block_tokens
         if num_bytes < block_bytes:
             raise CapacityError(
-                f"kv_cache_bytes is {num_bytes}, but one block takes {block_bytes} bytes: raise it"
+                f"kv_cache_bytes is {num_bytes}, but one block takes {block_bytes} bytes; raise it"
             )
         return cls(layout, num_bytes // block_bytes, block_tokens, device)
 
@@ -58,7 +58,7 @@ class KvPool:
         ]
 
     def write(self, blocks: Sequence[int], start: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Write canonical tensors to the tokens from `start` on; returns how many tokens they held.
+        """Write canonical tensors on this pool's device to the tokens from `start` on; returns how many tokens they held.
 
         Raises:
             CountMismatchError: the tensors do not have this pool's layers, heads or dimensions.
@@ -69,13 +69,20 @@ class KvPool:
             for heads, dim in zip(self.layout.num_kv_heads, self.layout.head_dim, strict=True)
         ]
         got = [tuple(tensor.shape) for tensor in tensors]
-        if got != expected:
+        dtypes = {tensor.dtype for tensor in tensors} - {keys.dtype for keys in self.keys}
+        if got != expected or dtypes:
             raise CountMismatchError(
-                f"KV of shapes {got} does not fit this pool ({expected}); both peers must run the same model"
+                f"KV of shapes {got} {dtypes or ''} does not fit this pool ({expected}, {self.layout.dtype}); both peers must "
+                "run the same model"
             )
         index = torch.tensor(self.slots(blocks, start, start + num_tokens), device=self.device)
         for layer, tensor in enumerate(tensors):
-            tensor = tensor.to(device=self.device, dtype=self.keys[layer].dtype, non_blocking=True)
             self.keys[layer].flatten(0, 1).index_copy_(0, index, tensor[0])
             self.values[layer].flatten(0, 1).index_copy_(0, index, tensor[1])
         return num_tokens
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks, as they were initially."""
+        index = torch.tensor(list(blocks), device=self.device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, index, 0)

@@ -11,30 +11,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
+from mmd_workers.device import check_device
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.types import StepOutput
-from mmd_workers.errors import MmdError, OverloadedError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # an idle thread shows itself alive this often
+IDLE_SECONDS = 1.0  # an idle thread reports progress this often
 MAX_COMMANDS = 4096
 MAX_OUTPUTS = 256  # outputs the loop has not taken yet; then the engine waits
-
-
-class EngineDeadError(MmdError):
-    """The engine's thread has ended; this process must be restarted, requests go elsewhere."""
-
-    code = "engine_dead"
-    retryable = True
 
 
 class EngineRunner:
     """Owns an engine from `start` to `stop`; everything else reaches it through `call`.
 
-    `on_output` runs on the loop, in order, for every step that did something, and whoever has dealt with one calls `taken`;
-    while 256 have not been, the engine waits. `on_dead` runs once, when the thread ends by an error.
+    `on_output` runs on the loop, in order, for every step that did something, and its consumer calls `taken` after each;
+    while 256 are pending, the engine waits. `on_dead` runs once, when the thread ends by an error.
     `last_progress` (time.monotonic) moves with every command, step and idle turn: a stuck model stops it.
     """
 
@@ -51,6 +45,8 @@ class EngineRunner:
         self._wake = threading.Condition()
         self._stopping = False
         self._room = threading.BoundedSemaphore(MAX_OUTPUTS)
+        self._calls_wait = False  # for room in the command queue
+        self._drained = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.error: BaseException | None = None
@@ -64,7 +60,7 @@ class EngineRunner:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; with `last_progress` this is what liveness proves."""
+        """Whether the thread runs; the liveness probe checks this and `last_progress`."""
         return self._thread.is_alive() and self.error is None
 
     def submit(self, command: Callable[[Engine], T]) -> Future[T]:
@@ -78,7 +74,7 @@ class EngineRunner:
         with self._wake:
             if self._stopping or self.error is not None:
                 raise EngineDeadError(
-                    f"the engine has ended ({self.error or 'stopped'}); place the request elsewhere"
+                    f"the engine has stopped ({self.error or 'stopped'}); place the request elsewhere"
                 )
             if len(self._commands) >= MAX_COMMANDS:
                 raise OverloadedError(f"{MAX_COMMANDS} engine commands are waiting; try another worker")
@@ -87,8 +83,33 @@ class EngineRunner:
         return future
 
     async def call(self, command: Callable[[Engine], T]) -> T:
-        """`submit` for coroutines: the command's result or its exception. A cancelled call that has not begun never runs."""
-        return await asyncio.wrap_future(self.submit(command))
+        """`submit` for coroutines on the loop of `start`: the command's result or its exception. A cancelled call that has not
+        begun never runs. While the queue is full the call waits, until the engine's next turn at the latest.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        while True:
+            try:
+                future = self.submit(command)
+            except OverloadedError:
+                await self._until_drained()
+            else:
+                return await asyncio.wrap_future(future)
+
+    async def _until_drained(self) -> None:
+        self._drained.clear()
+        with self._wake:
+            if len(self._commands) < MAX_COMMANDS:
+                return
+            self._calls_wait = True
+        await self._drained.wait()
+
+    def _wake_calls(self) -> None:
+        """Wake the calls that wait for room in the queue. Called with the lock held."""
+        if self._calls_wait and self._loop is not None and not self._loop.is_closed():
+            self._calls_wait = False
+            self._loop.call_soon_threadsafe(self._drained.set)
 
     def taken(self) -> None:
         """One output has been dealt with."""
@@ -113,13 +134,13 @@ class EngineRunner:
                 output = self._engine.step()
                 # An empty step means that every sequence waits for a feature or for blocks: only a command changes that.
                 standing = not (output.prefill_tokens or output.decode_sequences)
-                if not standing or output.failed:
+                if not standing or output.failed or output.admitted:
                     self._post(output)
                 self.last_progress = time.monotonic()
         except (
             Exception
         ) as error:  # the thread's last resort: whatever it was, the engine's state is unknown now
-            log.exception("the engine has failed")
+            log.exception("the engine failed")
             self.error = error
             if self._on_dead is not None and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._on_dead, error)
@@ -133,22 +154,38 @@ class EngineRunner:
                 self._wake.wait(IDLE_SECONDS)
             if self._stopping:
                 return False
-            commands = list(self._commands)
-            self._commands.clear()
-        for command, future in commands:
+            waiting = len(self._commands)
+        for _ in range(
+            waiting
+        ):  # one by one: those behind one that finds the device lost are failed, not forgotten
+            with self._wake:
+                command, future = self._commands.popleft()
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(command(self._engine))
-                except Exception as error:  # noqa: BLE001 - it belongs to the caller, whatever it is
-                    future.set_exception(error)
+                self._obey(command, future)
+        with self._wake:
+            self._wake_calls()
         self.last_progress = time.monotonic()
         return True
+
+    def _obey(self, command: Callable[[Engine], Any], future: Future[Any]) -> None:
+        """Run one command. Any exception goes to its caller; if the device is lost, it also ends the thread."""
+        try:
+            result = command(self._engine)
+        except Exception as error:  # noqa: BLE001
+            try:
+                check_device(error, self._engine.model.device)
+            except DeviceLostError as lost:
+                future.set_exception(lost)
+                raise
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _post(self, output: StepOutput) -> None:
         while not self._room.acquire(timeout=IDLE_SECONDS):
             if self._stopping:
                 return
-            self.last_progress = time.monotonic()  # whoever takes the outputs is slow, not the model
+            self.last_progress = time.monotonic()  # the consumer of the outputs is slow, not the model
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_output, output)
 
@@ -157,6 +194,7 @@ class EngineRunner:
             self._stopping = True
             commands = list(self._commands)
             self._commands.clear()
+            self._wake_calls()
         for _, future in commands:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDeadError("the engine has ended; place the request elsewhere"))
+                future.set_exception(EngineDeadError("the engine has stopped; place the request elsewhere"))

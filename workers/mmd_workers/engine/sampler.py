@@ -36,7 +36,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
-    """Sample float32 logits [n, vocab], one row for each draw. None for a row without a finite logit (broken weights).
+    """Sample float32 logits [n, vocab], one row for each draw. None for a row whose largest logit is not finite (broken weights).
 
     Temperature, then top-k, then top-p (nucleus: the smallest set of most likely tokens whose mass reaches p), then the inverse
     of the cumulative distribution at `uniform(seed, index)`, tokens in order of falling probability.
@@ -46,10 +46,12 @@ def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
     finite = torch.isfinite(best)
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
-        rows = logits if len(drawn) == len(draws) else logits[drawn]
-        chosen = _draw(rows, [draws[row] for row in drawn])
+        # Broken rows are drawn from as zeros and discarded below: from NaN the draw would compute an index outside the row,
+        # which on CUDA is an assertion that takes the device from every request.
+        whole = len(drawn) == len(draws)
+        rows, broken = (logits, ~finite) if whole else (logits[drawn], ~finite[drawn])
         tokens = tokens.clone()
-        tokens[drawn] = chosen
+        tokens[drawn] = choose(rows.masked_fill(broken[:, None], 0.0), [draws[row] for row in drawn])
     token_ids: list[int] = tokens.tolist()
     valid: list[bool] = finite.tolist()
     logprobs = _logprobs(logits, tokens, draws)
@@ -72,7 +74,8 @@ def _suppressed(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
     return logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(-torch.inf))
 
 
-def _draw(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
+def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
+    """Draw from finite logits [n, vocab], one row for each draw; token ids [n] on the device of the logits."""
     device = logits.device
     vocab = logits.shape[-1]
 

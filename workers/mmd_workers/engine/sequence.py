@@ -10,12 +10,12 @@ from mmd_workers.engine.types import SamplingParams
 from mmd_workers.model.types import LoweredPrompt
 
 
-class State(enum.Enum):
-    """Where a sequence stands. Only `RUNNING` ones are scheduled; all but `WAITING` hold blocks."""
+class SequenceState(enum.Enum):
+    """State of a sequence. Only `RUNNING` ones are scheduled; all but `WAITING` hold blocks."""
 
     WAITING = "waiting"  # for blocks
     RUNNING = "running"
-    HELD = "held"  # prefilled or exported: KV stays until release
+    HELD = "held"  # prefilled: KV stays until release
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Sequence:
 
     `prompt_length` counts the tokens whose embeddings and positions stand in `prompt` (or, for a sequence that was attached, whose
     KV came from elsewhere); token i beyond it has rotary position `next_position + i - prompt_length`. `prompt` is None for
-    attached sequences: they own all blocks they can ever need and are never preempted.
+    attached sequences: their KV cannot be computed here, so when they have to yield they leave this engine.
     """
 
     sequence_id: str
@@ -35,15 +35,17 @@ class Sequence:
     sampling: SamplingParams
     media_spans: list[MediaSpan]
     prompt: LoweredPrompt | None
+    arrived: float = 0.0  # Unix seconds at which its request reached the gateway
     num_outputs: int = 0  # output tokens at the end of token_ids
     stop_after_prefill: bool = False
-    announced: int = 0  # KV tokens reported by KvReady (or skipped)
-    state: State = State.WAITING
+    announced: int = 0  # KV tokens reported by KvReady
+    state: SequenceState = SequenceState.WAITING
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)  # of the leading full blocks
     registered: int = 0  # leading blocks offered to the prefix cache
     computed: int = 0
     waited_steps: int = 0
+    overtaken: int = 0  # admissions of others past this one while it did not fit
 
     @property
     def num_tokens(self) -> int:
@@ -72,8 +74,13 @@ class Sequence:
 
     @property
     def preemptable(self) -> bool:
-        """Whether its KV can be computed again, and nobody has been told that it may be read here."""
-        return self.prompt is not None and not self.stop_after_prefill
+        """Whether it may lose its blocks: its KV can be computed again, here or elsewhere, and no peer is reading it."""
+        return not self.stop_after_prefill
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Sorts the oldest request first, by the time its gateway received it, which moving and waiting do not change."""
+        return self.arrived, self.arrival
 
     @property
     def atomic_ranges(self) -> list[tuple[int, int]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from mmd_api.contract.answers import FinishReason
 from mmd_workers.model.types import LoweredPrompt
-
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +28,10 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class SequenceInput:
-    """A sequence to run. `cache_keys[i]` identifies the medium of placeholder token i for prefix hashing ("" for text).
+    """A sequence to run.
 
-    `stop_after_prefill`: the engine samples the first token, keeps the KV blocks and reports `Prefilled` (P role).
+    `stop_after_prefill`: the engine samples one token, keeps the KV blocks until `abort`, and reports the ranges that are complete as
+    `KvReady`.
     `output_token_ids`: already generated elsewhere; they are part of what has to be prefilled (`prompt` covers them too).
     """
 
@@ -41,10 +40,11 @@ class SequenceInput:
     sampling: SamplingParams
     media_spans: list[tuple[int, int, str]] = field(default_factory=list)  # start, length, feature id
     output_token_ids: list[int] = field(default_factory=list)
+    arrived: float = 0.0  # Unix seconds at which the request reached its gateway: the youngest yields first
     stop_after_prefill: bool = False
-    skip_kv_tokens: int = (
-        0  # with stop_after_prefill: leading tokens whose KV the receiver has; not announced
-    )
+    identities: list[bytes] = field(
+        default_factory=list
+    )  # of the leading blocks, where `Engine.prefix` gave them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,10 @@ class StepOutput:
     tokens: list[SampledToken] = field(default_factory=list)
     kv_ready: list[KvReady] = field(default_factory=list)
     failed: list[tuple[str, Exception]] = field(default_factory=list)
-    admitted: dict[str, int] = field(default_factory=dict)  # since the last batch, with their cached tokens
+    admitted: dict[str, int] = field(default_factory=dict)  # since the last step, with their cached tokens
     prefill_tokens: int = 0
     decode_sequences: int = 0
     duration_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """What another engine needs to go on with a sequence, beside the KV of its first `kv_tokens` tokens (`read_kv`).
-
-    `next_position` is the rotary position of the last output token, the only one without KV.
-    """
-
-    sequence_id: str
-    token_ids: list[int]  # the prompt, without outputs
-    output_token_ids: list[int]
-    next_position: int
-    kv_tokens: int
-    media_spans: list[tuple[int, int, str]]
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

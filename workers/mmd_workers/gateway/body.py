@@ -1,95 +1,191 @@
-"""Reads a JSON body under limits: size and depth are checked while it arrives, before anything is parsed. Knows no field."""
+"""Reads a JSON body under limits: size, depth, number of elements and time are checked while it arrives, before anything is parsed.
+Knows no field."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 
-from mmd_workers.gateway.api import ApiError
-from mmd_workers.gateway.hold import Reservation
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.hold import RequestReservation
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_DEPTH = 32
+MAX_MARKS = 65_536
+"""Quotes that open a string, brackets that open, commas and colons: at least one for each value and key of the body."""
+MAX_DIGITS = 400  # of a number: reading a long integer takes the square of its length
+MARK_BYTES = 64  # of a parsed value, its text aside
+MAX_WIDE_STRING_BYTES = 16 << 20
 STALL_SECONDS = 30.0
+MIN_BYTES_PER_SECOND = 128 << 10
 DISCARD_BYTES = 32 << 20
 DISCARD_SECONDS = 5.0
-PARSE_IN_THREAD_BYTES = 1 << 20
-UNKNOWN_LENGTH_BYTES = 1 << 20
-_OUTSIDE = re.compile(rb'["\[\]{}]')
+SCAN_BYTES = 4096  # at a time
+SCAN_MARKS = 1024  # after so many, a few milliseconds, other requests have their turn
+JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run; parsing them does not
+_OUTSIDE = re.compile(rb'["\[\]{},:]')
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 class ClientGoneError(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-class DepthScanner:
-    """Counts open brackets outside of strings, chunk by chunk; long strings (base64) are skipped at the speed of a search."""
+class TooDeepError(Exception):
+    """The body is nested deeper than the limit."""
 
-    def __init__(self, limit: int = MAX_DEPTH) -> None:
-        self._limit = limit
+
+class TooWideError(Exception):
+    """The body has more elements than the limit."""
+
+
+class LongNumberError(Exception):
+    """A number of the body has more digits than the limit."""
+
+
+class JsonScanner:
+    """Measures JSON text chunk by chunk without building a value: depth, `marks` and `wide_bytes`.
+
+    Costs one step of Python for each mark; everything else (long strings, whitespace, escapes) goes at the speed of a search.
+    What it counts holds for every prefix that is valid JSON, which is all that a parser gets to see.
+
+    `marks`: quotes that open a string, `[`, `{`, `,` and `:`, an upper bound of the keys and values. `wide_bytes`: length of the
+    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded.
+    """
+
+    def __init__(self, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS) -> None:
+        self._max_depth = max_depth
+        self._max_marks = max_marks
         self._depth = 0
         self._in_string = False
-        self._skip = 0  # bytes of the next chunk that an escape covers
+        self._escaped = False  # the first byte of the next chunk belongs to an escape
+        self._string_bytes = 0  # of the present string
+        self._wide = False  # the present string has a character beyond ASCII
+        self._plain_end = b""  # outside strings: what may be the beginning of a number
+        self.marks = 0
+        self.wide_bytes = 0
+        self.longest_wide = 0
 
-    def feed(self, chunk: bytes) -> bool:
-        """False: deeper than the limit."""
+    def feed(self, chunk: bytes) -> None:
+        """Take the next chunk, of any size.
+
+        Raises:
+            TooDeepError, TooWideError, LongNumberError: a limit is passed; further chunks must not be fed.
+        """
         if not chunk:
-            return True
-        at, self._skip = self._skip, 0
-        while at < len(chunk):
+            return
+        text, self._escaped = self._without_escapes(chunk)
+        plain = chunk.isascii() and b"\\u" not in text and not self._escaped
+        at = 0
+        while at < len(text):
             if self._in_string:
-                at = self._leave_string(chunk, at)
+                at = self._leave_string(text, at, plain)
                 continue
-            found = _OUTSIDE.search(chunk, at)
+            found = _OUTSIDE.search(text, at)
+            end = len(text) if found is None else found.start()
+            self._check_number(text[at:end], ends=found is not None)
             if found is None:
-                break
+                return
             at = found.end()
-            mark = found.group()
-            if mark == b'"':
-                self._in_string = True
-            elif mark in (b"[", b"{"):
-                self._depth += 1
-                if self._depth > self._limit:
-                    return False
-            else:
-                self._depth -= 1
-        return True
+            self._mark(found.group())
 
-    def _leave_string(self, chunk: bytes, at: int) -> int:
-        """Where the string that `at` stands in has ended, or the chunk; an escape may reach into the next one."""
-        end = chunk.find(b'"', at)
-        while (escape := chunk.find(b"\\", at, end if end >= 0 else len(chunk))) >= 0:
-            at = escape + 2
-            if 0 <= end < at:
-                end = chunk.find(b'"', at)
-        self._in_string = end < 0
-        self._skip = max(0, at - len(chunk))
-        return len(chunk) if end < 0 else end + 1
+    def _check_number(self, part: bytes, *, ends: bool) -> None:
+        """A part without a mark, which may go on in the next chunk."""
+        part = self._plain_end + part
+        if len(part) > MAX_DIGITS and _LONG_NUMBER.search(part):
+            raise LongNumberError
+        self._plain_end = b"" if ends else part[-MAX_DIGITS:]
+
+    def _without_escapes(self, chunk: bytes) -> tuple[bytes, bool]:
+        """The chunk with each escaped quote and backslash blanked, and whether an escape reaches into the next chunk."""
+        text = chunk
+        if self._escaped:
+            text = b" " + text[1:]
+        if b"\\" not in text:
+            return text, False
+        text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+        return text, text.endswith(b"\\")
+
+    def _mark(self, mark: bytes) -> None:
+        if mark in b"]}":
+            self._depth -= 1
+            return
+        self.marks += 1
+        if self.marks > self._max_marks:
+            raise TooWideError
+        if mark == b'"':
+            self._in_string, self._string_bytes, self._wide = True, 0, False
+        elif mark in b"[{":
+            self._depth += 1
+            if self._depth > self._max_depth:
+                raise TooDeepError
+
+    def _leave_string(self, text: bytes, at: int, plain: bool) -> int:
+        """Where the string that contains `at` has ended, or the chunk."""
+        end = text.find(b'"', at)
+        stop = len(text) if end < 0 else end
+        self._string_bytes += stop - at
+        if not plain and not self._wide:
+            part = text[at:stop]
+            self._wide = not part.isascii() or b"\\u" in part or part.endswith(b"\\")
+        if self._wide:
+            self.longest_wide = max(self.longest_wide, self._string_bytes)
+        if end < 0:
+            return stop
+        self.wide_bytes += self._string_bytes if self._wide else 0
+        self._in_string = False
+        return end + 1
+
+    @property
+    def parsed_bytes(self) -> int:
+        """What the values take beside the body itself, at most."""
+        open_string = self._string_bytes if self._in_string and self._wide else 0
+        return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string)
 
 
-async def read_json(headers: Headers, receive: Receive, max_bytes: int, reservation: Reservation) -> Any:
-    """The decoded body. `reservation` is grown to what holding and parsing it takes: twice its size.
+async def read_json(
+    headers: Headers, receive: Receive, max_bytes: int, reservation: RequestReservation, deadline: float
+) -> Any:
+    """The decoded body. `reservation` grows with what has arrived: to what holding and parsing it takes.
+
+    `deadline`: Unix time at which the body must be complete. Before it, a body must not be slower than `STALL_SECONDS` and then
+    `MIN_BYTES_PER_SECOND`, which the time that the gateway waits for memory does not count against.
 
     Raises:
-        ApiError: 408, 413, 415, 400 (no JSON, too deep, NaN), 503 (no memory for it now).
+        ApiError: 408, 413, 415, 400 (no JSON, too deep, too many elements, NaN), 503 (no memory for it now).
         ClientGoneError: the client hung up.
     """
     chunks = _Chunks(receive)
+    parts: list[bytes] = []
     try:
-        body = await _read(headers, chunks, max_bytes, reservation)
+        _check_headers(headers)
+        _check_declared_length(headers, max_bytes)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.time())):
+                await _read(chunks, max_bytes, reservation, parts)
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                "the body was not complete at the request's deadline (spec.gateway.requestTimeoutSeconds); send it faster",
+                code="request_timeout",
+            ) from error
     except ApiError:
+        parts.clear()
+        reservation.release()
         await chunks.discard()
         raise
+    large = sum(map(len, parts)) > JOIN_IN_THREAD_BYTES
+    body = await asyncio.to_thread(b"".join, parts) if large else b"".join(parts)
+    parts.clear()
     try:
-        if len(body) > PARSE_IN_THREAD_BYTES:
-            return await asyncio.to_thread(from_json, body, allow_inf_nan=False)
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
@@ -100,80 +196,111 @@ class _Chunks:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._seconds = 0.0  # spent waiting for the client
+        self._size = 0
         self.ended = False
 
     async def next(self) -> bytes:
-        """The next chunk, which may be empty; `ended` says whether it was the last."""
-        message = await self._receive()
+        """The next chunk, which may be empty; `ended` says whether it was the last.
+
+        Raises:
+            ApiError: 408, the client is too slow.
+            ClientGoneError: the client hung up.
+        """
+        patience = STALL_SECONDS + self._size / MIN_BYTES_PER_SECOND - self._seconds
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(min(STALL_SECONDS, max(0.0, patience))):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - begun:.0f} s; the gateway waits "
+                f"{STALL_SECONDS:.0f} s and then expects {MIN_BYTES_PER_SECOND} bytes/s; send it faster",
+                code="request_timeout",
+            ) from error
+        self._seconds += time.monotonic() - begun
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         self.ended = not message.get("more_body", False)
-        return bytes(message.get("body", b""))
+        data = bytes(message.get("body", b""))
+        self._size += len(data)
+        return data
 
     async def discard(self) -> None:
         """Read on for a while: most clients send everything before they read, and a connection closed now would hide the answer."""
         left = DISCARD_BYTES
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ApiError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while left > 0 and not self.ended:
                     left -= len(await self.next())
 
 
-async def _read(headers: Headers, chunks: _Chunks, max_bytes: int, reservation: Reservation) -> bytes:
-    _check_headers(headers)
-    declared = _declared_length(headers, max_bytes)
-    room = declared if declared is not None else UNKNOWN_LENGTH_BYTES
-    await reservation.grow(2 * room)
-    scanner = DepthScanner()
-    parts: list[bytes] = []
+async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation, parts: list[bytes]) -> None:
+    scanner = JsonScanner()
     size = 0
     while not chunks.ended:
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                part = await chunks.next()
-        except TimeoutError as error:
-            raise ApiError(
-                408, f"the body stalled for {STALL_SECONDS:.0f} s: send it again", code="request_timeout"
-            ) from error
+        part = await chunks.next()
         size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)
-        if size > room:  # its length was not declared
-            await reservation.grow(2 * max_bytes - reservation.num_bytes)
-            room = max_bytes
-        if not scanner.feed(part):
+        try:
+            await _scan(scanner, part)
+        except TooDeepError as error:
             raise ApiError(
                 400, f"the JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
+            ) from error
+        except LongNumberError as error:
+            raise ApiError(
+                400, f"a number in the JSON body has more than {MAX_DIGITS} digits", code="invalid_json"
+            ) from error
+        except TooWideError as error:
+            raise ApiError(
+                400,
+                f"the JSON body has more than {MAX_MARKS} strings, brackets, commas and colons; send fewer messages or parts",
+                code="invalid_json",
+            ) from error
+        if scanner.longest_wide > MAX_WIDE_STRING_BYTES:
+            raise ApiError(
+                413,
+                f"a string with non-ASCII characters is longer than {MAX_WIDE_STRING_BYTES} bytes; send less text, or media as base64",
+                code="request_too_large",
             )
+        await reservation.resize(2 * size + scanner.parsed_bytes)
         parts.append(part)
-    reservation.shrink(2 * size)
-    return b"".join(parts)
+
+
+async def _scan(scanner: JsonScanner, part: bytes) -> None:
+    """Feed a part of any size without holding up the event loop."""
+    turn = scanner.marks
+    for at in range(0, len(part), SCAN_BYTES):
+        scanner.feed(part[at : at + SCAN_BYTES])
+        if scanner.marks - turn >= SCAN_MARKS:
+            turn = scanner.marks
+            await asyncio.sleep(0)
 
 
 def _check_headers(headers: Headers) -> None:
-    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
             415,
-            f"content-type {kind[:64]!r} is not served: send application/json",
+            f"content-type {kind[:64]!r} is not supported; send application/json",
             code="unsupported_media_type",
         )
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "send the body without content-encoding", code="unsupported_media_type")
 
 
-def _declared_length(headers: Headers, max_bytes: int) -> int | None:
+def _check_declared_length(headers: Headers, max_bytes: int) -> None:
     declared = headers.get("content-length", "")
-    if not declared.isdigit():
-        return None
-    if int(declared) > max_bytes:
+    if declared.isdigit() and int(declared[:19]) > max_bytes:
         raise _too_large(max_bytes)
-    return int(declared)
 
 
 def _too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than {max_bytes} bytes: send media by URL, or raise spec.gateway.maxBodyMebibytes",
+        f"the body is larger than {max_bytes} bytes; send media by URL, or raise spec.gateway.maxBodyMebibytes",
         code="request_too_large",
     )

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+import io
+from array import array
+from collections.abc import Sequence
 
-from mmd_workers.errors import MmdError
-from mmd_workers.gateway.api import (
+from mmd_api.contract.errors import MmdError
+from mmd_workers.gateway.chat_response import (
+    ApiFinishReason,
+    AssistantMessage,
+    Choice,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
-    FinishReason,
     PromptTokensDetails,
     TokenLogprobs,
     TopLogprob,
     Usage,
 )
 from mmd_workers.gateway.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
-from mmd_workers.gateway.lifecycle import Sequence
+from mmd_workers.gateway.lifecycle import ServedSequence
+from mmd_workers.gateway.requests import Taken
 from mmd_workers.model.types import Frontend, PromptLayout
-from mmd_workers.wire.messages import TokenItem
+
+TOKENS_AT_ONCE = (
+    16  # of a chunk: where a client reads slowly many wait, and with log probabilities each takes 15 KB
+)
 
 
 class ChoiceStream:
     """One of the n answers of a request, as it grows."""
 
     def __init__(
-        self, index: int, sequence: Sequence, frontend: Frontend, stops: Items[str], logprobs: bool
+        self,
+        index: int,
+        sequence: ServedSequence,
+        frontend: Frontend,
+        stops: Sequence[str],
+        *,
+        logprobs: bool,
+        token_ids: bool,
     ) -> None:
         self.index = index
         self.sequence = sequence
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: ApiFinishReason | None = None
         self.completion_tokens = 0
         self._frontend = frontend
         self._detokenizer = IncrementalDetokenizer(frontend.decode)
         self._scanner = StopScanner(stops)
         self._logprobs = logprobs
+        self._token_ids = token_ids
         self._begun = False
 
     def advance(self) -> ChunkChoice | None:
-        """What has come since the last call; None: nothing to show.
+        """A chunk of the tokens that have arrived, at most `TOKENS_AT_ONCE`; None: nothing to show.
 
         Raises:
             MmdError: the sequence failed, after everything before the failure has been returned.
@@ -47,8 +63,10 @@ class ChoiceStream:
             return None
         text: list[str] = []
         entries: list[TokenLogprobs] = []
-        for item in self.sequence.take():
+        token_ids: list[int] = []
+        for item in self.sequence.state.take(TOKENS_AT_ONCE):
             self.completion_tokens += 1
+            token_ids.append(item.token_id)
             text.append(self._scanner.push(self._detokenizer.push([item.token_id])))
             if self._logprobs:
                 entries.append(self._entry(item))
@@ -61,22 +79,26 @@ class ChoiceStream:
             if self.finish_reason is not None:
                 break
         piece = "".join(text)
-        if not piece and not entries and self.finish_reason is None:
+        unseen = entries or (token_ids if self._token_ids else [])
+        if not piece and not unseen and self.finish_reason is None:
             if self.sequence.error is not None and self.sequence.ended:
                 raise self.sequence.error
             return None
         delta = Delta(content=piece) if self._begun else Delta(role="assistant", content=piece)
         self._begun = True
-        return ChunkChoice(
+        chunk = ChunkChoice(
             index=self.index,
             delta=delta,
             logprobs=ChoiceLogprobs(content=entries) if self._logprobs else None,
             finish_reason=self.finish_reason,
         )
+        if self._token_ids:
+            chunk.token_ids = token_ids
+        return chunk
 
-    def _entry(self, item: TokenItem) -> TokenLogprobs:
+    def _entry(self, item: Taken) -> TokenLogprobs:
         if item.logprob is None:
-            raise MmdError("the worker sent a token without the log probability that was asked for")
+            raise MmdError("the worker sent a token without the requested log probability")
         return TokenLogprobs(
             token=(own := self._text(item.token_id)),
             logprob=item.logprob,
@@ -91,9 +113,62 @@ class ChoiceStream:
         return self._frontend.decode([token_id])
 
 
+class CompleteChoice:
+    """One of the n answers as it is collected to be sent in one piece.
+
+    Its log probabilities are kept as the JSON that they become: as objects they take eight times as much, and to dump all of them at
+    the end would hold up every other request.
+    """
+
+    def __init__(self, stream: ChoiceStream, *, logprobs: bool) -> None:
+        self._stream = stream
+        self._logprobs = logprobs
+        self._text = io.StringIO()
+        self._token_ids = array("l")
+        self.entries: list[bytes] = []
+
+    def add(self, part: ChunkChoice) -> None:
+        """Take the next part of the answer."""
+        self._text.write(part.delta.content or "")
+        self._token_ids.extend(part.token_ids or ())
+        if part.logprobs is not None and part.logprobs.content:
+            self.entries.append(b"," if self.entries else b"")
+            self.entries.append(
+                b",".join(entry.model_dump_json().encode() for entry in part.logprobs.content)
+            )
+
+    def choice(self, *, token_ids: bool) -> Choice:
+        """The complete answer, without its `entries`."""
+        return Choice(
+            index=self._stream.index,
+            message=AssistantMessage(content=self._text.getvalue()),
+            logprobs=ChoiceLogprobs(content=[]) if self._logprobs else None,
+            finish_reason=self._stream.finish_reason or "stop",
+            token_ids=self._token_ids.tolist() if token_ids else None,
+        )
+
+
+_LOGPROBS_BEGIN = b'"logprobs":{"content":['
+"""No text of an answer looks like this in JSON: the quotes in a string are escaped."""
+
+
+def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]:
+    """The pieces of a dumped completion, with the choices' entries where it has empty lists."""
+    first, *rest = body.split(_LOGPROBS_BEGIN)
+    pieces = [first]
+    for choice, after in zip(choices, rest, strict=True):
+        pieces += [_LOGPROBS_BEGIN, *choice.entries, after]
+    return pieces
+
+
 def _utf8(token: str) -> list[int] | None:
     """A token's bytes; None where it is part of a character and its text cannot show them."""
     return None if REPLACEMENT in token else list(token.encode())
+
+
+def truncated_seconds(layout: PromptLayout) -> float:
+    """Seconds of sound that the model does not get, because they exceed its window."""
+    return round(sum(medium.truncated_seconds for medium in layout.media), 3)
 
 
 def usage_of(layout: PromptLayout, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -112,5 +187,6 @@ def usage_of(layout: PromptLayout, completion_tokens: int, cached_tokens: int) -
             image_tokens=by_modality["image"],
             video_tokens=by_modality["video"],
             audio_tokens=by_modality["audio"],
+            truncated_audio_seconds=truncated_seconds(layout),
         ),
     )

@@ -1,6 +1,6 @@
 """From a validated request to an exact prompt: media fetched, probed and held, placeholders laid out, limits checked.
 
-Knows no worker; nothing is decoded here.
+Knows no worker. Media are opened in the sandbox only; here they are bytes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmd_api.contract.errors import MmdError, OverloadedError
+from mmd_api.contract.pools import Modality
 from mmd_api.pipeline import PipelineConfig
-from mmd_workers.errors import BadMediaError, FetchError, MmdError, UnsupportedInputError
-from mmd_workers.gateway.api import ApiError, ChatRequest, MediaSource, conversation
-from mmd_workers.gateway.hold import Reservation
+from mmd_workers.gateway.api_errors import ApiError, refused
+from mmd_workers.gateway.chat_request import ChatRequest, conversation
+from mmd_workers.gateway.hold import RequestReservation
+from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
-from mmd_workers.media.probe import probe
-from mmd_workers.media.types import MediumInfo, Modality
+from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.media.types import MediumInfo
 from mmd_workers.model.types import Frontend, PromptLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 
 CONCURRENT_FETCHES = 8  # of one request
-CONCURRENT_PROBES = 4  # of this process: probing takes a processor
+PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of the probe's own deadline
 MAX_SEED = 2**63
 _PART = re.compile(r"messages\[\d+\]\.content\[\d+\](\.\w+)*")
 
@@ -43,37 +46,45 @@ class Prepared:
 class Intake:
     """Prepares requests of one model."""
 
-    def __init__(self, pipeline: PipelineConfig, frontend: Frontend, metrics: Metrics) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, frontend: Frontend, sandbox: DecodePool, metrics: Metrics
+    ) -> None:
         self._revision = pipeline.revision
-        self._policy = pipeline.spec.gateway.media
+        self.policy = pipeline.spec.gateway.media
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
         self._frontend = frontend
         self._metrics = metrics
-        self._probes = asyncio.Semaphore(CONCURRENT_PROBES)
+        self._sandbox = sandbox
 
     async def prepare(
-        self, request: ChatRequest, reservation: Reservation, timeline: Timeline, model_len: int
+        self, request: ChatRequest, reservation: RequestReservation, timeline: Timeline, model_len: int
     ) -> Prepared:
         """Fetch, probe and hold the media in `reservation`; lay out the prompt; check limits.
 
-        `model_len`: the longest sequence that the pods there are can hold; 0: not known yet.
+        `model_len`: the longest sequence that the present pods can hold; 0: not known yet.
 
         Raises:
             ApiError: names the part and the remedy.
         """
         messages, sources = conversation(request)
+        limit = min(self._model_len, model_len or self._model_len)
+        self._check_text(messages, limit)
         self._check_media(sources)
         begun = time.time()
-        infos = await self._bring(sources, reservation)
+        if sources:
+            infos = await self._bring(sources, reservation)
+        else:
+            infos = []
         fetched = time.time()
         try:
             layout = await asyncio.to_thread(self._frontend.layout, messages, infos)
         except MmdError as error:
             raise refused(error, _part_of(error.message)) from error
         timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
-        limit = min(self._model_len, model_len or self._model_len)
+        if not sources:
+            reservation.release()  # the text is a list of tokens now
         room = self._room(layout, sources, limit)
         features = [
             _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
@@ -84,12 +95,25 @@ class Intake:
         ]
         return Prepared(layout, features, _sampling(request, room))
 
+    def _check_text(self, messages: list[dict[str, Any]], limit: int) -> None:
+        """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
+        longest = self._frontend.longest_token_characters
+        characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
+        if characters > (limit - 1) * longest:
+            raise ApiError(
+                400,
+                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, and at most {limit - 1} fit; "
+                "shorten it, or raise spec.model.maxModelLen",
+                code="context_length_exceeded",
+                param="messages",
+            )
+
     def _check_media(self, sources: list[MediaSource]) -> None:
-        most = self._policy.max_items_per_request
+        most = self.policy.max_items_per_request
         if len(sources) > most:
             raise ApiError(
                 400,
-                f"the request has {len(sources)} media and the limit is {most}: send fewer, or raise spec.gateway.media.maxItemsPerRequest",
+                f"the request has {len(sources)} media and the limit is {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest",
                 code="too_many_media",
                 param=sources[most].param,
             )
@@ -98,27 +122,21 @@ class Intake:
             if source.modality not in self._frontend.modalities:
                 raise ApiError(
                     400,
-                    f"{source.param}: this model takes no {source.modality} (it takes {takes}): remove the part or ask another model",
+                    f"{source.param}: this model takes no {source.modality} (it takes {takes}); remove the part or use another model",
                     code="unsupported_input",
                     param=source.param,
                 )
 
-    async def _bring(self, sources: list[MediaSource], reservation: Reservation) -> list[MediumInfo]:
-        if not sources:
-            reservation.shrink(0)
-            return []
-        in_body = [len(source.url) for source in sources if source.url[:5].lower() == "data:"]
-        remote = [source for source in sources if source.url[:5].lower() != "data:"]
-        reservation.shrink(2 * sum(in_body))
-        await reservation.grow(sum(self._max_bytes(source.modality) for source in remote))
+    async def _bring(self, sources: list[MediaSource], reservation: RequestReservation) -> list[MediumInfo]:
+        in_body = sum(len(source.url) for source in sources if source.url[:5].lower() == "data:")
+        await reservation.resize(2 * in_body)
         slots = asyncio.Semaphore(CONCURRENT_FETCHES)
 
         async def bring(source: MediaSource) -> tuple[bytes, MediumInfo]:
             async with slots:
                 try:
-                    data = await fetch(source.url, self._policy, source.modality)
-                    async with self._probes:
-                        return data, await asyncio.to_thread(probe, data, source.modality, self._policy)
+                    data = await fetch(source.url, self.policy, source.modality, reservation.grow)
+                    return data, await self._probe(data, source.modality)
                 except MmdError as error:
                     raise refused(error, source.param) from error
 
@@ -135,13 +153,15 @@ class Intake:
         reservation.shrink(sum(info.num_bytes for info in infos))
         return infos
 
-    def _max_bytes(self, modality: Modality) -> int:
-        policy = self._policy
-        return {
-            "image": policy.image.max_bytes,
-            "video": policy.video.max_bytes,
-            "audio": policy.audio.max_bytes,
-        }[modality]
+    async def _probe(self, data: bytes, modality: Modality) -> MediumInfo:
+        seconds = PROBE_WAIT_SECONDS + self.policy.decode_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._sandbox.probe(data, modality, self.policy)
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"no decode process was free for this {modality} within {seconds:.0f} s; send it again later"
+            ) from error
 
     def _room(self, layout: PromptLayout, sources: list[MediaSource], limit: int) -> int:
         """Tokens that may be generated after the prompt."""
@@ -156,40 +176,10 @@ class Intake:
         raise ApiError(
             400,
             f"the prompt has {prompt} tokens and at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
-            f"with {tokens} tokens: shorten it, or raise spec.model.maxModelLen",
+            f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen",
             code="context_length_exceeded",
             param="messages" if largest == "the text" else largest,
         )
-
-
-def refused(error: MmdError, param: str | None) -> ApiError:
-    """A fault in the client's input as a 400 that names the part; anything else keeps its own status."""
-    if isinstance(error, (UnsupportedInputError, BadMediaError, FetchError)):
-        message = (
-            error.message if param is None or error.message.startswith(param) else f"{param}: {error.message}"
-        )
-        return ApiError(400, message, code=error.code, param=param)
-    return api_error(error)
-
-
-_STATUS = {
-    "unsupported_input": 400,
-    "bad_media": 400,
-    "fetch_failed": 400,
-    "too_large": 400,
-    "overloaded": 503,
-    "link_failed": 503,
-    "peer_lost": 503,
-    "deadline_exceeded": 504,
-}
-
-
-def api_error(error: MmdError) -> ApiError:
-    """Any typed error in the shape clients know; those that a retry may help say when."""
-    status = _STATUS.get(error.code, 500)
-    return ApiError(
-        status, error.message, code=error.code, retry_after_seconds=2.0 if status == 503 else None
-    )
 
 
 def _part_of(message: str) -> str:
@@ -214,6 +204,7 @@ def _feature(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
         geometry=medium.geometry,
         sampling=sampling,
         work=medium.work,
+        host_bytes=medium.host_bytes,
     )
 
 

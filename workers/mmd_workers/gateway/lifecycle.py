@@ -1,6 +1,6 @@
 """Keeps every sequence moving: places it, listens for its tokens, places it again when a worker is lost, frees it at the end.
 
-Knows neither HTTP nor text: it hands tokens in order to whoever iterates, and typed errors when there will be none.
+Knows neither HTTP nor text: it provides tokens in order, and a typed error if the rest will not come.
 """
 
 from __future__ import annotations
@@ -8,80 +8,76 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmd_workers.errors import (
-    BadMediaError,
+from mmd_api.contract.errors import (
     CapacityError,
-    CountMismatchError,
     DeadlineError,
-    FetchError,
-    LinkError,
+    DrainingError,
     MmdError,
     OverloadedError,
     PeerLostError,
-    UnsupportedInputError,
+    PreemptedError,
+    TooLongError,
+    error_of,
 )
+from mmd_api.contract.pools import ROLES, Role
+from mmd_workers.backoff import Backoff
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
-from mmd_workers.gateway.router import NothingRoutable, Overloaded, Router, RouteRequest
+from mmd_workers.gateway.router import (
+    NeverFits,
+    NothingRoutable,
+    Overloaded,
+    Placement,
+    Router,
+    RouteRequest,
+)
 from mmd_workers.gateway.timeline import Attempt, Timeline, Timelines, split_sequence_id
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.codec import MAX_REQUEST_BYTES
 from mmd_workers.wire.messages import (
     GenerateRequest,
-    Heartbeat,
+    HeldSequence,
     PhaseReport,
     Placed,
     RequestFailed,
+    SequenceReceipt,
+    SequenceReport,
     TokenBatch,
-    TokenItem,
 )
 from mmd_workers.wire.peers import PeerDirectory, PeerEvent
 
 PLACE_TIMEOUT_SECONDS = 5.0
 TICK_SECONDS = 0.5
-GAP_SECONDS = 2.0  # a token that others have overtaken for so long was lost on the wire
+RETRY_SECONDS = (0.04, 1.0)  # first and longest pause before a lost attempt is placed again
+GAP_SECONDS = 8.0  # a missing token that its pod has not resent for this long will not arrive
 HANDOVER_SECONDS = 1.0  # silence after a possible holder was lost, before the request is placed again
-IDLE_SECONDS = 6.0  # its pod reports to have nothing to do, and nothing comes: it has forgotten the request
+UNREPORTED_SECONDS = (
+    3.0  # beyond the heartbeat timeout, without a report or token of it: no pod holds the attempt
+)
+STALL_SECONDS = 2.0  # between two looks at a sequence: this process stood still, and silence proves nothing
 KEPT_ATTEMPTS = 64
+BYTES_PER_TOKEN = 5  # of an id on the wire, at most
+COMMIT_BYTES = 4096  # of a hand-over's message, beside the placement and the outputs
 SILENCE_SECONDS = 60.0  # between two tokens of a sequence that has begun
 
 _log = logging.getLogger(__name__)
-_BY_CODE: dict[str, type[MmdError]] = {
-    error.code: error
-    for error in (
-        BadMediaError,
-        CapacityError,
-        CountMismatchError,
-        DeadlineError,
-        FetchError,
-        LinkError,
-        OverloadedError,
-        PeerLostError,
-        UnsupportedInputError,
-    )
-}
-
-
-def error_of(code: str, message: str) -> MmdError:
-    """The typed error that a worker reported as data."""
-    return _BY_CODE.get(code, MmdError)(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
     """Why an attempt is over, and the pod to avoid next ("" for none). `reason` is a metric's label."""
 
-    reason: Literal["pod_lost", "gave_up", "gap", "silent", "forgotten"]
+    reason: Literal["pod_lost", "preempted", "gave_up", "gap", "silent", "forgotten"]
     message: str
     pod: str
 
 
-class Sequence:
+class ServedSequence:
     """One sequence in the gateway's hands. `news` is set whenever there are tokens to take, or an end."""
 
     def __init__(
@@ -95,26 +91,20 @@ class Sequence:
         self.signal = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.lost_pods: set[str] = set()
-        self.waits_for_role: str | None = None
+        self.waits_for_role: Role | None = None
         self.placed_at = 0.0
         self.attempt = Attempt(0, -1, "", [], 0.0)
         self.gap_since: float | None = None
-        self.idle_since: float | None = None
-        self._taken = 0
-
-    def take(self) -> list[TokenItem]:
-        """Tokens in order that have not been taken yet."""
-        items = self.state.tokens[self._taken :]
-        self._taken += len(items)
-        return items
+        self.held_at = 0.0  # when a pod last reported that it works on the attempt
+        self.looked_at = 0.0
 
     @property
     def ended(self) -> bool:
         """Whether everything has been taken and nothing more will come."""
-        return self._taken == len(self.state.tokens) and (self.state.finished or self.error is not None)
+        return not self.state.untaken and (self.state.finished or self.error is not None)
 
     def wake(self) -> None:
-        """Tell both sides that something changed."""
+        """Notify both sides that something changed."""
         self.signal.set()
         self.news.set()
 
@@ -140,11 +130,12 @@ class Dispatcher:
         self._directory = directory
         self._router = router
         self._gateway = gateway
-        self._max_retries = max_retries
+        self.max_retries = max_retries
         self._metrics = metrics
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[str, ServedSequence] = {}
         self._subscriptions: list[Subscription] = []
         self._pods_changed = asyncio.Event()
+        self._connected_at = 0.0
         self.timelines = Timelines()
         self.on_first_token: Callable[[float], None] = lambda _seconds: None
 
@@ -153,13 +144,18 @@ class Dispatcher:
         """Sequences that have not been released."""
         return len(self._live)
 
-    def held_by_role(self) -> dict[str, int]:
-        """Sequences that wait for a pod, by the role that is missing: what scale-from-zero looks at."""
-        held: dict[str, int] = {}
+    def held_by_role(self) -> dict[Role, int]:
+        """Sequences waiting for a pod, by the missing role: scale-from-zero reads this."""
+        held: dict[Role, int] = {}
         for sequence in self._live.values():
             if sequence.waits_for_role is not None:
                 held[sequence.waits_for_role] = held.get(sequence.waits_for_role, 0) + 1
         return held
+
+    def ready_pods(self) -> dict[Role, int]:
+        """Pods by role to which requests are routed now."""
+        pods = self._router.routable(self._directory.pods())
+        return {role: sum(role in pod.roles for pod in pods) for role in ROLES}
 
     async def start(self) -> None:
         """Listen for tokens, failures and phases of this gateway, and for pods that go."""
@@ -168,7 +164,9 @@ class Dispatcher:
             await self._bus.subscribe(subjects.tokens(self._gateway), TokenBatch, self._on_tokens),
             await self._bus.subscribe(subjects.failures(self._gateway), RequestFailed, self._on_failure),
             await self._bus.subscribe(subjects.phases(self._gateway), PhaseReport, self._on_phases),
+            await self._bus.serve(subjects.sequences(self._gateway), SequenceReport, self._on_report),
         ]
+        self._bus.on_reconnect(self._reconnected)
         self._directory.on_event(self._on_peer)
         await self._bus.flush()
 
@@ -181,14 +179,14 @@ class Dispatcher:
 
     def open(
         self, spec: SequenceSpec, route: RouteRequest, timeline: Timeline, news: asyncio.Event
-    ) -> Sequence:
-        """Start a sequence. Whoever opens it must `release` it, whatever happens."""
-        sequence = Sequence(spec, route, timeline, news)
+    ) -> ServedSequence:
+        """Start a sequence. The caller must `release` it, whatever happens."""
+        sequence = ServedSequence(spec, route, timeline, news)
         self._live[spec.request_id] = sequence
         sequence.task = asyncio.create_task(self._drive(sequence), name=f"drive {spec.request_id}")
         return sequence
 
-    async def release(self, sequence: Sequence) -> None:
+    async def release(self, sequence: ServedSequence) -> None:
         """Forget a sequence; if it has not finished, tell the workers to free it. Safe to call twice."""
         if self._live.pop(sequence.state.spec.request_id, None) is None:
             return
@@ -226,6 +224,22 @@ class Dispatcher:
         if sequence is not None and sequence.state.fail(failed):
             sequence.signal.set()
 
+    async def _on_report(self, report: SequenceReport) -> SequenceReceipt:
+        """What a pod holds for this gateway: note that it does, and reply what was received and what is not wanted."""
+        return SequenceReceipt([self._receipt_of(held, report.pod) for held in report.sequences])
+
+    def _receipt_of(self, held: HeldSequence, pod: str) -> int:
+        sequence = self._live.get(held.request_id)
+        if sequence is None or sequence.error is not None or not sequence.state.is_current(held.attempt):
+            return -1
+        if held.open:
+            sequence.held_at = time.time()
+            sequence.state.held_by(pod)
+        return sequence.state.num_tokens
+
+    async def _reconnected(self) -> None:
+        self._connected_at = time.time()
+
     async def _on_phases(self, report: PhaseReport) -> None:
         self.timelines.report(report)
         sequence = self._live.get(report.request_id)
@@ -244,7 +258,7 @@ class Dispatcher:
 
     # --- driving --------------------------------------------------------------------------------------------
 
-    async def _drive(self, sequence: Sequence) -> None:
+    async def _drive(self, sequence: ServedSequence) -> None:
         try:
             async with asyncio.timeout(max(0.0, sequence.state.spec.deadline - time.time())):
                 await self._until_finished(sequence)
@@ -254,53 +268,61 @@ class Dispatcher:
             sequence.fail(error)
         except Exception as error:  # noqa: BLE001 - a bug must end the client's stream, not leave it waiting
             _log.exception("driving %s failed", sequence.state.spec.request_id)
-            sequence.fail(MmdError(f"{type(error).__name__} in the gateway: see its log"))
+            sequence.fail(MmdError(f"{type(error).__name__} in the gateway; see its log"))
 
-    async def _until_finished(self, sequence: Sequence) -> None:
+    async def _until_finished(self, sequence: ServedSequence) -> None:
         failures = 0
+        pauses = Backoff(*RETRY_SECONDS)
         avoid: frozenset[str] = frozenset()
         while True:
             await self._place(sequence, avoid)
             lost = await self._watch(sequence)
             if lost is None:
                 return
-            failures += 1
+            # Yielding to older requests is no failure: it ends when those do, at the request's deadline at the latest.
+            failures += lost.reason != "preempted"
             self._metrics.retries.labels(lost.reason).inc()
-            if sequence.state.tokens:
+            if sequence.state.num_tokens:
                 self._metrics.migrations.labels(lost.reason).inc()
             sequence.attempt.lost = lost.message
             name = sequence.state.spec.request_id
-            _log.warning("%s attempt %d is lost: %s", name, sequence.state.attempt, lost.message)
+            _log.warning("%s attempt %d lost: %s", name, sequence.state.attempt, lost.message)
             await self._cancel(sequence)
             sequence.state.unplace()
-            if failures > self._max_retries:
+            if failures > self.max_retries:
                 raise PeerLostError(
-                    f"given up after {failures} placements; the last one failed because {lost.message}"
+                    f"gave up after {failures} placements, the last one for the reason {lost.reason}; retry, or look for {name} in the "
+                    "gateway's log"
                 )
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
-            await asyncio.sleep(random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2**failures))  # noqa: S311
+            await asyncio.sleep(pauses.next())
 
-    async def _place(self, sequence: Sequence, avoid: frozenset[str]) -> None:
+    async def _place(self, sequence: ServedSequence, avoid: frozenset[str]) -> None:
         state = sequence.state
         refused: dict[str, Placed] = {}
         unreachable: set[str] = set()
         while True:
             self._pods_changed.clear()
             route = replace(sequence.route, avoid=avoid | refused.keys() | unreachable)
-            outcome = self._router.route(route, self._directory.pods(state=None), time.time())
+            outcome = self._router.route(route, self._directory.pods(state=None), time.monotonic())
             if isinstance(outcome, NothingRoutable):
                 sequence.waits_for_role = outcome.missing_role
                 await self._pods_or(TICK_SECONDS)
                 continue
             sequence.waits_for_role = None
+            if isinstance(outcome, NeverFits):
+                raise CapacityError(outcome.message)
             if isinstance(outcome, Overloaded) or outcome.prefill_pod in refused:
-                # Nobody has seen a token yet: say so now. Otherwise a client is in the middle of a stream: keep trying.
-                if not state.tokens and avoid == frozenset():
+                if isinstance(outcome, Placement):
+                    self._router.take_back(outcome)
+                # No token has been sent yet: fail now. Otherwise a client is in the middle of a stream: keep trying.
+                if not state.num_tokens and avoid == frozenset():
                     why = "; ".join(
                         sorted({f"{placed.code} {placed.message}" for placed in refused.values()})
                     )
                     raise OverloadedError(
-                        f"every prefill queue is full{f' ({why})' if why else ''}: retry after a moment, or raise the pool's bounds"
+                        f"every prefill queue is full{f' ({why})' if why else ''}; retry later, or raise the pool's replica limits",
+                        retry_after_seconds=outcome.retry_after_seconds,
                     )
                 refused.clear()
                 await self._pods_or(TICK_SECONDS)
@@ -313,29 +335,43 @@ class Dispatcher:
             self._note_attempt(sequence, request, pod)
             try:
                 placed = await self._bus.request(
-                    self._bus.subjects.prefill(pod), request, Placed, timeout=PLACE_TIMEOUT_SECONDS
+                    self._bus.subjects.prefill(pod),
+                    request,
+                    Placed,
+                    timeout=PLACE_TIMEOUT_SECONDS,
+                    max_bytes=_largest_placement(request),
                 )
+            except TooLongError as error:
+                self._router.take_back(outcome)
+                state.unplace()
+                raise CapacityError(
+                    f"the prompt of {len(request.token_ids)} tokens exceeds the limit of a worker "
+                    f"({MAX_REQUEST_BYTES >> 20} MiB, about {MAX_REQUEST_BYTES // BYTES_PER_TOKEN} tokens); shorten it"
+                ) from error
             except (PeerLostError, DeadlineError) as error:
-                # It may have taken the request all the same.
+                # It may have taken the request nevertheless.
                 await self._cancel(sequence)
                 placed = Placed(state.spec.request_id, False, error.code, error.message)
                 unreachable.add(pod)
             except OverloadedError as error:
                 placed = Placed(state.spec.request_id, False, error.code, error.message)
             if placed.accepted:
+                self._router.confirm(outcome, self._directory.pods(state=None))
+                sequence.held_at = time.time()
                 return
+            self._router.take_back(outcome)
             sequence.attempt.lost = f"{pod} refused: {placed.code} {placed.message}"
             state.unplace()
-            if placed.code == "draining":
-                unreachable.add(pod)  # it is not full, it leaves: another comes in its place
+            if placed.code == DrainingError.code:
+                unreachable.add(pod)  # it is not full but leaving: another replaces it
             if pod in unreachable:
                 continue
             refusal = error_of(placed.code, f"{placed.message} (refused by {pod})")
-            if placed.code in _BY_CODE and not refusal.retryable:
+            if _is_final(refusal):
                 raise refusal
             refused[pod] = placed
 
-    async def _watch(self, sequence: Sequence) -> Lost | None:
+    async def _watch(self, sequence: ServedSequence) -> Lost | None:
         """Wait until the sequence has finished (None) or has to be placed again."""
         state = sequence.state
         while True:
@@ -345,6 +381,10 @@ class Dispatcher:
             if (failed := state.failure) is not None:
                 if not failed.retryable:
                     raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
+                if failed.code == PreemptedError.code:
+                    return Lost(
+                        "preempted", f"{failed.pod} had no KV block left: {failed.message}", failed.pod
+                    )
                 return Lost("gave_up", f"{failed.pod} gave it up: {failed.code} {failed.message}", failed.pod)
             if (lost := self._stuck(sequence, time.time())) is not None:
                 return lost
@@ -352,8 +392,8 @@ class Dispatcher:
                 async with asyncio.timeout(TICK_SECONDS):
                     await sequence.signal.wait()
 
-    def _stuck(self, sequence: Sequence, now: float) -> Lost | None:
-        """Why nothing more will come of this attempt; None: it may be well."""
+    def _stuck(self, sequence: ServedSequence, now: float) -> Lost | None:
+        """Why this attempt will produce nothing more; None if it may still be running."""
         state = sequence.state
         moved = max(sequence.placed_at, state.last_token_at or 0.0)
         certain = state.certain_holder() or ""
@@ -364,26 +404,16 @@ class Dispatcher:
             return Lost("pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects))
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
-            return Lost("gap", f"token {len(state.tokens)} did not arrive, later ones did", "")
+            return Lost("gap", f"token {state.num_tokens} did not arrive, later ones did", "")
         if state.started and now - moved > SILENCE_SECONDS:
             return Lost("silent", f"no token came for {SILENCE_SECONDS:.0f} s", certain)
-        idle = all(self._is_idle(pod, moved) for pod in state.possible_holders())
-        sequence.idle_since = (sequence.idle_since or now) if idle else None
-        if sequence.idle_since is not None and now - max(sequence.idle_since, moved) > IDLE_SECONDS:
-            return Lost("forgotten", f"its pods report no work for {IDLE_SECONDS:.0f} s", certain)
+        if now - sequence.looked_at > STALL_SECONDS or not self._bus.is_connected:
+            sequence.held_at = now
+        sequence.looked_at = now
+        heard = max(moved, sequence.held_at, self._connected_at)
+        if now - heard > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
+            return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain)
         return None
-
-    def _is_idle(self, pod: str, since: float) -> bool:
-        beat: Heartbeat | None = self._directory.get(pod)
-        if beat is None or beat.sent <= since:
-            return beat is None
-        load = beat.load
-        return not (
-            load.prefill_waiting_requests
-            or load.prefill_waiting_tokens
-            or load.decode_running
-            or load.decode_waiting
-        )
 
     async def _pods_or(self, seconds: float) -> None:
         """Wait until a pod appears, goes or changes state, at most `seconds`."""
@@ -391,16 +421,17 @@ class Dispatcher:
             async with asyncio.timeout(seconds):
                 await self._pods_changed.wait()
 
-    def _note_attempt(self, sequence: Sequence, request: GenerateRequest, pod: str) -> None:
+    def _note_attempt(self, sequence: ServedSequence, request: GenerateRequest, pod: str) -> None:
         sequence.lost_pods.clear()
-        sequence.gap_since = sequence.idle_since = None
+        sequence.gap_since = None
+        sequence.held_at = sequence.looked_at = 0.0
         sequence.placed_at = time.time()
         _, number = split_sequence_id(request.request_id)
         sequence.attempt = Attempt(number, request.attempt, pod, request.decode_pods, sequence.placed_at)
         if len(sequence.timeline.attempts) < KEPT_ATTEMPTS:
             sequence.timeline.attempts.append(sequence.attempt)
 
-    async def _cancel(self, sequence: Sequence) -> None:
+    async def _cancel(self, sequence: ServedSequence) -> None:
         message = sequence.state.cancel()
         if message is None:
             return
@@ -408,15 +439,28 @@ class Dispatcher:
             await self._bus.publish(self._bus.subjects.cancel, message)
         except MmdError as error:
             _log.warning(
-                "cancel of %s not sent, its deadline will free it: %s", message.request_id, error.message
+                "cancellation of %s not sent; it is freed after its pod's next report: %s",
+                message.request_id,
+                error.message,
             )
 
 
-def _out_of_time(sequence: Sequence) -> MmdError:
+def _is_final(refusal: MmdError) -> bool:
+    """Whether no pod would take the request: the refusal is about the request, and not a defect or trouble of that pod alone."""
+    about_request = type(refusal) is not MmdError and refusal.status is not None
+    return about_request and not refusal.retryable
+
+
+def _largest_placement(request: GenerateRequest) -> int:
+    """Bytes of a placement whose hand-over, outputs included, still fits."""
+    return MAX_REQUEST_BYTES - 2 * BYTES_PER_TOKEN * request.sampling.max_tokens - COMMIT_BYTES
+
+
+def _out_of_time(sequence: ServedSequence) -> MmdError:
     if sequence.waits_for_role is not None:
         return OverloadedError(
-            f"no ready {sequence.waits_for_role} pod until the request's deadline: check the pool's replicas and its pods' events"
+            f"no Ready {sequence.waits_for_role} pod by the request's deadline; check the pool's replicas and its pods' events"
         )
     return DeadlineError(
-        "the request's deadline passed: raise spec.gateway.requestTimeoutSeconds or ask for fewer tokens"
+        "the request's deadline passed; raise spec.gateway.requestTimeoutSeconds or request fewer tokens"
     )

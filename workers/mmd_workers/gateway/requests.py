@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.errors import RequestCancelledError
 from mmd_workers.wire.messages import (
     Cancel,
     FeatureRef,
-    FinishReason,
     GenerateRequest,
     RequestFailed,
     Sampling,
     TokenItem,
+    TokenLogprob,
 )
 
 
@@ -29,17 +33,27 @@ class SequenceSpec:
     trace: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A token of the output, in order. `logprob` and `top_logprobs` only where the request asks for them."""
+
+    token_id: int
+    finish_reason: FinishReason | None
+    logprob: float | None = None
+    top_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
 class RequestState:
     """One sequence through all its attempts: every token counts once, whoever sends it, however often and in which order.
 
     Tokens of the current attempt alone are taken. An attempt begins at the index where the last one got to, so the joined
-    output has neither a repeated nor a missing token.
+    output has neither a repeated nor a missing token. Of a token that has been taken only the id is kept, which the next attempt needs.
     """
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.spec = spec
         self.attempt = -1
-        self.tokens: list[TokenItem] = []
+        self.token_ids = array("l")
         self.finish_reason: FinishReason | None = None
         self.failure: RequestFailed | None = None
         self.prefill_pod: str | None = None
@@ -49,6 +63,32 @@ class RequestState:
         self.duplicates = 0
         self._ahead: dict[int, TokenItem] = {}
         self._tokens_before_attempt = 0
+        self._num_taken = 0
+        self._with_logprobs: deque[TokenItem] = deque()  # of the tokens that have not been taken
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in order so far."""
+        return len(self.token_ids)
+
+    @property
+    def untaken(self) -> int:
+        """Tokens in order that have not been taken."""
+        return len(self.token_ids) - self._num_taken
+
+    def take(self, limit: int) -> list[Taken]:
+        """The next tokens in order, each of them once."""
+        begin = self._num_taken
+        self._num_taken = end = min(begin + limit, len(self.token_ids))
+        taken: list[Taken] = []
+        for index in range(begin, end):
+            reason = self.finish_reason if index + 1 == len(self.token_ids) else None
+            item = self._with_logprobs.popleft() if self._with_logprobs else None
+            if item is None:
+                taken.append(Taken(self.token_ids[index], reason))
+            else:
+                taken.append(Taken(item.token_id, reason, item.logprob, item.top_logprobs))
+        return taken
 
     @property
     def finished(self) -> bool:
@@ -63,17 +103,17 @@ class RequestState:
     @property
     def started(self) -> bool:
         """Whether the current attempt has brought a token."""
-        return len(self.tokens) > self._tokens_before_attempt
+        return len(self.token_ids) > self._tokens_before_attempt
 
     def place(self, gateway: str, prefill_pod: str, decode_pods: Sequence[str]) -> GenerateRequest:
-        """Begin the next attempt on these pods; what is left of older ones counts no more."""
+        """Begin the next attempt on these pods; what is left of older ones no longer counts."""
         self.attempt += 1
         self.prefill_pod = prefill_pod
         self.decode_pods = tuple(decode_pods)
         self.decoding_pod = None
         self.failure = None
         self._ahead.clear()
-        self._tokens_before_attempt = len(self.tokens)
+        self._tokens_before_attempt = len(self.token_ids)
         spec = self.spec
         return GenerateRequest(
             request_id=spec.request_id,
@@ -85,12 +125,12 @@ class RequestState:
             decode_pods=list(decode_pods),
             deadline=spec.deadline,
             arrived=spec.arrived,
-            output_token_ids=[item.token_id for item in self.tokens],
+            output_token_ids=self.token_ids.tolist(),
             trace=spec.trace,
         )
 
     def unplace(self) -> None:
-        """Nobody holds the sequence now; what the last attempt still sends counts no more."""
+        """Nobody holds the sequence now; what the last attempt still sends no longer counts."""
         self.prefill_pod = None
         self.decode_pods = ()
         self.decoding_pod = None
@@ -103,18 +143,18 @@ class RequestState:
             return []
         if pod != self.prefill_pod or not self.decode_pods:
             self.decoding_pod = pod
-        expected = len(self.tokens)
+        expected = len(self.token_ids)
         if item.index < expected or item.index in self._ahead:
             self.duplicates += 1
             return []
         if item.index >= self.spec.sampling.max_tokens:
             return []
-        if item.finish_reason == "cancelled":  # nobody here asked for that
+        if item.finish_reason == "cancelled":  # not requested by this gateway
             self.failure = RequestFailed(
                 item.request_id,
                 item.attempt,
                 pod,
-                "cancelled",
+                RequestCancelledError.code,
                 "the worker cancelled the request",
                 retryable=True,
             )
@@ -122,9 +162,12 @@ class RequestState:
         self._ahead[item.index] = item
         ready: list[TokenItem] = []
         while (
-            self.finish_reason is None and (following := self._ahead.pop(len(self.tokens), None)) is not None
+            self.finish_reason is None
+            and (following := self._ahead.pop(len(self.token_ids), None)) is not None
         ):
-            self.tokens.append(following)
+            self.token_ids.append(following.token_id)
+            if self.spec.sampling.logprobs is not None:
+                self._with_logprobs.append(following)
             ready.append(following)
             self.finish_reason = following.finish_reason
         if self.finished:
@@ -132,6 +175,15 @@ class RequestState:
         if ready:
             self.last_token_at = now
         return ready
+
+    def is_current(self, attempt: int) -> bool:
+        """Whether this is the attempt that is placed now."""
+        return attempt == self.attempt and self.prefill_pod is not None
+
+    def held_by(self, pod: str) -> None:
+        """A pod reports that it works on the current attempt: one that did not prefill it decodes it."""
+        if pod != self.prefill_pod:
+            self.decoding_pod = pod
 
     def fail(self, message: RequestFailed) -> bool:
         """Note that a worker gave up; False when it is not about the current attempt."""

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mmd_api.contract.pools import Modality, Role
 from mmd_workers.wire.messages import Heartbeat
 
 EMBEDDING_SECONDS_PER_TOKEN = 3e-5  # 8 KB a token at 270 MB/s, what NATS core carries on one connection
@@ -17,7 +18,9 @@ DEFAULT_PREFILL_TOKENS_PER_SECOND = 2000.0  # until a pod has measured its own
 DEFAULT_WORK_PER_SECOND = 2000.0
 TIE_SECONDS = 0.005
 TIE_FRACTION = 0.1
-OWN_PLACEMENT_SECONDS = 3.0  # a heartbeat that long overdue is the directory's business
+_NEEDED_ROLES: tuple[Role, ...] = ("prefill", "decode")
+MIN_RETRY_AFTER_SECONDS, MAX_RETRY_AFTER_SECONDS = 1.0, 30.0
+OWN_PLACEMENT_SECONDS = 3.0  # a heartbeat this long overdue is for the directory to judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class FeatureNeed:
     """One medium of the request: identity, encoder work in the units of its modality, rows of its embeddings."""
 
     feature_id: str
-    modality: str
+    modality: Modality
     work: int
     num_tokens: int
 
@@ -47,18 +50,29 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode_pods` in order of preference; empty: the prefill pod decodes itself."""
+    """`decode_pods` in order of preference; empty: the prefill pod decodes itself. `number`: under which it is counted."""
 
     prefill_pod: str
     decode_pods: tuple[str, ...]
     estimated_ttft_seconds: float
+    number: int
+
+    @property
+    def decoder(self) -> str:
+        """The pod that is expected to decode."""
+        return self.decode_pods[0] if self.decode_pods else self.prefill_pod
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When to come back if the prefill pod refuses: its requests in flight are done by then."""
+        return _patience(self.estimated_ttft_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class NothingRoutable:
     """A role that the request needs has no ready pod: hold the request, pods may be on their way."""
 
-    missing_role: str
+    missing_role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +82,45 @@ class Overloaded:
     retry_after_seconds: float
 
 
-Outcome = Placement | NothingRoutable | Overloaded
+@dataclass(frozen=True, slots=True)
+class NeverFits:
+    """No ready pod of a role could hold the request, even if it were idle."""
+
+    message: str
+
+
+Outcome = Placement | NothingRoutable | Overloaded | NeverFits
+
+
+Beat = tuple[str, float]
+"""Which heartbeat of a pod: incarnation and time by the pod's own clock, which is compared with no other clock."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A placement; `accepted_after`: the newest heartbeat when the pod had accepted it, so that the next one shows it."""
+
+    tokens: int
+    placed_at: float
+    accepted_after: Beat | None = None
 
 
 @dataclass(slots=True)
 class _Own:
-    """Placements of this gateway that no heartbeat of the pod has shown yet: (time, tokens)."""
+    """Placements of this gateway that no heartbeat of the pod has shown yet, by number."""
 
-    placed: list[tuple[float, int]] = field(default_factory=list)
+    placed: dict[int, _Entry] = field(default_factory=dict)
 
-    def forget(self, seen_until: float, now: float) -> None:
-        oldest = max(seen_until, now - OWN_PLACEMENT_SECONDS)
-        self.placed = [entry for entry in self.placed if entry[0] > oldest]
+    @property
+    def tokens(self) -> int:
+        return sum(entry.tokens for entry in self.placed.values())
+
+    def forget(self, newest: Beat, now: float) -> None:
+        self.placed = {
+            number: entry
+            for number, entry in self.placed.items()
+            if entry.placed_at > now - OWN_PLACEMENT_SECONDS and entry.accepted_after in (None, newest)
+        }
 
 
 class Router:
@@ -87,31 +128,63 @@ class Router:
 
     def __init__(self, revision: str, max_waiting_requests: int, rng: random.Random) -> None:
         self._revision = revision
-        self._max_waiting = max_waiting_requests
+        self.max_waiting_requests = max_waiting_requests
         self._rng = rng
         self._own_prefill: dict[str, _Own] = {}
         self._own_decode: dict[str, _Own] = {}
+        self._placements = 0
 
     def route(self, request: RouteRequest, heartbeats: Sequence[Heartbeat], now: float) -> Outcome:
-        """Choose pods among the ready ones of this revision, and count the placement until heartbeats show it."""
-        pods = [pod for pod in heartbeats if pod.state == "ready" and pod.revision == self._revision]
+        """Choose pods among the ready ones of this revision, and count the placement until heartbeats show it.
+
+        `now`: seconds on a clock that never goes back. The caller must `confirm` it or `take_back` it.
+        """
+        pods = self.routable(heartbeats)
         self._forget({pod.pod: pod for pod in heartbeats}, now)
         missing = self._missing_role(request, pods)
         if missing is not None:
             return NothingRoutable(missing)
-        open_pods = [pod for pod in _preferred(_with_role(pods, "prefill"), request) if not self._full(pod)]
+        prefill_pods = [pod for pod in _with_role(pods, "prefill") if _fits(request, pod)]
+        for role, fitting in (
+            ("prefill", prefill_pods),
+            ("decode", [pod for pod in _with_role(pods, "decode") if _fits(request, pod)]),
+        ):
+            if not fitting:
+                return NeverFits(_why_not(request, role, _with_role(pods, role)))
+        open_pods = [pod for pod in _preferred(prefill_pods, request) if not self._full(pod)]
         if not open_pods:
-            open_pods = [pod for pod in _with_role(pods, "prefill") if not self._full(pod)]
+            open_pods = [pod for pod in prefill_pods if not self._full(pod)]
         if not open_pods:
-            waits = [self._queue_seconds(pod) for pod in _with_role(pods, "prefill")]
-            return Overloaded(min(30.0, max(1.0, min(waits))))
+            waits = [self._queue_seconds(pod) for pod in prefill_pods]
+            return Overloaded(_patience(min(waits)))
         estimates = {pod.pod: self.estimate_ttft_seconds(request, pod, pods) for pod in open_pods}
         chosen = self._choose(open_pods, estimates)
         decode_pods = () if "decode" in chosen.roles else self._decode_order(request, pods)
-        self._own_prefill.setdefault(chosen.pod, _Own()).placed.append((now, request.num_tokens))
-        first_decoder = decode_pods[0] if decode_pods else chosen.pod
-        self._own_decode.setdefault(first_decoder, _Own()).placed.append((now, 1))
-        return Placement(chosen.pod, decode_pods, estimates[chosen.pod])
+        self._placements += 1
+        placement = Placement(chosen.pod, decode_pods, estimates[chosen.pod], self._placements)
+        for table, pod in self._counted(placement):
+            table.setdefault(pod, _Own()).placed[placement.number] = _Entry(request.num_tokens, now)
+        return placement
+
+    def confirm(self, placement: Placement, heartbeats: Sequence[Heartbeat]) -> None:
+        """Its pod has just accepted it, and `heartbeats` came before that: later ones show it."""
+        newest = {beat.pod: _beat(beat) for beat in heartbeats}
+        for table, pod in self._counted(placement):
+            if pod in table and (entry := table[pod].placed.get(placement.number)) is not None:
+                entry.accepted_after = newest.get(pod)
+
+    def take_back(self, placement: Placement) -> None:
+        """Stop counting a placement: its pod refused it, or it was never sent."""
+        for table, pod in self._counted(placement):
+            if pod in table:
+                table[pod].placed.pop(placement.number, None)  # it may have been forgotten since
+
+    def _counted(self, placement: Placement) -> tuple[tuple[dict[str, _Own], str], ...]:
+        return (self._own_prefill, placement.prefill_pod), (self._own_decode, placement.decoder)
+
+    def routable(self, heartbeats: Sequence[Heartbeat]) -> list[Heartbeat]:
+        """The pods that requests may be sent to: ready, and of this revision."""
+        return [pod for pod in heartbeats if pod.state == "ready" and pod.revision == self._revision]
 
     def estimate_ttft_seconds(
         self, request: RouteRequest, pod: Heartbeat, pods: Sequence[Heartbeat]
@@ -121,15 +194,15 @@ class Router:
         uncached = max(1, request.num_tokens - _cached_prefix_tokens(request, pod))
         return max(self._queue_seconds(pod), _encode_seconds(request, pod, pods)) + uncached / rate
 
-    def _missing_role(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> str | None:
-        """Encoders may be scaled to zero: they hold nobody up whose features are cached or who has none."""
-        for role in ("prefill", "decode"):
+    def _missing_role(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> Role | None:
+        """Encoders may be scaled to zero: they delay no request whose features are cached or that has none."""
+        for role in _NEEDED_ROLES:
             if not any(role in pod.roles for pod in pods):
                 return role
         return None
 
     def _queue_seconds(self, pod: Heartbeat) -> float:
-        own = sum(tokens for _, tokens in self._own_prefill.get(pod.pod, _Own()).placed)
+        own = self._own_prefill.get(pod.pod, _Own()).tokens
         seconds = (pod.load.prefill_waiting_tokens + own) / _prefill_rate(pod)
         if "decode" in pod.roles:
             # A pod that also decodes shares its steps: a waiting sequence costs about one step, a full batch a whole turn.
@@ -143,7 +216,7 @@ class Router:
 
     def _full(self, pod: Heartbeat) -> bool:
         own = len(self._own_prefill.get(pod.pod, _Own()).placed)
-        return pod.load.prefill_waiting_requests + own >= self._max_waiting
+        return pod.load.prefill_waiting_requests + own >= self.max_waiting_requests
 
     def _choose(self, pods: Sequence[Heartbeat], estimates: dict[str, float]) -> Heartbeat:
         """Of the pods that are as good as the best, two at random, the better of the two: gateways do not herd."""
@@ -155,28 +228,62 @@ class Router:
         )
 
     def _decode_order(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> tuple[str, ...]:
-        def cost(pod: Heartbeat) -> tuple[bool, bool, float, float]:
-            own = len(self._own_decode.get(pod.pod, _Own()).placed)
+        def cost(pod: Heartbeat) -> tuple[bool, float, float]:
+            own = self._own_decode.get(pod.pod, _Own())
             load = pod.load
-            needed = -(-(request.num_tokens + request.max_tokens) // max(load.kv_block_tokens, 1))
-            used = 1 - (load.kv_blocks_free - load.kv_blocks_reserved) / max(load.kv_blocks_total, 1)
-            busy = (load.decode_running + load.decode_waiting + own) / max(load.decode_max_sequences, 1)
-            never_fits = load.kv_blocks_total > 0 and needed > load.kv_blocks_total
-            return pod.pod in request.avoid, never_fits, max(busy, used), self._rng.random()
+            sequences = load.decode_running + load.decode_waiting + len(own.placed)
+            busy = sequences / max(load.decode_max_sequences, 1)
+            if load.kv_blocks_total and load.kv_block_tokens:
+                taken = load.kv_blocks_total - load.kv_blocks_free  # what is reserved is not free
+                busy = max(busy, (taken + own.tokens / load.kv_block_tokens) / load.kv_blocks_total)
+            return pod.pod in request.avoid, busy, self._rng.random()
 
-        decoders = [pod for pod in _with_role(pods, "decode") if "prefill" not in pod.roles]
-        return tuple(pod.pod for pod in sorted(decoders or _with_role(pods, "decode"), key=cost))
+        fitting = [pod for pod in _with_role(pods, "decode") if _fits(request, pod)]
+        decoders = [pod for pod in fitting if "prefill" not in pod.roles]
+        return tuple(pod.pod for pod in sorted(decoders or fitting, key=cost))
 
     def _forget(self, pods: dict[str, Heartbeat], now: float) -> None:
         for table in (self._own_prefill, self._own_decode):
             for name in list(table):
-                table[name].forget(pods[name].sent if name in pods else now, now)
-                if not table[name].placed:
+                if name in pods:
+                    table[name].forget(_beat(pods[name]), now)
+                if name not in pods or not table[name].placed:
                     del table[name]
+
+
+def _beat(heartbeat: Heartbeat) -> Beat:
+    return heartbeat.incarnation, heartbeat.sent
+
+
+def _patience(seconds: float) -> float:
+    return min(MAX_RETRY_AFTER_SECONDS, max(MIN_RETRY_AFTER_SECONDS, seconds))
 
 
 def _with_role(pods: Sequence[Heartbeat], role: str) -> list[Heartbeat]:
     return [pod for pod in pods if role in pod.roles]
+
+
+def _needed_tokens(request: RouteRequest, pod: Heartbeat) -> int:
+    """Tokens whose KV the pod must hold at the end: prompt and output where it decodes, prompt and first token elsewhere."""
+    total = request.num_tokens + (request.max_tokens if "decode" in pod.roles else 1)
+    return min(total, pod.max_model_len) if pod.max_model_len else total
+
+
+def _fits(request: RouteRequest, pod: Heartbeat) -> bool:
+    """Whether the pod could hold the request if it were idle; True while it has not reported its pool."""
+    load = pod.load
+    known = load.kv_blocks_total > 0 and load.kv_block_tokens > 0
+    return not known or -(-_needed_tokens(request, pod) // load.kv_block_tokens) <= load.kv_blocks_total
+
+
+def _why_not(request: RouteRequest, role: str, pods: Sequence[Heartbeat]) -> str:
+    largest = max(pods, key=lambda pod: pod.load.kv_blocks_total * pod.load.kv_block_tokens)
+    room = largest.load.kv_blocks_total * largest.load.kv_block_tokens
+    return (
+        f"the prompt of {request.num_tokens} tokens and up to {request.max_tokens} output tokens need KV for "
+        f"{_needed_tokens(request, largest)} tokens, the largest {role} pod holds {room}: shorten the prompt, lower max_tokens, or "
+        f"raise spec.{role}.kvCacheMebibytes"
+    )
 
 
 def _preferred(pods: Sequence[Heartbeat], request: RouteRequest) -> list[Heartbeat]:
@@ -200,13 +307,14 @@ def _encode_seconds(request: RouteRequest, pod: Heartbeat, pods: Sequence[Heartb
     """Backlog ahead of this request's media plus their own work, over the pool's throughput; then the transfer.
 
     Encoders pull from one queue, so the backlog is the pool's. A pod that encodes for itself has its own. A request without
-    media has none, whatever the encoders have to do.
+    media has none, whatever the encoders have to do. A feature that an encoder pod has cached costs its transfer alone: the job
+    goes to that very pod.
     """
     wanted = [need for need in request.features if need.feature_id not in set(pod.features)]
     if not wanted:
         return 0.0
     local = "encode" in pod.roles
-    encoders = [pod] if local else _with_role(pods, "encode")
+    encoders = [pod] if local else [other for other in pods if other.roles == ["encode"]]
     encoded = {feature for encoder in encoders for feature in encoder.features}
     seconds = 0.0
     for modality in {need.modality for need in wanted if need.feature_id not in encoded}:

@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmd_api.spec import SloSpec
 from mmd_workers.wire.messages import Phase, PhaseReport
 
 KEPT_REQUESTS = 512
 KEPT_PHASES = 512  # of one request
 
-TOO_MANY_STATUS = 429
 
 TIMED_PHASES = ("queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode")
 
@@ -162,25 +160,6 @@ class Timelines:
         timeline = self._timelines.get(request_id)
         if timeline is not None:
             timeline.add(report.pod, report.phases, sequence, report.attempt)
-
-
-def kept_promises(timeline: Timeline, slo: SloSpec) -> dict[str, bool]:
-    """Whether a finished request kept each promise of `slo` that there is: `ttft`, and `itl` as the mean over its tokens.
-
-    What a client did itself (a bad request, hanging up) counts for nothing; a request that failed otherwise has kept none.
-    """
-    if 400 <= timeline.status < 500 and timeline.status != TOO_MANY_STATUS:
-        return {}
-    failed = timeline.code != "ok"
-    kept = {}
-    if slo.ttft_milliseconds is not None:
-        waited = timeline.first_token - timeline.arrived
-        kept["ttft"] = not failed and bool(timeline.first_token) and waited * 1000 <= slo.ttft_milliseconds
-    gaps = timeline.usage.get("completion_tokens", 0) / max(1, len(timeline.finish_reasons)) - 1
-    if slo.itl_milliseconds is not None and (failed or gaps > 0):
-        mean = (timeline.last_token - timeline.first_token) / max(gaps, 1)
-        kept["itl"] = not failed and mean * 1000 <= slo.itl_milliseconds
-    return kept
 
 
 def sequence_id(request_id: str, sequence: int) -> str:

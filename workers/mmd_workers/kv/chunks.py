@@ -1,7 +1,7 @@
 """How the KV of a range of tokens is cut into pieces for a link. Both sides derive the same plan from (layout, tokens).
 
 The layers' tensors, laid end to end in C order, are one string of bytes; piece i is its i-th stretch of `PIECE_BYTES`.
-Nothing is copied where a piece lies in one tensor, or in neighbouring tensors of one buffer (`empty_range`).
+The receiver holds that string in one buffer on the link's device; the sender copies only pieces that span several layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from mmd_workers.errors import LinkError
+from mmd_api.contract.errors import LinkError
 from mmd_workers.kv.types import PIECE_BYTES, KvLink
 
 
@@ -42,21 +42,14 @@ def num_pieces(layout: Layout, num_tokens: int) -> int:
     return -(-total // PIECE_BYTES)
 
 
-def empty_range(
-    layout: Layout, num_tokens: int, device: torch.device | str = "cpu", pin_memory: bool = False
-) -> list[torch.Tensor]:
-    """Uninitialised per-layer tensors [2, tokens, kv_heads, head_dim], neighbours in one buffer: gather KV into them to send
-    it without a further copy.
-    """
-    shapes = _shapes(layout, num_tokens)
-    sizes = [prod(shape) for shape in shapes]
-    buffer = torch.empty(sum(sizes), dtype=_dtype(layout), device=device, pin_memory=pin_memory)
-    return [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
+def empty_range(layout: Layout, num_tokens: int, device: torch.device) -> list[torch.Tensor]:
+    """Uninitialised per-layer tensors [2, tokens, kv_heads, head_dim] on `device`, neighbours in one buffer."""
+    return _empty(layout, num_tokens, device)[1]
 
 
 def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order. Lazy: at most one copied piece lives
-    at a time if the caller keeps none.
+    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order; those that span layers are copies.
+    Lazy: at most one copied piece lives at a time if the caller keeps none.
 
     Raises:
         LinkError: a tensor is not contiguous.
@@ -64,7 +57,7 @@ def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     flat = [_bytes_of(tensor) for tensor in tensors]
     for segments in _plan(tuple(part.numel() for part in flat)):
         parts = [flat[layer][start:stop] for layer, start, stop in segments]
-        yield parts[0] if len(parts) == 1 else _joined(parts)
+        yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def send_range(link: KvLink, tensors: Sequence[torch.Tensor], first_tag: int) -> int:
@@ -80,16 +73,26 @@ def send_range(link: KvLink, tensors: Sequence[torch.Tensor], first_tag: int) ->
 
 
 def recv_range(
-    link: KvLink, layout: Layout, num_tokens: int, first_tag: int, device: torch.device | str = "cpu"
+    link: KvLink, layout: Layout, num_tokens: int, first_tag: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Receive what `send_range` sent: per-layer tensors [2, tokens, kv_heads, head_dim], views of one new buffer on `device`.
+    """Receive what `send_range` sent: per-layer tensors [2, tokens, kv_heads, head_dim], views of one new buffer on `device`,
+    which must be the link's own.
 
     Raises LinkError as `KvLink.recv`.
     """
-    tensors = empty_range(layout, num_tokens, device)
-    for tag, piece in enumerate(split(tensors), first_tag):
-        link.recv(piece, tag)
+    buffer, tensors = _empty(layout, num_tokens, device)
+    for tag, piece in enumerate(torch.split(_bytes_of(buffer), PIECE_BYTES), first_tag):
+        if piece.numel():
+            link.recv(piece, tag)
     return tensors
+
+
+def _empty(layout: Layout, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One flat buffer, and the layers' tensors as views of it."""
+    shapes = _shapes(layout, num_tokens)
+    sizes = [prod(shape) for shape in shapes]
+    buffer = torch.empty(sum(sizes), dtype=_dtype(layout), device=device)
+    return buffer, [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -113,21 +116,10 @@ def _plan(sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...
     return tuple(pieces)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """One uint8 tensor of all parts: a view where they are neighbours in one storage, else a copy."""
-    storage = parts[0].untyped_storage().data_ptr()
-    end = parts[0].data_ptr()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end:
-            return torch.cat(parts)
-        end += part.numel()
-    return parts[0].as_strided((end - parts[0].data_ptr(),), (1,))
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise LinkError(
-            f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; gather it into `empty_range` first"
+            f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; copy it with `contiguous()` first"
         )
     return tensor.view(-1).view(torch.uint8)
 

@@ -1,6 +1,6 @@
 """A KV link over gloo (TCP, host memory). Pairwise: nothing global, one socket pair and one event thread per link.
 
-Mirrors `torch.distributed._dist2._gloo_factory`. A wait inside gloo can be freed by nobody: not by abort, not by close, and
+Mirrors `torch.distributed._dist2._gloo_factory`. A wait inside gloo cannot be interrupted: not by abort, not by close, and
 when its peer dies in the middle of a chunk not even by the reset socket, only by its timeout. So each operation waits in
 a thread of the link's own, and the caller is released by whatever comes first: the bytes, gloo's error, or `abort`.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
-from mmd_workers.errors import LinkError
+from mmd_api.contract.errors import LinkError
 
 MAX_OPERATIONS = 32  # at the same time on one link
 
@@ -82,7 +82,7 @@ class GlooLink:
             _settle(outcome, LinkError(f"gloo operation ended: {reason}; offer again at the next epoch"))
 
     def close(self) -> None:
-        """Let the sockets go as soon as no operation holds them (the chunk timeout at the latest); idempotent."""
+        """Release the sockets once no operation holds them (the chunk timeout at the latest); idempotent."""
         self.abort("the link was closed")
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._group = None
@@ -128,6 +128,6 @@ def _settle(outcome: Future[None], error: LinkError | None) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a torch error says, bounded, without the C++ stack below it."""
+    """The message of a torch error, bounded, without the C++ stack below it."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mmd_workers.errors import LeaseError
+from mmd_api.contract.errors import LeaseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class LeaseTable:
             ValueError: the lease id is in use; ids are minted by the granting side and never used twice.
         """
         if lease_id in self._granted or lease_id in self._committed:
-            raise ValueError(f"lease {lease_id} exists already; mint a new id for every grant")
+            raise ValueError(f"lease {lease_id} already exists; create a new id for every grant")
         lease = Lease(lease_id, pod, incarnation, request_id, tuple(blocks), now + seconds)
         self._granted[lease_id] = lease
         return lease
@@ -72,7 +72,7 @@ class LeaseTable:
         lease = self._granted.get(lease_id)
         if lease is None or now >= lease.expires:
             raise LeaseError(
-                f"lease {lease_id} is not live (ended, expired or never granted): offer the request again"
+                f"lease {lease_id} is not live (released, expired or never granted); offer the request again"
             )
         return lease
 

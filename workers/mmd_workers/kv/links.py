@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from typing import Literal, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mmd_workers.errors import LinkError, OverloadedError
+from mmd_api.contract.errors import LinkError, OverloadedError
 from mmd_workers.kv import nccl, sentinel
 from mmd_workers.kv.gloo import GlooLink
 from mmd_workers.kv.types import PIECE_BYTES
@@ -32,7 +33,7 @@ MAX_TAG = 2**30
 
 
 class Channel(Protocol):
-    """What a backend gives for one pair: a `KvLink` that can be aborted from another thread."""
+    """What a backend provides for one pair: a `KvLink` that can be aborted from another thread."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         """See `KvLink.send`."""
@@ -52,7 +53,7 @@ class Channel(Protocol):
 
 
 class PairLink:
-    """The link with one peer incarnation at one epoch; a `KvLink`. The first error kills it for good.
+    """The link with one peer incarnation at one epoch; a `KvLink`. The first error kills it permanently.
 
     A role that goes on using it from chunk to chunk does so inside `with link.held():`, else it may be evicted in between.
     """
@@ -62,6 +63,7 @@ class PairLink:
         peer: str,
         peer_incarnation: str,
         epoch: int,
+        device: torch.device,
         channel: Channel,
         sentinel_socket: socket.socket,
         on_dead: Callable[[str], None],
@@ -69,6 +71,7 @@ class PairLink:
         self.peer = peer
         self.peer_incarnation = peer_incarnation
         self.epoch = epoch
+        self.device = device
         self.sentinel = sentinel_socket
         self._channel = channel
         self._on_dead = on_dead
@@ -136,7 +139,11 @@ class PairLink:
     def _run(self, operation: Callable[[torch.Tensor, int], None], tensor: torch.Tensor, tag: int) -> None:
         if tensor.nbytes > PIECE_BYTES or not tensor.is_contiguous():
             raise ValueError(
-                f"a piece is contiguous and at most {PIECE_BYTES} bytes, not {tensor.nbytes}; cut it with chunks.split"
+                f"a piece must be contiguous and have at most {PIECE_BYTES} bytes, not {tensor.nbytes}; split it with chunks.split"
+            )
+        if tensor.device != self.device:
+            raise ValueError(
+                f"the link to {self.peer} moves tensors on {self.device}, not on {tensor.device}; allocate the tensor there"
             )
         with self.held():
             try:
@@ -144,6 +151,11 @@ class PairLink:
             except LinkError as error:
                 self._on_dead(error.message)
                 raise
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors report it: `cuda` becomes `cuda:0`, or whichever is the current one."""
+    return torch.empty(0, device=device).device
 
 
 @dataclass(slots=True)
@@ -173,20 +185,20 @@ class LinkManager:
         pod: str,
         incarnation: str,
         host: str,
+        device: torch.device,
         chunk_timeout_seconds: float = 2.0,
         connect_timeout_seconds: float = 5.0,
-        device: torch.device | str = "cpu",
         max_links: int = 64,
     ) -> None:
-        """Start the store that peers meet at, on `host` alone and a free port.
+        """Start the store that peers meet at, on `host` alone and a free port. Links move tensors of `device` alone.
 
         Raises:
             BackendUnavailableError: the backend cannot run here (NCCL without a CUDA device).
             OSError: `host` is not an address of this machine.
         """
-        self._device = torch.device(device)
         if backend == "Nccl":
-            nccl.check_available(self._device)
+            nccl.check_available(device)
+        self.device = indexed(device)
         self._backend = backend
         self._self = (pod, incarnation)
         self._host = host
@@ -196,6 +208,7 @@ class LinkManager:
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
         self._dead_prefixes: deque[str] = deque(maxlen=1024)
+        self._connecting: dict[Future[PairLink], float] = {}  # since (time.monotonic); also those given up
         self._closed = False
         self._watch = sentinel.Watch()
         listener = sentinel.listen(host)
@@ -245,6 +258,7 @@ class LinkManager:
             if attempt is None:
                 self._make_room()
                 attempt = known.attempt = Future()
+                self._connecting[attempt] = time.monotonic()
                 threading.Thread(
                     target=self._make,
                     args=(attempt, known, peer, peer_endpoint, epoch),
@@ -257,10 +271,10 @@ class LinkManager:
             reason = f"{peer} at {peer_endpoint} was not linked within {self._connect_timeout_seconds} s"
             with self._lock:
                 self._fail_up_to(known, epoch, reason)
-            raise LinkError(f"{reason}; make the pair at the next epoch") from None
+            raise LinkError(f"{reason}; link the pair again at the next epoch") from None
 
     def notify_lost(self, peer: str) -> None:
-        """The peer's heartbeat is gone: kill its link and free whoever waits for it, as far as the backend can."""
+        """The peer is lost: kill its link and release its waiters, as far as the backend can."""
         self._end(peer, f"{peer} was reported lost")
 
     def drop(self, peer: str) -> None:
@@ -283,6 +297,15 @@ class LinkManager:
         with self._lock:
             return sum(known.attempt is not None for known in self._peers.values())
 
+    @property
+    def connecting_seconds(self) -> float:
+        """Age of the oldest thread that still connects, also for an attempt that was given up; 0 without one. Each step of connecting ends
+        in `connect_timeout_seconds`, but for NCCL's initialization: it has no deadline, and abort does not reach it.
+        """
+        with self._lock:
+            oldest = min(self._connecting.values(), default=None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
+
     def _end(self, peer: str, reason: str) -> None:
         with self._lock:
             known = self._peers.get(peer)
@@ -290,7 +313,7 @@ class LinkManager:
                 self._fail_up_to(known, known.failed_epoch + 1, reason)
 
     def _adopt(self, peer: str, incarnation: str) -> _Peer:
-        """The record of this pod, begun anew when it has a new incarnation. Called with the lock held."""
+        """The record of this pod, reset when it has a new incarnation. Called with the lock held."""
         if self._closed:
             raise LinkError("this worker has closed its KV links; place the request elsewhere")
         known = self._peers.get(peer)
@@ -298,8 +321,8 @@ class LinkManager:
             known = self._peers[peer] = _Peer(peer, incarnation)
         elif known.incarnation != incarnation:
             if incarnation in known.retired:
-                raise LinkError(f"{peer} has started anew as {known.incarnation}; {incarnation} is over")
-            self._fail_up_to(known, known.failed_epoch + 1, f"{peer} started anew")
+                raise LinkError(f"{peer} has restarted as {known.incarnation}; {incarnation} is outdated")
+            self._fail_up_to(known, known.failed_epoch + 1, f"{peer} restarted")
             known.retired.append(known.incarnation)
             known = self._peers[peer] = _Peer(peer, incarnation, known.retired)
         self._peers.move_to_end(peer)
@@ -326,7 +349,7 @@ class LinkManager:
             self._watch.remove(link.sentinel)
             link.kill(reason)
         elif attempt is not None and not attempt.done():
-            attempt.set_exception(LinkError(f"{reason}; make the pair at the next epoch"))
+            attempt.set_exception(LinkError(f"{reason}; link the pair again at the next epoch"))
 
     def _make_room(self) -> None:
         """Evict the idle link that was used least recently when there are too many. Called with the lock held."""
@@ -344,6 +367,15 @@ class LinkManager:
     ) -> None:
         """Body of a connecting thread: make the channel and settle the attempt, unless it was given up meanwhile."""
         try:
+            self._settle(attempt, known, peer, peer_endpoint, epoch)
+        finally:
+            with self._lock:
+                del self._connecting[attempt]
+
+    def _settle(
+        self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
+    ) -> None:
+        try:
             channel, sock = self._make_channel((peer, known.incarnation), peer_endpoint, epoch)
         except (LinkError, RuntimeError, OSError, ValueError) as error:
             reason = f"no link to {peer} at {peer_endpoint}: {str(error).strip()[:300]}"
@@ -351,7 +383,8 @@ class LinkManager:
                 if known.attempt is attempt:
                     self._fail_up_to(known, epoch, reason)
             return
-        link = PairLink(peer, known.incarnation, epoch, channel, sock, partial(self._on_dead, known, epoch))
+        on_dead = partial(self._on_dead, known, epoch)
+        link = PairLink(peer, known.incarnation, epoch, self.device, channel, sock, on_dead)
         with self._lock:
             if known.attempt is attempt:
                 attempt.set_result(link)
@@ -379,7 +412,7 @@ class LinkManager:
         sock = sentinel.meet(store, rank, self._host, host, seconds)
         try:
             if self._backend == "Nccl":
-                return nccl.NcclLink(store, rank, self._device, self._chunk_timeout_seconds, seconds), sock
+                return nccl.NcclLink(store, rank, self.device, self._chunk_timeout_seconds, seconds), sock
             return GlooLink(store, rank, self._host, self._chunk_timeout_seconds, seconds), sock
         except BaseException:
             sock.close()

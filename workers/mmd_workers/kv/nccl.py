@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupNCCL, Store, Work
 
-from mmd_workers.errors import BackendUnavailableError, LinkError
+from mmd_api.contract.errors import BackendUnavailableError, LinkError
 
 MAX_CHANNELS = (
     4  # a communicator with NCCL's own choice of channels costs hundreds of megabytes of device memory
 )
 _POLL_SECONDS = 0.0001
 _ABORT_SECONDS = 5.0
-_WATCHDOG_TIMEOUT = timedelta(minutes=30)  # torch's own; deadlines are kept by `NcclLink`
+_WATCHDOG_TIMEOUT = timedelta(minutes=30)  # torch's own; `NcclLink` enforces deadlines
 
 # Read by torch when a group is made. Clean up after an error, but never end the process; no second monitor that does.
 _ENVIRONMENT = {
@@ -91,6 +91,8 @@ class NcclLink:
             self._monitor = threading.Thread(target=self._watch_deadline, name="kv-nccl-monitor", daemon=True)
             self._monitor.start()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Has no deadline: torch blocks in NCCL's initialization before it knows the communicator that abort could end. A peer that dies
+            # just then can keep this thread for ever; `LinkManager.connecting_seconds` shows it, and liveness ends the process.
             self._group.eager_connect_single_device(device)
         except RuntimeError as error:
             self.abort("connect failed")
@@ -127,7 +129,7 @@ class NcclLink:
             self._sends = sends
         if self._sends != sends:
             raise LinkError(
-                f"NCCL link cannot {verb}: it carries the other direction; use transfer.kv.backend: Gloo"
+                f"NCCL link cannot {verb}: it is used in the other direction; use transfer.kv.backend: Gloo"
             )
         operation = self._group.send if sends else self._group.recv
         self._run(verb, operation, tensor, tag, self._chunk_timeout_seconds)
@@ -161,7 +163,7 @@ class NcclLink:
                 )
 
     def _await_end(self, done: torch.cuda.Event, tensor: torch.Tensor) -> None:
-        """Wait for the aborted kernel; when it does not end, keep its tensor so that its memory goes to nobody else."""
+        """Wait for the aborted kernel; when it does not end, keep its tensor so that its memory is not reused."""
         deadline = time.monotonic() + _ABORT_SECONDS
         try:
             while not done.query():  # type: ignore[no-untyped-call]

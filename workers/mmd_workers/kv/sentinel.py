@@ -1,4 +1,4 @@
-"""Notices at once that the process at the other end of a link is gone: an idle TCP connection beside every link.
+"""Notices at once that the process at the other end of a link has ended: an idle TCP connection beside every link.
 
 The kernel closes it when a process dies, however it dies, while gloo and NCCL may wait on a half-received chunk. It carries
 nothing but a nonce, and knows nothing of what the link moves.
@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from mmd_workers.errors import LinkError
+from mmd_api.contract.errors import LinkError
 
 _NONCE_BYTES = 16
 _KEEPALIVE_SECONDS = (
@@ -35,7 +35,9 @@ def meet(store: Store, rank: int, own_host: str, peer_host: str, timeout_seconds
     try:
         sock = _listen(store, own_host, deadline) if rank == 0 else _call(store, peer_host, deadline)
     except OSError as error:
-        raise LinkError(f"the peer did not come within {timeout_seconds} s ({error}); offer again") from error
+        raise LinkError(
+            f"the peer did not connect within {timeout_seconds} s ({error}); offer again"
+        ) from error
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
@@ -65,7 +67,7 @@ def _listen(store: Store, host: str, deadline: float) -> socket.socket:
                 greeting = b""
             if secrets.compare_digest(greeting, nonce):
                 return sock
-            sock.close()  # a stranger: the peer may still come
+            sock.close()  # not the peer, which may still connect
 
 
 def _call(store: Store, host: str, deadline: float) -> socket.socket:
@@ -91,9 +93,9 @@ class Watch:
         self._selector.register(self._stop, selectors.EVENT_READ)
         threading.Thread(target=self._loop, name="kv-sentinel", daemon=True).start()
 
-    def add(self, sock: socket.socket, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` (once, from the watching thread) when the other side has closed or died."""
-        self._selector.register(sock, selectors.EVENT_READ, on_gone)
+    def add(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` (once, from the watching thread) when the other side has closed or died."""
+        self._selector.register(sock, selectors.EVENT_READ, on_lost)
 
     def remove(self, sock: socket.socket) -> None:
         """Stop watching and close, which the other side notices; idempotent."""

@@ -18,7 +18,7 @@ class KvLink(Protocol):
     epoch: int
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Send one tensor; blocks until it has left. Raises LinkError when the peer is gone or a deadline passed."""
+        """Send one tensor; blocks until it has left. Raises LinkError when the peer is lost or a deadline passed."""
         ...
 
     def recv(self, tensor: torch.Tensor, tag: int) -> None:

@@ -16,15 +16,25 @@ from itertools import islice
 from typing import Any
 
 import av
+import pillow_heif
 from PIL import Image
 
-from mmd_workers.errors import BadMediaError
-from mmd_workers.media.types import Modality
+from mmd_api.contract.errors import BadMediaError
+from mmd_api.contract.pools import Modality
 
 # The limit of pixels is the policy's and is checked before any pixel is decoded; Pillow's own would refuse or warn at another number.
 Image.MAX_IMAGE_PIXELS = None
+pillow_heif.register_heif_opener(thumbnails=False)
 
-IMAGE_FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP"}
+IMAGE_FORMATS = {
+    "png": "PNG",
+    "jpeg": "JPEG",
+    "webp": "WEBP",
+    "gif": "GIF",
+    "bmp": "BMP",
+    "avif": "AVIF",
+    "heic": "HEIF",
+}
 _DEMUXERS = {
     "mp4": "mov",
     "matroska": "matroska",
@@ -42,11 +52,15 @@ CONTAINERS: dict[Modality, frozenset[str]] = {
     "audio": frozenset({"wav", "mp3", "ogg", "flac", "mp4", "aac", "matroska"}),
 }
 MAX_NAL_UNITS = 256  # of a picture that are looked at: files may hold any number, and empty ones
+_AVIF_BRANDS = frozenset({b"avif", b"avis"})
+_HEIF_BRANDS = frozenset(
+    {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
+)
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 def sniff(data: bytes) -> str | None:
-    """Container named by the magic bytes, or None when they are of no kind that is served."""
+    """Container named by the magic bytes, or None if that format is not served."""
     head = data[:4096]
     if head[:3] == b"ID3" and len(head) >= 10:  # a tag may precede mp3, aac and flac
         size = (head[6] & 127) << 21 | (head[7] & 127) << 14 | (head[8] & 127) << 7 | (head[9] & 127)
@@ -69,10 +83,24 @@ def sniff(data: bytes) -> str | None:
     if head[:4] == b"RF64" and head[8:12] == b"WAVE":
         return "wav"
     if head[4:8] in _QUICKTIME_ATOMS:
-        return "mp4"
+        return _still_image(head) or "mp4"
     if head[:1] == b"\x47" and head[188:189] in (b"\x47", b""):
         return "mpegts"
     return _mpeg_audio(head)
+
+
+def _still_image(head: bytes) -> str | None:
+    """avif or heic, by the major brand of an ISO base media file (ISO/IEC 23008-12, 10); the others decide where it names neither."""
+    if head[4:8] != b"ftyp":
+        return None
+    major = head[8:12]
+    if major in _AVIF_BRANDS:
+        return "avif"
+    if major not in _HEIF_BRANDS:
+        return None
+    end = min(len(head), struct.unpack_from(">I", head)[0])
+    compatible = {head[at : at + 4] for at in range(16, end - 3, 4)}
+    return "avif" if major in (b"mif1", b"msf1") and compatible & _AVIF_BRANDS else "heic"
 
 
 def _mpeg_audio(head: bytes) -> str | None:
@@ -91,9 +119,9 @@ def open_image(data: bytes, container: str) -> Image.Image:
     """
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
-    except (OSError, SyntaxError, ValueError, struct.error) as error:
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, struct.error) as error:
         raise BadMediaError(
-            f"the {container} header cannot be read ({error}); send a whole, valid file"
+            f"the {container} header cannot be read ({error}); send a complete, valid file"
         ) from error
 
 
@@ -125,7 +153,7 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
             yield opened
     except (av.error.FFmpegError, ValueError, OverflowError, EOFError) as error:
         raise BadMediaError(
-            f"the {container} data cannot be read ({error}); send a whole, valid file"
+            f"the {container} data cannot be read ({error}); send a complete, valid file"
         ) from error
 
 

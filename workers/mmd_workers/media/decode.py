@@ -17,13 +17,13 @@ import numpy.typing as npt
 import soxr
 from PIL import Image
 
-from mmd_workers.errors import BadMediaError
+from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import containers
 from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 log = logging.getLogger(__name__)
 
-AUDIO_SLACK_SECONDS = 0.1  # how far a container may misjudge its own samples before it is called a lie
+AUDIO_SLACK_SECONDS = 0.1  # how far a container may misstate its length before it counts as broken
 DECODE_THREADS = 2
 
 _TURNS = {
@@ -58,15 +58,15 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
     try:
         image.load()
         rgb = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, IndexError) as error:
         raise BadMediaError(
-            f"the {info.container} image cannot be decoded ({error}); send a whole file"
+            f"the {info.container} image cannot be decoded ({error}); send a complete file"
         ) from error
     if turn is not None:
         rgb = rgb.transpose(turn)
     if rgb.size != (info.width, info.height):
         raise BadMediaError(
-            f"the image is {rgb.size[0]}x{rgb.size[1]}, its header said {info.width}x{info.height}; send it re-encoded"
+            f"the image is {rgb.size[0]}x{rgb.size[1]}, but its header lists {info.width}x{info.height}; send it re-encoded"
         )
     if out is None:
         out = np.empty(image_shape(info), np.uint8)
@@ -90,7 +90,7 @@ def decode_video(
     """
     if not frame_indices or min(frame_indices) < 0 or max(frame_indices) >= info.num_frames:
         raise BadMediaError(
-            f"frames {list(frame_indices)[:8]} of a video of {info.num_frames}; ask for frames it has"
+            f"frames {list(frame_indices)[:8]} of a video of {info.num_frames}; request frames that exist"
         )
     if out is None:
         out = np.empty(video_shape(info, frame_indices), np.uint8)
@@ -132,7 +132,7 @@ class _FrameWriter:
         )
         if (width, height) != self._size:
             raise BadMediaError(
-                f"frame {index} of the video is {width}x{height}, the container said {self._size[0]}x{self._size[1]}; "
+                f"frame {index} of the video is {width}x{height}, but the container lists {self._size[0]}x{self._size[1]}; "
                 "send it re-encoded at one size"
             )
         pixels = np.rot90(frame.to_ndarray(format="rgb24"), k=-self._quarter_turns)
@@ -224,7 +224,7 @@ def _decode_scan(data: bytes, info: MediumInfo, writer: _FrameWriter) -> None:
     lost = info.num_frames - seen
     if held is None or lost > 1 or writer.missing != {seen}:
         raise BadMediaError(
-            f"the container lists {info.num_frames} frames, only {seen} can be decoded; send a whole, valid file"
+            f"the container lists {info.num_frames} frames, but only {seen} can be decoded; send a complete, valid file"
         )
     log.warning("video %s ends one frame early; its last frame is repeated", info.digest[:12])
     writer.put(seen, held)
@@ -283,6 +283,6 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
                 filled += kept
     if info.num_samples - filled > AUDIO_SLACK_SECONDS * info.sample_rate_hz + 0.02 * info.num_samples:
         raise BadMediaError(
-            f"the container lists {info.num_samples} samples, only {filled} can be decoded; send a whole, valid file"
+            f"the container lists {info.num_samples} samples, but only {filled} can be decoded; send a complete, valid file"
         )
     return np.nan_to_num(waveform, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

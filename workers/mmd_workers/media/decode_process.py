@@ -1,28 +1,24 @@
-"""One decode process: takes a medium and a result buffer as file descriptors, fills the buffer, answers one line. Started by
-`sandbox.DecodePool` alone; it holds no secret and needs no network, no model and no files.
+"""One decode process: takes a medium and a result buffer as file descriptors, fills the buffer, sends one message. Started by
+`sandbox.DecodePool` alone; it has no secret, no environment, and after its start no file and no network.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-import mmap
 import os
 import resource
 import socket
 import sys
 import time
-from typing import Any
+import traceback
 
-import numpy as np
-from PIL import Image
-
-from mmd_workers.errors import BadMediaError
-from mmd_workers.media import decode
-from mmd_workers.media.types import MediumInfo
+from mmd_workers.media import confinement
 
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_OPEN_FILES = 32
+M_ARENA_MAX = -8  # malloc.h
 
 
 def main() -> None:
@@ -30,24 +26,36 @@ def main() -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the worker, which stops its decoders itself
     control = socket.socket(fileno=int(sys.argv[1]))
     timeout_seconds, memory_bytes = int(sys.argv[2]), int(sys.argv[3])
-    Image.init()  # loads Pillow's plugins while files may still be opened freely
+    isolated = confinement.isolate(lambda pid: control.send(json.dumps({"pid": pid}).encode()))
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_ARENA_MAX, 2)  # arenas reserve address space, which is limited
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    from mmd_api.contract.errors import BadMediaError
+    from mmd_workers.media import decode, decode_jobs
+
+    decode_jobs.load()
     _limit(memory_bytes)
-    control.send(b'{"ready": true}')
+    layers = confinement.confine(isolated)
+    _silence()
+    control.send(json.dumps({"ready": True, "layers": layers}).encode())
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 2)
         if not message:
-            return
+            os._exit(0)
         control.send(b'{"started": true}')
         cpu_seconds = math.ceil(time.process_time() + timeout_seconds * decode.DECODE_THREADS + 1)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, resource.RLIM_INFINITY))
         try:
-            reply = _serve(json.loads(message), *descriptors)
+            reply = decode_jobs.serve(json.loads(message), *descriptors)
         except BadMediaError as error:
             reply = {"bad_media": error.message}
         except MemoryError:
             reply = {
                 "bad_media": f"decoding needs more than the {memory_bytes >> 20} MiB it may use; send a smaller one"
             }
+        except Exception as error:  # noqa: BLE001  reported to the worker: nothing can be printed from here
+            control.send(json.dumps({"died_of": _where(error)}).encode())
+            os._exit(1)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -64,36 +72,17 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
 
 
-def _serve(job: dict[str, Any], source: int, result: int) -> dict[str, Any]:
-    with mmap.mmap(source, 0, prot=mmap.PROT_READ) as mapped:
-        data = bytes(mapped)
-    if job["kind"] == "probe":
-        return _probe(data, job)
-    info = MediumInfo(**job["info"])
-    # Memory of an earlier result: its pages are mapped at once, and not by a fault each.
-    populate = mmap.MAP_POPULATE if os.fstat(result).st_blocks else 0
-    buffer = mmap.mmap(result, job["result_bytes"], flags=mmap.MAP_SHARED | populate)
-    if job["kind"] == "image":
-        shape = decode.image_shape(info)
-        decode.decode_image(data, info, np.frombuffer(buffer, np.uint8).reshape(shape))
-    elif job["kind"] == "video":
-        indices = job["frame_indices"]
-        shape4 = decode.video_shape(info, indices)
-        decode.decode_video(data, info, indices, np.frombuffer(buffer, np.uint8).reshape(shape4))
-    else:
-        rate, count = job["sample_rate_hz"], job["num_samples"]
-        decode.decode_audio(data, info, rate, count, np.frombuffer(buffer, np.float32))
-    return {"done": True}
+def _where(error: BaseException) -> str:
+    """An unexpected error and the last lines of code that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    path = " > ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames)
+    return f"{type(error).__name__}: {error} ({path})"[:1000]
 
 
-def _probe(data: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    # Only processes that are asked to measure pay for the policy's package.
-    from dataclasses import asdict
-
-    from mmd_api.spec import MediaPolicy
-    from mmd_workers.media.probe import probe
-
-    return {"info": asdict(probe(data, job["modality"], MediaPolicy.model_validate(job["policy"])))}
+def _silence() -> None:
+    """Discard all output from now on: media must not write to the worker's log. Its /dev/null is stdout already."""
+    sys.stderr.flush()
+    os.dup2(1, 2)
 
 
 if __name__ == "__main__":

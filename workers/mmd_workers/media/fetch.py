@@ -8,44 +8,66 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import io
 import ipaddress
 import re
-import socket
-from urllib.parse import unquote_to_bytes
+from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import pybase64
 
-from mmd_api.spec import MediaPolicy
-from mmd_workers.errors import FetchError
+from mmd_api.contract.errors import FetchError
+from mmd_api.contract.pools import Modality
+from mmd_api.spec.media import MediaPolicy
+from mmd_workers.media.lookup import lookup
 from mmd_workers.media.probe import FIELD
-from mmd_workers.media.types import Modality
 
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
 MAX_ADDRESSES_TRIED = 4
+PIECE_CHARACTERS = 1 << 20  # of a data URL, decoded at a time: a few milliseconds
+RESERVE_STEP_BYTES = 1 << 20
 PUBLIC_PORTS = (80, 443)
+_METADATA = frozenset(
+    ipaddress.ip_address(address)
+    for address in (
+        "168.63.129.16",  # Azure's wire server, the one that is in the public range
+        "169.254.169.254",  # nearly all clouds
+        "169.254.170.2",  # Amazon ECS
+        "169.254.0.23",  # Tencent
+        "100.100.100.200",  # Alibaba
+        "192.0.0.192",  # Oracle, formerly
+        "fd00:ec2::254",  # Amazon
+        "fd20:ce::254",  # Google
+    )
+)
+"""Where clouds serve metadata to their machines, secrets included. Most are not public anyway."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
+Reserve = Callable[[int], Awaitable[None]]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-async def fetch(url: str, policy: MediaPolicy, modality: Modality) -> bytes:
+async def fetch(url: str, policy: MediaPolicy, modality: Modality, reserve: Reserve) -> bytes:
     """Bytes behind a `data:`, `http:` or `https:` URL, never more than the modality's `maxBytes`.
+
+    A download calls `reserve(more_bytes)` before it holds more; the time that this takes does not count against the deadline, and
+    what it raises ends the download.
 
     Raises:
         FetchError: malformed or refused URL or address, status, size or time; names the field that decides.
+        OverloadedError: too many host names are being resolved.
     """
     limit = int(getattr(policy, modality).max_bytes)
     field = f"{FIELD}.{modality}.maxBytes"
     if url[:5].lower() == "data:":
-        return _data_url(url, limit, field)
+        return await asyncio.to_thread(_data_url, url, limit, field)
     if not policy.allow_http:
-        raise FetchError(f"URLs are not fetched here; send a data URL, or set {FIELD}.allowHttp")
+        raise FetchError(f"fetching URLs is not enabled; send a data URL, or set {FIELD}.allowHttp")
     try:
-        async with asyncio.timeout(policy.fetch_timeout_seconds):
-            return await _download(url, policy, limit, field)
+        async with asyncio.timeout(policy.fetch_timeout_seconds) as clock:
+            return await _download(url, policy, limit, field, _off_the_clock(clock, reserve))
     except TimeoutError as error:
         raise FetchError(
             f"the download took longer than {policy.fetch_timeout_seconds} seconds; use a faster server, or raise "
@@ -54,34 +76,67 @@ async def fetch(url: str, policy: MediaPolicy, modality: Modality) -> bytes:
 
 
 def _data_url(url: str, limit: int, field: str) -> bytes:
-    header, comma, body = url[5:].partition(",")
-    if not comma:
+    """Text is taken in pieces: work on one piece keeps the event loop's thread waiting, work on the next may come after it."""
+    begin = url.find(",", 0, MAX_URL_CHARACTERS) + 1
+    if not begin:
         raise FetchError("the data URL has no comma; write data:<type>;base64,<data>")
-    if len(body) > 4 * (limit // 3 + 1) and len(body) > 3 * limit:
+    in_base64 = url[:begin].lower().endswith(";base64,")
+    if len(url) - begin > (4 * (limit // 3 + 1) if in_base64 else 3 * limit):
         raise _too_large(limit, field)
-    if header.lower().endswith(";base64"):
-        if len(body) > 4 * (limit // 3 + 1):
-            raise _too_large(limit, field)
+    if in_base64:
         try:
-            data = pybase64.b64decode(body, validate=True)
+            pieces = [pybase64.b64decode(piece, validate=True) for piece in _pieces(url, begin)]
         except (binascii.Error, ValueError) as error:
             raise FetchError(
                 f"the data URL is not valid base64 ({error}); encode the file's bytes again"
             ) from error
+        if any(len(piece) % 3 for piece in pieces[:-1]):
+            raise FetchError(
+                "the data URL is not valid base64 (padding inside); encode the file's bytes again"
+            )
     else:
-        if not body.isascii() or _BAD_PERCENT.search(body):
-            raise FetchError("the data URL is not valid percent encoding; encode the file's bytes again")
-        data = unquote_to_bytes(body)
+        pieces = [_unquoted(piece) for piece in _pieces(url, begin)]
+    data = b"".join(pieces)
     if len(data) > limit:
         raise _too_large(limit, field)
     return data
+
+
+def _pieces(url: str, begin: int) -> Iterator[str]:
+    """What follows `begin`, cut at multiples of four characters and not inside of %xx."""
+    while begin < len(url):
+        end = begin + PIECE_CHARACTERS
+        escape = url.rfind("%", end - 2, end) if end < len(url) else -1
+        end = end if escape < 0 else escape
+        yield url[begin:end]
+        begin = end
+
+
+def _unquoted(text: str) -> bytes:
+    """The bytes of percent encoding; quoted-printable is the same with another mark, and decoded in C."""
+    if not text.isascii() or _BAD_PERCENT.search(text):
+        raise FetchError("the data URL is not valid percent encoding; encode the file's bytes again")
+    return binascii.a2b_qp(text.replace("=", "=3D").replace("%", "="))
 
 
 def _too_large(limit: int, field: str) -> FetchError:
     return FetchError(f"the medium is larger than {limit} bytes; send a smaller one, or raise {field}")
 
 
-async def _download(url: str, policy: MediaPolicy, limit: int, field: str) -> bytes:
+def _off_the_clock(clock: asyncio.Timeout, reserve: Reserve) -> Reserve:
+    """`reserve`, with `clock` stopped while it waits."""
+
+    async def wait(num_bytes: int) -> None:
+        now = asyncio.get_running_loop().time
+        left = (clock.when() or now()) - now()
+        clock.reschedule(None)
+        await reserve(num_bytes)
+        clock.reschedule(now() + left)
+
+    return wait
+
+
+async def _download(url: str, policy: MediaPolicy, limit: int, field: str, reserve: Reserve) -> bytes:
     # No proxy, cookie, netrc or other setting of the environment may change where this goes.
     timeout = httpx.Timeout(policy.fetch_timeout_seconds)
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout) as client:
@@ -91,11 +146,11 @@ async def _download(url: str, policy: MediaPolicy, limit: int, field: str) -> by
             response = await _connect(client, target, addresses)
             try:
                 if not response.has_redirect_location:
-                    return await _read(response, limit, field)
+                    return await _read(response, limit, field, reserve)
                 url = _next(target, response.headers["location"])
             except httpx.HTTPError as error:
                 raise FetchError(
-                    f"the download from {target.host} broke off ({type(error).__name__}); try again"
+                    f"the download from {target.host} was interrupted ({type(error).__name__}); retry"
                 ) from error
             finally:
                 await response.aclose()
@@ -106,9 +161,7 @@ def _next(target: httpx.URL, location: str) -> str:
     try:
         return str(target.join(location))
     except httpx.InvalidURL as error:
-        raise FetchError(
-            f"{target.host} redirects to something that is no URL; give the final URL"
-        ) from error
+        raise FetchError(f"{target.host} redirects to an invalid URL; give the final URL") from error
 
 
 def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
@@ -122,10 +175,10 @@ def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
         raise FetchError(f"not a URL ({error}); give http(s)://host/path or a data URL") from error
     if target.scheme not in ("http", "https") or not target.host:
         raise FetchError(
-            f"the scheme {target.scheme or 'none'!r} is not fetched; give an http(s) or data URL"
+            f"the scheme {target.scheme or 'none'!r} is not supported; give an http(s) or data URL"
         )
     if target.userinfo:
-        raise FetchError("a URL with a user name or password is not fetched; remove it")
+        raise FetchError("URLs with a user name or password are not allowed; remove them")
     host = target.host.lower().rstrip(".")
     if policy.allowed_hosts and host not in {allowed.lower().rstrip(".") for allowed in policy.allowed_hosts}:
         raise FetchError(
@@ -133,7 +186,7 @@ def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
         )
     if _port(target) not in PUBLIC_PORTS and not policy.allow_private_addresses:
         raise FetchError(
-            f"port {target.port} is not fetched from; use 80 or 443, or set {FIELD}.allowPrivateAddresses"
+            f"port {target.port} is not allowed; use 80 or 443, or set {FIELD}.allowPrivateAddresses"
         )
     return target
 
@@ -145,19 +198,15 @@ def _port(target: httpx.URL) -> int:
 async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Address]:
     """Addresses of a host; all of them must be public, or the host is refused."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            target.host, _port(target), type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-        )
+        found = await lookup(target.host, _port(target))
     except (OSError, UnicodeError) as error:
         raise FetchError(f"the host {target.host[:253]} cannot be resolved; check the URL") from error
-    addresses = list(
-        dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found)
-    )
+    addresses = list(dict.fromkeys(ipaddress.ip_address(entry.partition("%")[0]) for entry in found))
     if not policy.allow_private_addresses:
         for address in addresses:
             if not is_public(address):
                 raise FetchError(
-                    f"the host {target.host[:253]} has the address {address}, which is not public; "
+                    f"the host {target.host[:253]} has an address that is not public; "
                     f"use a public one, or set {FIELD}.allowPrivateAddresses"
                 )
     return addresses[:MAX_ADDRESSES_TRIED]
@@ -175,6 +224,8 @@ def is_public(address: Address) -> bool:
             return all(is_public(a) for a in inner)
         if address.is_site_local:
             return False
+    if address in _METADATA:
+        return False
     refused = address.is_private or address.is_loopback or address.is_link_local or address.is_multicast
     return address.is_global and not (refused or address.is_reserved or address.is_unspecified)
 
@@ -204,20 +255,26 @@ async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: list
     raise FetchError(f"{target.host} cannot be reached ({failure}); check the URL")
 
 
-async def _read(response: httpx.Response, limit: int, field: str) -> bytes:
+async def _read(response: httpx.Response, limit: int, field: str, reserve: Reserve) -> bytes:
     if response.status_code != 200:
         raise FetchError(f"the server answered with status {response.status_code}; check the URL")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise FetchError(
-            f"the server sent the file {encoding[:32]}-encoded though asked not to; serve it as it is"
+            f"the server sent the file {encoding[:32]}-encoded although identity was requested; serve it unencoded"
         )
     announced = response.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:19]) > limit:
+    size = int(announced[:19]) if announced.isdecimal() else limit
+    if size > limit:
         raise _too_large(limit, field)
-    received = bytearray()
+    received, room = io.BytesIO(), 0  # whose value is no copy
     async for chunk in response.aiter_raw():
-        received += chunk
-        if len(received) > limit:
+        after = received.tell() + len(chunk)
+        if after > limit:
             raise _too_large(limit, field)
-    return bytes(received)
+        if after > room:
+            step = max(after, min(size, room + RESERVE_STEP_BYTES)) - room
+            await reserve(step)
+            room += step
+        received.write(chunk)
+    return received.getvalue()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mmd_workers.errors import BadMediaError
+from mmd_api.contract.errors import BadMediaError
+from mmd_api.contract.pools import Modality
 from mmd_workers.media import containers
 from mmd_workers.media.identity import digest
-from mmd_workers.media.types import MediumInfo, Modality
+from mmd_workers.media.types import MediumInfo
 
 if TYPE_CHECKING:  # the decode processes import this module's neighbours and stay without pydantic
-    from mmd_api.spec import MediaPolicy
+    from mmd_api.spec.media import MediaPolicy
 
 FIELD = "spec.gateway.media"
 MAX_SOURCE_FRAMES_PER_SECOND = 240  # frames of a source are bounded by its allowed duration times this
@@ -25,8 +26,12 @@ MIN_SAMPLE_RATE_HZ, MAX_SAMPLE_RATE_HZ = 1_000, 384_000
 TRUNCATION_SLACK_SECONDS = 0.1
 
 
-def probe(data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
-    """Facts of a medium; `modality` is what the request declared, and is only checked.
+def probe(
+    data: bytes, modality: Modality, policy: MediaPolicy, known_digest: str | None = None
+) -> MediumInfo:
+    """Facts of a medium; `modality` is what the request declared, and is only checked. `known_digest`: of these bytes, if computed.
+
+    Runs where it is called: bytes from outside belong into `sandbox.DecodePool.probe`.
 
     Raises:
         BadMediaError: the bytes are not of this modality, are broken or cut off, or exceed a limit of the policy.
@@ -40,17 +45,15 @@ def probe(data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
     if container is None:
         allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
         raise BadMediaError(
-            f"the {modality} is of no known format (its first bytes match none); send one of: {allowed}"
+            f"the {modality} has an unknown format (its first bytes match none); send one of: {allowed}"
         )
     if container not in containers.CONTAINERS[modality]:
         raise BadMediaError(
-            f"declared as {modality}, but the bytes are {container}; send it as the part it is"
+            f"declared as {modality}, but the bytes are {container}; use the content part of that type"
         )
-    if modality == "image":
-        return _probe_image(data, container, policy)
-    if modality == "video":
-        return _probe_video(data, container, policy)
-    return _probe_audio(data, container, policy)
+    measure = {"image": _probe_image, "video": _probe_video, "audio": _probe_audio}[modality]
+    facts = measure(data, container, policy)
+    return MediumInfo(modality, known_digest or digest(data), len(data), container, **facts)
 
 
 def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> int:
@@ -68,18 +71,18 @@ def _over(
     )
 
 
-def _probe_image(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+def _probe_image(data: bytes, container: str, policy: MediaPolicy) -> dict[str, Any]:
     image = containers.open_image(data, container)
     width, height = image.size
     _check_pixels("image", width, height, policy)
     if containers.orientation(image) >= 5:
         width, height = height, width
-    return MediumInfo("image", digest(data), len(data), container, width=width, height=height)
+    return {"width": width, "height": height}
 
 
 def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPolicy) -> None:
     if width < 1 or height < 1:
-        raise BadMediaError(f"the {modality} is {width}x{height} pixels; send one that has pixels")
+        raise BadMediaError(f"the {modality} is {width}x{height} pixels; send a non-empty one")
     if width * height > policy.image.max_pixels:
         raise _over(
             modality,
@@ -91,7 +94,7 @@ def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPoli
         )
 
 
-def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, Any]:
     limit_seconds = policy.video.max_duration_seconds
     with containers.open_av(data, container, packets_only=True) as opened:
         stream = containers.video_stream(opened)
@@ -105,7 +108,7 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo
             raise _over("video", "or more frames", len(table.pts), max_packets, "maxDurationSeconds")
         if container == "mp4" and len(table.pts) < stream.frames - 1:
             raise BadMediaError(
-                f"the video is cut off: its index lists {stream.frames} frames, {len(table.pts)} are there; send the whole file"
+                f"the video is cut off: its index lists {stream.frames} frames, {len(table.pts)} are present; send the complete file"
             )
         num_frames = table.num_frames
         if num_frames == 0:
@@ -116,17 +119,13 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo
         raise _over("video", "seconds", duration, limit_seconds, "maxDurationSeconds")
     if turns % 2:
         width, height = height, width
-    return MediumInfo(
-        "video",
-        digest(data),
-        len(data),
-        container,
-        width=width,
-        height=height,
-        num_frames=num_frames,
-        fps=fps,
-        duration_seconds=duration,
-    )
+    return {
+        "width": width,
+        "height": height,
+        "num_frames": num_frames,
+        "fps": fps,
+        "duration_seconds": duration,
+    }
 
 
 def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
@@ -142,13 +141,11 @@ def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
     if measured and not (declared and abs(declared - measured) <= 0.02 * measured):
         fps = measured
     if not (math.isfinite(fps) and 0 < fps <= 10_000):
-        raise BadMediaError(
-            "the video's timestamps say nothing of its frame rate; send it re-encoded with a frame rate"
-        )
+        raise BadMediaError("the video's timestamps give no frame rate; send it re-encoded with a frame rate")
     return fps, table.num_frames / fps
 
 
-def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo:
+def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> dict[str, Any]:
     limit_seconds = policy.audio.max_duration_seconds
     with containers.open_av(data, container) as opened:
         stream = containers.audio_stream(opened)
@@ -163,23 +160,15 @@ def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> MediumInfo
         num_samples = containers.count_samples(opened, stream, limit_seconds * MAX_PACKETS_PER_SECOND)
     duration = num_samples / rate
     if num_samples == 0:
-        raise BadMediaError("the audio has no samples; send one with sound in it")
+        raise BadMediaError("the audio has no samples; send a non-empty clip")
     if duration > limit_seconds:
         raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
     if container == "wav" and (missing := containers.wav_missing_bytes(data)):
         raise BadMediaError(
-            f"the audio is cut off: {missing} bytes that its header lists are missing; send the whole file"
+            f"the audio is cut off: {missing} bytes that its header lists are missing; send the complete file"
         )
     if container in ("flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
         raise BadMediaError(
-            f"the audio is cut off: its header says {declared:.2f} seconds, {duration:.2f} are there; send the whole file"
+            f"the audio is cut off: its header lists {declared:.2f} seconds, {duration:.2f} are present; send the complete file"
         )
-    return MediumInfo(
-        "audio",
-        digest(data),
-        len(data),
-        container,
-        duration_seconds=duration,
-        num_samples=num_samples,
-        sample_rate_hz=rate,
-    )
+    return {"duration_seconds": duration, "num_samples": num_samples, "sample_rate_hz": rate}

@@ -7,8 +7,10 @@ are used again likewise: to map, clear and free the pages of a clip's pixels tak
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import signal
@@ -18,29 +20,34 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmd_workers.errors import BadMediaError, OverloadedError
-from mmd_workers.media import decode
+from mmd_api.contract.errors import BadMediaError, OverloadedError
+from mmd_api.contract.pools import Modality
+from mmd_workers.media import decode, probe
+from mmd_workers.media.confinement import LAYERS
+from mmd_workers.media.containers import CONTAINERS
 from mmd_workers.media.decode_process import MAX_MESSAGE_BYTES
-from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo, Modality
+from mmd_workers.media.identity import digest
+from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 if TYPE_CHECKING:
-    from mmd_api.spec import MediaPolicy
+    from mmd_api.spec.media import MediaPolicy
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
-KEPT_BYTES = 256 << 20  # of results that nobody holds any more
+KEPT_BYTES = 256 << 20  # of released results
 SMALLEST_RESULT_BYTES = 1 << 16
 EXIT_SECONDS = 5.0
 STOPPING = "this worker is stopping; the decode can be done elsewhere"
-_PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+PROGRAM = ("-I", "-B", "-m", "mmd_workers.media.decode_process")
+MEMORY_BYTES = 2 << 30  # of one decode, unless its pool sets another
 
 
 class _ProcessLostError(Exception):
@@ -49,10 +56,14 @@ class _ProcessLostError(Exception):
 
 @dataclass(slots=True)
 class _Decoder:
-    """A running decode process and this end of its socket (one message in, one out)."""
+    """A running decode process and this end of its socket (one message in, one out).
+
+    `process` is what was started, `pid` what decodes: its child, where it could be given namespaces of its own.
+    """
 
     process: asyncio.subprocess.Process
     control: socket.socket
+    pid: int = 0
 
     async def receive(self) -> dict[str, Any]:
         try:
@@ -64,8 +75,9 @@ class _Decoder:
         reply: dict[str, Any] = json.loads(message)
         return reply
 
-    async def ended(self) -> int:
-        """Exit status of a process that left its socket; killed where it does not go.
+    async def ended(self) -> int | None:
+        """Exit status of a process that left its socket; killed where it does not go. None for one that survives even that: the kernel
+        holds it, and waiting for it is pointless.
 
         To kill it at once would reap it behind asyncio's back, which then reports 255 in place of the true status.
         """
@@ -73,12 +85,20 @@ class _Decoder:
             async with asyncio.timeout(EXIT_SECONDS):
                 return await self.process.wait()
         self.kill()
-        return await self.process.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                return await self.process.wait()
+        return None
 
     def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
+        _kill(self.process, self.pid)
         self.control.close()
+
+
+def _kill(process: asyncio.subprocess.Process, pid: int) -> None:
+    """SIGKILL for the process that decodes. Its parent, where it has one, sends that signal itself, reaps it and ends."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGKILL if pid in (0, process.pid) else signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -97,20 +117,28 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.descriptor = os.memfd_create("mmd-media", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("mmd-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, num_bytes)
+            # Whoever shrinks it would kill this process at its next access (SIGBUS).
+            fcntl.fcntl(
+                self.descriptor,
+                fcntl.F_ADD_SEALS,
+                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+            )
             self.mapped = mmap.mmap(self.descriptor, num_bytes)
         except BaseException:
             os.close(self.descriptor)
             raise
 
     def write(self, data: bytes) -> None:
-        """Fill it with as many bytes as it has."""
-        self.mapped[:] = data
+        """Fill it with as many bytes as it has: by calls, which need no fault for each page."""
+        view, done = memoryview(data), 0
+        while done < len(view):
+            done += os.pwrite(self.descriptor, view[done:], done)
 
     def close(self) -> None:
-        """Let go of it; arrays over it keep their pages."""
+        """Release it; arrays over it keep their pages."""
         os.close(self.descriptor)
 
 
@@ -130,12 +158,12 @@ class ResultMemory:
             if idle.num_bytes == size:
                 self._idle.remove(idle)
                 return idle
-        while self._idle and self._idle_bytes() + size > self._kept_bytes:  # sizes that are asked for no more
+        while self._idle and self._idle_bytes() + size > self._kept_bytes:  # sizes no longer requested
             self._idle.popleft().close()
         return SharedMemory(size)
 
     def array(self, memory: SharedMemory, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The result, uint8 [num_bytes]. Its memory is free for the next when the last view of it is gone."""
+        """The result, uint8 [num_bytes]. Its memory is reused when its last view is released."""
         result = np.frombuffer(memory.mapped, np.uint8, num_bytes)
         weakref.finalize(result, self._give_back, memory).atexit = False
         return result
@@ -164,7 +192,8 @@ class DecodePool:
     twice, the result once, and what the decoder needs.
     """
 
-    def __init__(self, processes: int, decode_timeout_seconds: int, memory_bytes: int) -> None:
+    def __init__(self, processes: int, decode_timeout_seconds: int, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.processes = processes
         self._timeout_seconds = decode_timeout_seconds
         self._memory_bytes = memory_bytes
         self._slots = [_Slot() for _ in range(processes)]
@@ -172,11 +201,17 @@ class DecodePool:
         for slot in self._slots:
             self._free.put_nowait(slot)
         self._results = ResultMemory(KEPT_BYTES)
-        self._started: set[asyncio.subprocess.Process] = set()
+        self._started: dict[asyncio.subprocess.Process, int] = {}  # and the PID that decodes
+        self._program = PROGRAM
         self._closed = False
+        self.layers: dict[str, bool] = {}  # confinement.LAYERS, and which the kernel and the pod allow
+
+    def set_timeout(self, decode_timeout_seconds: int) -> None:
+        """Change how long a decode may take, from the next one on."""
+        self._timeout_seconds = decode_timeout_seconds
 
     async def start(self) -> None:
-        """Start every process and wait until each is ready.
+        """Start every process, wait until each is ready, and log how well they are confined.
 
         Raises:
             OverloadedError: one did not start in time.
@@ -184,14 +219,21 @@ class DecodePool:
         decoders = await asyncio.gather(*(self._spawn() for _ in self._slots))
         for slot, decoder in zip(self._slots, decoders, strict=True):
             slot.decoder = decoder
+        refused = [f"{layer} ({LAYERS[layer]})" for layer in LAYERS if not self.layers.get(layer)]
+        active = ", ".join(layer for layer in LAYERS if self.layers.get(layer)) or "none"
+        if not (self.layers.get("seccomp") or self.layers.get("landlock")):
+            log.warning("decode processes can open files and sockets; active layers: %s; not available in this kernel or pod: %s",
+                        active, "; ".join(refused))  # fmt: skip
+        else:
+            log.info("decode processes are confined by: %s; not available in this kernel or pod: %s",
+                     active, "; ".join(refused) or "nothing")  # fmt: skip
 
     async def close(self) -> None:
-        """Kill every process and wait until all are gone; decodes under way fail with OverloadedError."""
+        """Kill every process and wait until all have exited; decodes under way fail with OverloadedError."""
         self._closed = True
         self._results.close()
-        for process in self._started:
-            if process.returncode is None:
-                process.kill()
+        for process, pid in self._started.items():
+            _kill(process, pid)
         async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
             await asyncio.gather(*(process.wait() for process in self._started))
             for _ in self._slots:  # a job under way sees its socket end first, then gives its place back
@@ -199,14 +241,27 @@ class DecodePool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the processes that are alive."""
-        return [slot.decoder.process.pid for slot in self._slots if slot.decoder is not None]
+        """Ids of the processes that decode."""
+        return [slot.decoder.pid for slot in self._slots if slot.decoder is not None]
 
     async def probe(self, data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
-        """`media.probe.probe` in a decode process. Raises BadMediaError, OverloadedError."""
-        job = {"kind": "probe", "modality": modality, "policy": policy.model_dump(mode="json", by_alias=True)}
+        """`media.probe.probe` in a decode process. Raises BadMediaError, OverloadedError.
+
+        Identity and length come from the bytes themselves, computed here: a decoder that was taken over cannot pass one medium off
+        as another.
+        """
+        if not data or len(data) > getattr(policy, modality).max_bytes:
+            return probe.probe(data, modality, policy)  # refuses without opening it
+        sha256 = await asyncio.to_thread(digest, data)
+        limits = policy.model_dump(include={"image", "video", "audio"})
+        job = {"kind": "probe", "modality": modality, "policy": limits, "digest": sha256}
         reply, _ = await self._run(job, data, 1)
-        return MediumInfo(**reply["info"])
+        info = replace(MediumInfo(**reply["info"]), modality=modality, digest=sha256, num_bytes=len(data))
+        if not _possible(info, policy):
+            raise BadMediaError(
+                f"the decoder returned inconsistent facts about this {modality}; send it re-encoded"
+            )
+        return info
 
     async def decode_image(self, data: bytes, info: MediumInfo) -> DecodedImage:
         """`media.decode.decode_image` in a decode process. Raises BadMediaError, OverloadedError."""
@@ -241,12 +296,12 @@ class DecodePool:
         if result_bytes < 1 or 2 * len(data) + result_bytes > self._memory_bytes:
             raise BadMediaError(
                 f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB a decode "
-                "may use; send a smaller one or ask for fewer frames"
+                "may use; send a smaller one, or request fewer frames"
             )
         message = json.dumps(job | {"result_bytes": result_bytes}).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise BadMediaError(
-                f"{len(message)} bytes of decode instructions are too many; ask for fewer frames"
+                f"{len(message)} bytes of decode instructions are too many; request fewer frames"
             )
         if self._closed:
             raise OverloadedError(STOPPING)
@@ -269,6 +324,9 @@ class DecodePool:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 reply = await decoder.receive()
+                if "died_of" in reply:
+                    log.warning("decode process %d: %r", decoder.pid, reply["died_of"])
+                    raise _ProcessLostError
         except TimeoutError as error:
             slot.discard()
             raise BadMediaError(
@@ -282,9 +340,14 @@ class DecodePool:
                 slot.discard()
             if self._closed:
                 raise OverloadedError(STOPPING) from error
-            log.warning("decode process %d ended with %s", decoder.process.pid, _how(status))
+            if status is None:
+                log.warning("decode process %d did not exit after SIGKILL; abandoning it", decoder.pid)
+                raise BadMediaError(
+                    "the decoder hung on this medium and could not be killed; send it re-encoded"
+                ) from error
+            log.warning("decode process %d exited with %s", decoder.pid, _how(status))
             raise BadMediaError(
-                f"the decoder died on this medium ({_how(status)}); send it re-encoded"
+                f"the decoder crashed on this medium ({_how(status)}); send it re-encoded"
             ) from error
         except asyncio.CancelledError:
             slot.discard()
@@ -313,37 +376,34 @@ class DecodePool:
             else:
                 return decoder
         raise OverloadedError(
-            "decode processes die before they take a job; look at this worker's memory limit"
+            "decode processes exit before they accept a job; check this worker's memory limit"
         )
 
     async def _spawn(self) -> _Decoder:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment |= {"MALLOC_ARENA_MAX": "2"}  # arenas reserve address space, which is limited
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "mmd_workers.media.decode_process",
+                *self._program,
                 str(theirs.fileno()),
                 str(self._timeout_seconds),
                 str(self._memory_bytes),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env={},
             )
-        self._started = {known for known in self._started if known.returncode is None} | {process}
+        self._started = {p: pid for p, pid in self._started.items() if p.returncode is None} | {process: 0}
         decoder = _Decoder(process, ours)
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
-                await decoder.receive()
+                decoder.pid = self._started[process] = int((await decoder.receive())["pid"])
+                self.layers = dict((await decoder.receive())["layers"])
         except (TimeoutError, _ProcessLostError) as error:
             decoder.kill()
             raise OverloadedError(
-                "a decode process did not start; look at this worker's memory and log"
+                "a decode process did not start; check this worker's memory limit and log"
             ) from error
         except asyncio.CancelledError:
             decoder.kill()
@@ -352,6 +412,26 @@ class DecodePool:
             decoder.kill()
             raise OverloadedError(STOPPING)
         return decoder
+
+
+def _possible(info: MediumInfo, policy: MediaPolicy) -> bool:
+    """Whether facts from a decode process are of the right types and within the limits that it was given."""
+    counts = (info.width, info.height, info.num_frames, info.num_samples, info.sample_rate_hz)
+    figures = (info.fps, info.duration_seconds)
+    if not all(type(n) is int and n >= 0 for n in counts):
+        return False
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in figures):
+        return False
+    if info.container not in CONTAINERS[info.modality]:
+        return False
+    if info.modality == "audio":
+        seconds = policy.audio.max_duration_seconds
+        return info.sample_rate_hz > 0 and 0 < info.num_samples <= seconds * info.sample_rate_hz
+    if not 0 < info.width * info.height <= policy.image.max_pixels:
+        return False
+    return info.modality == "image" or (
+        info.num_frames > 0 and info.fps > 0 and info.duration_seconds <= policy.video.max_duration_seconds
+    )
 
 
 def _how(status: int) -> str:

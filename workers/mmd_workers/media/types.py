@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-Modality = Literal["image", "video", "audio"]
+from mmd_api.contract.pools import Modality
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,11 @@ class MediumInfo:
     duration_seconds: float = 0.0
     num_samples: int = 0
     sample_rate_hz: int = 0
+
+    def decoded_bytes(self, num_frames: int, num_samples: int) -> int:
+        """Bytes of the medium once decoded, with this many sampled frames of a video or samples of a sound."""
+        pixels = 3 * self.width * self.height
+        return {"image": pixels, "video": num_frames * pixels, "audio": 4 * num_samples}[self.modality]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,19 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from mmd_api.spec import ModelSpec
-from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
-from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, Modality
+from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
+from mmd_api.contract.pools import Modality
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.model import ModelSpec
+from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 from mmd_workers.model import inputs as media_inputs
-from mmd_workers.model import source
+from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import EMBEDDINGS, Adapter
-from mmd_workers.model.frontend import load_processor
+from mmd_workers.model.frontend import HfFrontend, load_processor
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.roles import load_role
 from mmd_workers.model.types import Feature, MediumLayout, ProcessedMedium
@@ -39,6 +42,7 @@ class HfEncoderModel:
         self.device = device
         self.dtype = dtype
         self._adapter = adapter
+        self._processor = processor
         self._inputs = MediaInputs(processor, shapes_only=False)
         self._hidden_size = int(adapter.config.get_text_config().hidden_size)
         self._placeholder = {
@@ -46,6 +50,17 @@ class HfEncoderModel:
             for m in self.modalities
         }
         self._lock = threading.Lock()
+
+    def frontend(self, policy: MediaPolicy | None = None) -> HfFrontend:
+        """Lays media out by this model's own processor, within the limits of a policy; default: those that it has by default."""
+        return HfFrontend(
+            self._processor.tokenizer,
+            self._processor,
+            self._adapter,
+            policy or MediaPolicy(),
+            frozenset(),
+            0,
+        )
 
     def feature_headers(self, modality: Modality, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
         """Name -> (dtype, shape) of the tensors that `encode` will return for a medium of this many tokens."""
@@ -60,14 +75,36 @@ class HfEncoderModel:
             UnsupportedInputError: the medium is of another modality than the layout.
             CountMismatchError: processing arrived at other numbers than the layout.
         """
-        made = self._run_processor(medium, layout)
+        return self._processed(self._run_processor(medium, layout), layout)
+
+    def blank(self, info: MediumInfo, layout: MediumLayout) -> ProcessedMedium:
+        """What `process` makes of a medium of these dimensions, without content: for measuring."""
+        made = self._processed(self._blank(info, layout), layout)
+        for name, tensor in made.tensors.items():
+            if not any(tensor.stride()):  # a shape only; some towers drop what is zero as padding
+                made.tensors[name] = torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+        return made
+
+    def _blank(self, info: MediumInfo, layout: MediumLayout) -> media_inputs.Processed:
+        shapes, sampling = MediaInputs(self._processor, shapes_only=True), layout.sampling
+        if layout.modality == "audio":
+            silence = np.broadcast_to(np.float32(0), (sampling.num_samples,))
+            return self._adapter.audio(shapes, silence)
+        count = len(sampling.frame_indices)
+        size = [count] * (layout.modality == "video") + [3, info.height, info.width]
+        pixels = torch.empty(size, dtype=torch.uint8, device="meta")
+        if layout.modality == "image":
+            return self._adapter.image(shapes, pixels)
+        return self._adapter.video(shapes, pixels, sampling.frame_indices, info.fps, info.num_frames)
+
+    def _processed(self, made: media_inputs.Processed, layout: MediumLayout) -> ProcessedMedium:
         count = made.replacement.count(self._placeholder[layout.modality])
         facts = media_inputs.geometry(made.outputs)
         expected = {name: layout.geometry.get(name) for name in facts}
         if count != layout.num_tokens or facts != expected:
             raise CountMismatchError(
                 f"the {layout.modality} was laid out as {layout.num_tokens} tokens with {expected}, but processing it gave "
-                f"{count} with {facts}; the decoded size differs from what its header said"
+                f"{count} with {facts}; the decoded size differs from its header"
             )
         tensors = media_inputs.tensors(made.outputs)
         shapes = tuple(sorted((name, tuple(t.shape)) for name, t in tensors.items()))
@@ -99,7 +136,7 @@ class HfEncoderModel:
             if tensor.shape[0] != sum(counts):
                 raise CountMismatchError(
                     f"the {modality} tower returned {tensor.shape[0]} rows of {name} where {sum(counts)} were laid out; "
-                    "the processor settings and the weights of this checkpoint do not belong together"
+                    "the processor settings and the weights of this checkpoint do not match"
                 )
         if names != set(rows):
             raise CountMismatchError(
@@ -158,8 +195,9 @@ def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
     _, processor = load_processor(folder, adapter)
     if processor is None or not adapter.modalities(processor):
         raise UnsupportedModelError(
-            f"spec.encoder: {model.id!r} takes text only and needs no encoder; leave the pool out or choose a multimodal model"
+            f"spec.encoder: {model.id!r} accepts text only and needs no encoder; remove the pool or choose a multimodal model"
         )
     dtype = source.resolve_dtype(model, config)
     loaded, loaded_bytes = load_role(folder, config, "encoder", dtype, device)
+    requirements.check(loaded, adapter)
     return HfEncoderModel(loaded, processor, adapter, device, dtype, loaded_bytes)

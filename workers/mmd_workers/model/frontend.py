@@ -5,7 +5,6 @@ Counts come from the model's own processors, run on tensors that have a shape bu
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import threading
@@ -20,34 +19,28 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.utils.chat_template_utils import mark_control_tokens
 from transformers.video_utils import VideoMetadata
 
-from mmd_api.spec import MediaPolicy, ModelSpec
-from mmd_workers.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
-from mmd_workers.media.types import MediumInfo, Modality
+from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
+from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.model import ModelSpec
+from mmd_workers.media.types import MediumInfo
 from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.inputs import MediaInputs
+from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.types import MediumLayout, PromptLayout, SamplingPlan
 
-MEDIA_TYPES = ("image", "video", "audio")
-PROBES_KEPT = 4096
+PROBES_BYTES = 64 << 20  # for media of sizes seen before
 PROCESSOR_ERRORS = (ValueError, ZeroDivisionError, RuntimeError, IndexError, TypeError)
-
-
-class _Probe:
-    """What one medium becomes: its text, its facts, its work."""
-
-    __slots__ = ("geometry", "replacement", "work")
-
-    def __init__(self, replacement: str, geometry: dict[str, Any], work: int) -> None:
-        self.replacement, self.geometry, self.work = replacement, geometry, work
 
 
 class HfFrontend:
     """The tokenizer, chat template and placeholder arithmetic of one model. Thread safe.
 
-    `tokenizer` is the Hugging Face tokenizer, for those who detokenise piece by piece.
+    `tokenizer` is the Hugging Face tokenizer, for incremental detokenisation. No text becomes fewer tokens than its
+    characters divided by `longest_token_characters`.
     """
 
     def __init__(
@@ -63,6 +56,7 @@ class HfFrontend:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = int(adapter.config.get_text_config().vocab_size)
+        self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
         self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
         self._adapter = adapter
         self._processor = processor
@@ -75,7 +69,7 @@ class HfFrontend:
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
         self._control_re = _any_of(tokenizer.added_tokens_encoder)
         self._lock = threading.Lock()
-        self._probe = functools.lru_cache(PROBES_KEPT)(self._probe_uncached)
+        self._probe = ProbeCache(self._probe_uncached, PROBES_BYTES)
 
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
@@ -92,7 +86,7 @@ class HfFrontend:
             messages = self._mark(messages)
         if self._processor is None:
             return PromptLayout(self._text_ids(messages, sanitize), [])
-        plans = [self._sampling(info) for info in media]
+        plans = [self._sampling(number, info) for number, info in enumerate(media)]
         probes = [
             self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
         ]
@@ -114,12 +108,12 @@ class HfFrontend:
             content = message.get("content")
             for p, part in enumerate(content if isinstance(content, list) else []):
                 kind = part.get("type")
-                if kind in MEDIA_TYPES:
+                if kind in MODALITIES:
                     if kind not in self.modalities:
                         takes = ", ".join(sorted(self.modalities)) or "text only"
                         raise UnsupportedInputError(
                             f"messages[{m}].content[{p}]: this model takes no {kind} (it takes {takes}); "
-                            "remove the part or ask another model"
+                            "remove the part or use another model"
                         )
                     wanted.append(kind)
                 elif kind != "text":
@@ -129,7 +123,7 @@ class HfFrontend:
         given = [info.modality for info in media]
         if wanted != given:
             raise UnsupportedInputError(
-                f"messages name the media {wanted}, but {given} were given; pass them in order of use"
+                f"messages name the media {wanted}, but {given} were passed; pass them in order of use"
             )
 
     def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
@@ -182,23 +176,39 @@ class HfFrontend:
             first = self.tokenizer("", add_special_tokens=True)["input_ids"][:1] if add_special_tokens else []
         return [int(i) for i in [*(i for i in first if i == self.tokenizer.bos_token_id), *ids]]
 
-    def _sampling(self, info: MediumInfo) -> SamplingPlan:
+    def _sampling(self, number: int, info: MediumInfo) -> SamplingPlan:
         if info.modality == "video":
             return SamplingPlan(frame_indices=self._frame_indices(info))
         if info.modality == "audio":
             assert self._processor is not None
             rate = int(self._processor.feature_extractor.sampling_rate)
-            samples = (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
+            samples = self._samples(info, rate)
             limit = self._adapter.max_audio_samples(self._processor)
-            return SamplingPlan(sample_rate_hz=rate, num_samples=min(samples, limit) if limit else samples)
+            if limit and samples > limit:
+                if self._policy.audio.too_long == "Reject":
+                    raise UnsupportedInputError(
+                        f"medium {number} (audio) lasts {samples / rate:.1f} s and this model accepts at most {limit / rate:.1f} s; send a "
+                        "shorter clip or several clips, or set spec.gateway.media.audio.tooLong to Truncate"
+                    )
+                samples = limit
+            return SamplingPlan(sample_rate_hz=rate, num_samples=samples)
         return SamplingPlan()
+
+    def _samples(self, info: MediumInfo, rate: int) -> int:
+        """Samples of a whole sound at the model's rate."""
+        return (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
+
+    def _truncated_seconds(self, info: MediumInfo, plan: SamplingPlan) -> float:
+        if info.modality != "audio":
+            return 0.0
+        return (self._samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
 
     def _frame_indices(self, info: MediumInfo) -> list[int]:
         """Frames the model's own video processor would choose, thinned evenly to the policy's limit."""
         assert self._processor is not None
         policy, chooser, total = self._policy.video, self._processor.video_processor, info.num_frames
         if total < 1 or info.fps <= 0:
-            raise UnsupportedInputError("the video has no frames or no frame rate; send one that has")
+            raise UnsupportedInputError("the video has no frames or no frame rate; send one that has both")
         group = int(getattr(chooser, "temporal_patch_size", None) or 1)
         least = min(total, 2 * group)
         if total == least:
@@ -226,7 +236,7 @@ class HfFrontend:
             chosen = [chosen[i] for i in np.linspace(0, len(chosen) - 1, limit).round().astype(int)]
         return chosen
 
-    def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> _Probe:
+    def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> Probe:
         try:
             probe = self._probe(
                 info.modality,
@@ -244,11 +254,17 @@ class HfFrontend:
                 else f"{info.width} x {info.height} pixels"
             )
             raise UnsupportedInputError(
-                f"medium {number} ({info.modality}, {what}): the model's processor refuses it: {error}; send another size"
+                f"medium {number} ({info.modality}, {what}): the model's processor rejected it: {error}; send another size"
             ) from error
         if not probe.replacement.count(self._placeholder[info.modality]):
+            others = [p for m, p in self._placeholder.items() if m != info.modality]
+            if any(other in probe.replacement for other in others):
+                raise UnsupportedInputError(
+                    f"medium {number} ({info.modality}): this model's processor marks {info.modality} with tokens other than "
+                    f"{self._placeholder[info.modality]}, and no adapter defines them; send another modality, or report the model"
+                )
             raise UnsupportedInputError(
-                f"medium {number} ({info.modality}) is too short or too small to become a token"
+                f"medium {number} ({info.modality}) is too short or too small to yield a token"
             )
         return probe
 
@@ -261,11 +277,11 @@ class HfFrontend:
         fps: float,
         num_frames: int,
         num_samples: int,
-    ) -> _Probe:
+    ) -> Probe:
         assert self._inputs is not None
         if modality == "audio":
             if num_samples < 1:
-                raise ValueError("there is no sound in it")
+                raise ValueError("it has no samples")
             made = self._adapter.audio(self._inputs, np.broadcast_to(np.float32(0), (num_samples,)))
         elif width < 1 or height < 1:
             raise ValueError("it has no pixels")
@@ -276,17 +292,19 @@ class HfFrontend:
             frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
             made = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames)
         facts = media_inputs.geometry(made.outputs)
-        work = self._adapter.work(media_inputs.tensors(made.outputs), facts)
+        inputs = media_inputs.tensors(made.outputs)
+        work = self._adapter.work(inputs, facts)
         if modality == "video":
             facts |= {"source_fps": fps, "source_num_frames": num_frames}
-        return _Probe(made.replacement, facts, work)
+        input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
+        return Probe(made.replacement, facts, work, input_bytes)
 
     def _place(
         self,
         token_ids: list[int],
         media: Sequence[MediumInfo],
         plans: Sequence[SamplingPlan],
-        probes: Sequence[_Probe],
+        probes: Sequence[Probe],
         order: Sequence[Modality],
     ) -> list[MediumLayout]:
         """Deal out the placeholder positions: markers of one modality keep the order of their media."""
@@ -300,19 +318,22 @@ class HfFrontend:
                 f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {found} of "
                 f"{len(order)}; the checkpoint's chat template and tokenizer disagree"
             )
-        queues = {m: iter([n for n, info in enumerate(media) if info.modality == m]) for m in MEDIA_TYPES}
+        queues = {m: iter([n for n, info in enumerate(media) if info.modality == m]) for m in MODALITIES}
         placed: dict[int, MediumLayout] = {}
         for modality in order:
             number = next(queues[modality])
-            probe = probes[number]
+            probe, plan = probes[number], plans[number]
+            decoded = media[number].decoded_bytes(len(plan.frame_indices), plan.num_samples)
             count = probe.replacement.count(self._placeholder[modality])
             placed[number] = MediumLayout(
                 modality=modality,
                 num_tokens=count,
                 ranges=_runs([next(positions) for _ in range(count)]),
                 geometry=probe.geometry,
-                sampling=plans[number],
+                sampling=plan,
                 work=probe.work,
+                host_bytes=decoded + probe.input_bytes,
+                truncated_seconds=self._truncated_seconds(media[number], plan),
             )
         return [placed[n] for n in range(len(media))]
 

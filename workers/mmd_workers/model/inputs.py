@@ -17,7 +17,7 @@ from transformers import BatchFeature
 from transformers.processing_utils import OmniModalProcessorMixin, ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
-from mmd_workers.media.types import Modality
+from mmd_api.contract.pools import Modality
 
 CHANNELS_FIRST = {"input_data_format": "channels_first", "return_tensors": "pt"}
 LARGEST_FACT = 64  # elements of an integer tensor that counts as a fact about a medium and not as data

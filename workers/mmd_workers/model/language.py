@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from mmd_api.spec import ModelSpec
-from mmd_workers.errors import CountMismatchError, UnsupportedModelError
-from mmd_workers.model import source
+from mmd_api.contract.errors import CountMismatchError, UnsupportedModelError
+from mmd_api.contract.pools import MODALITIES
+from mmd_api.spec.model import ModelSpec
+from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import EMBEDDINGS, TOKEN_TYPES, Adapter, rope_index
 from mmd_workers.model.roles import load_role
@@ -43,10 +44,12 @@ class HfLanguageModel:
         self._head = model.get_output_embeddings()
         self._table = self.decoder.get_input_embeddings()
         self._extra_names = adapter.extra_names()
-        self._softcap = getattr(text, "final_logit_softcapping", None)
-        self._scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        made = {name: getattr(text, name, None) for name in names if requirements.uses(model, name)}
+        self._softcap = made.get("final_logit_softcapping")
+        self._scale = made.get("logit_scale") or 1 / (made.get("logits_scaling") or 1)
         self.vocab_size = int(self._head.weight.shape[0])
-        ids = {adapter.placeholder_id(modality) for modality in ("image", "video", "audio")}
+        ids = {adapter.placeholder_id(modality) for modality in MODALITIES}
         self.suppress_token_ids = tuple(sorted(i for i in ids if i is not None and i < self.vocab_size))
 
     def lower(
@@ -162,18 +165,25 @@ def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLay
     kinds = set(getattr(text, "layer_types", None) or [])
     if kinds - SERVED_LAYERS:
         raise UnsupportedModelError(
-            f"spec.model.id: {text.model_type} has layers of type {', '.join(sorted(kinds - SERVED_LAYERS))}, whose state is no "
+            f"spec.model.id: {text.model_type} has layers of type {', '.join(sorted(kinds - SERVED_LAYERS))}, whose state is not "
             "block-paged KV; choose a model of full and sliding attention layers"
         )
-    owners = {}
+    owners, layers = {}, set()
     for module in decoder.modules():
         index = getattr(module, "layer_idx", None)
-        if index is None or not hasattr(module, "head_dim") or getattr(module, "is_kv_shared_layer", False):
+        if index is None or not hasattr(module, "head_dim"):
             continue
-        owners[int(index)] = module
+        layers.add(int(index))
+        if not getattr(module, "is_kv_shared_layer", False):
+            owners[int(index)] = module
     if not owners:
         raise UnsupportedModelError(
-            f"spec.model.id: {text.model_type} has no attention layers that transformers lets be replaced; choose another model"
+            f"spec.model.id: {text.model_type} has no attention layers that transformers allows to be replaced; choose another model"
+        )
+    if len(layers) != text.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"spec.model.id: {len(layers)} of the {text.num_hidden_layers} layers of {text.model_type} have attention, and the state of "
+            "the others is not block-paged KV; choose a model of full and sliding attention layers"
         )
     heads, dims = [], []
     for index in sorted(owners):
@@ -199,7 +209,8 @@ def load_language_model(model: ModelSpec, device: torch.device) -> HfLanguageMod
     loaded, loaded_bytes = load_role(folder, config, "language", dtype, device)
     if not getattr(loaded.get_decoder(), "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"spec.model.id: {config.model_type} does not let its attention be replaced; choose another architecture"
+            f"spec.model.id: {config.model_type} does not allow its attention to be replaced; choose another architecture"
         )
+    requirements.check(loaded, adapter)
     eos = source.eos_token_ids(folder, config)
     return HfLanguageModel(loaded, adapter, device, dtype, loaded_bytes, eos)

@@ -13,13 +13,13 @@ import torch
 import transformers
 from torch import nn
 
-from mmd_workers.errors import UnsupportedModelError
+from mmd_api.contract.errors import UnsupportedModelError
 
-Role = Literal["encoder", "language"]
+ModelPart = Literal["encoder", "language"]
 
 
 class Absent(nn.Module):
-    """Stands where another role has a module. Has no parameters and refuses to run."""
+    """Replaces a module that another role loads. Has no parameters and refuses to run."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Never runs in this role.
@@ -60,7 +60,7 @@ def architecture_class(config: Any) -> type[Any]:
     )
 
 
-def sliced_class(cls: type[Any], role: Role) -> type[Any]:
+def sliced_class(cls: type[Any], role: ModelPart) -> type[Any]:
     """A subclass of `cls` that builds only the children which `role` needs.
 
     Name and module stay those of `cls`: transformers decides by them which checkpoint key renaming applies.
@@ -86,7 +86,7 @@ def sliced_class(cls: type[Any], role: Role) -> type[Any]:
         def get_output_embeddings(self) -> Any:
             return None if role == "encoder" else super().get_output_embeddings()
 
-    Sliced._keys_to_ignore_on_load_unexpected = ["."]  # the other role's weights are no surprise
+    Sliced._keys_to_ignore_on_load_unexpected = ["."]  # the other role's weights are expected
     if role == "encoder":
         Sliced._tied_weights_keys = {}
     Sliced.__name__, Sliced.__qualname__, Sliced.__module__ = cls.__name__, cls.__qualname__, cls.__module__
@@ -94,7 +94,7 @@ def sliced_class(cls: type[Any], role: Role) -> type[Any]:
 
 
 def load_role(
-    folder: Path, config: Any, role: Role, dtype: torch.dtype, device: torch.device
+    folder: Path, config: Any, role: ModelPart, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, int]:
     """Load a role's model in evaluation mode. Returns it and the bytes of its weights, shared ones counted once.
 
@@ -120,7 +120,7 @@ def load_role(
     if wrong:
         raise UnsupportedModelError(
             f"spec.model.id: {len(wrong)} weights of the {role} part are missing or misshapen in {folder.name!r} "
-            f"(first: {wrong[0]}); the checkpoint is incomplete or of another architecture than its config.json says"
+            f"(first: {wrong[0]}); the checkpoint is incomplete, or its architecture differs from config.json"
         )
     if role == "language" and model.base_model is not model.get_decoder():
         for name in list(

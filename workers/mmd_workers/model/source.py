@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, GenerationConfig
 
-from mmd_api.spec import ModelSpec
-from mmd_workers.errors import UnsupportedModelError
+from mmd_api.contract.errors import UnsupportedModelError
+from mmd_api.spec.model import ModelSpec
 
 BUILTIN = {"builtin/demo": "demo"}
 SETTINGS_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -46,15 +46,21 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
         return _checked(local, spec.id)
     if not HUB_ID.match(spec.id):
         raise UnsupportedModelError(
-            f"spec.model.id: {spec.id!r} is no folder here and no hub id; give an absolute path, `owner/name` or `builtin/demo`"
+            f"spec.model.id: {spec.id!r} is neither an existing folder nor a hub id; give an absolute path, `owner/name` or `builtin/demo`"
         )
     return _checked(_from_hub(spec, weights), spec.id)
+
+
+def commit_of(folder: Path, spec: ModelSpec) -> str | None:
+    """The commit that a hub model's folder holds; None for a model that is no hub repository."""
+    is_snapshot = folder.parent.name == "snapshots" and spec.id not in BUILTIN and not Path(spec.id).is_dir()
+    return folder.name if is_snapshot else None
 
 
 def _checked(folder: Path, model_id: str) -> Path:
     if not (folder / "config.json").is_file():
         raise UnsupportedModelError(
-            f"spec.model.id: {model_id!r} has no config.json; point it at a folder in the Hugging Face layout "
+            f"spec.model.id: {model_id!r} has no config.json; use a folder in the Hugging Face layout "
             "(config.json, *.safetensors, tokenizer.json, processor settings)"
         )
     return folder
@@ -71,7 +77,7 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
         )
     except GatedRepoError as error:
         raise UnsupportedModelError(
-            f"{where} is gated; accept its licence on the hub and name a secret with your token in spec.model.storage.tokenSecret"
+            f"{where} is gated; accept its license on the hub and name a Secret with your token in spec.model.storage.tokenSecret"
         ) from error
     except RevisionNotFoundError as error:
         raise UnsupportedModelError(
@@ -79,12 +85,12 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise UnsupportedModelError(
-            f"{where} is not on the hub, or is private; check the spelling or name a token in spec.model.storage.tokenSecret"
+            f"{where} is not on the hub or is private; check the spelling, or name a Secret with your token in spec.model.storage.tokenSecret"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise UnsupportedModelError(
             f"{where} could not be fetched and is not in the local cache ({type(error).__name__}: {error}); "
-            "give this pod a way to the hub, or put the files on a claim or into the image and name their path"
+            "give this pod network access to the hub, or put the files on a claim or in the image and set id to their path"
         ) from error
     return Path(path)
 
@@ -127,7 +133,7 @@ def resolve_max_model_len(spec: ModelSpec, config: Any) -> int:
         return int(limit) if limit else 4096
     if limit and spec.max_model_len > limit:
         raise UnsupportedModelError(
-            f"spec.model.maxModelLen: {spec.max_model_len} exceeds the model's {limit} positions; lower it or leave it out"
+            f"spec.model.maxModelLen: {spec.max_model_len} exceeds the model's {limit} positions; lower it or remove it"
         )
     return spec.max_model_len
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from mmd_api.contract.pools import Modality
+from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.types import Decoded, MediumInfo
-
-Modality = Literal["image", "video", "audio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class MediumLayout:
     geometry: dict[str, Any]  # JSON-able; e.g. {"image_grid_thw": [[1, 8, 6]]}
     sampling: SamplingPlan
     work: int  # encoder work: vision patches or mel frames before any pooling
+    host_bytes: int = 0  # decoded, plus the inputs of the tower
+    truncated_seconds: float = 0.0  # of sound beyond the model's window, which the model does not get
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Frontend(Protocol):
 
     eos_token_ids: frozenset[int]
     vocab_size: int
+    longest_token_characters: int
     max_model_len: int
     modalities: frozenset[Modality]
 
@@ -75,7 +78,7 @@ class Frontend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedMedium:
-    """Inputs of the tower for one medium, made on the CPU; `shape_key` says which ones may share a batch."""
+    """Inputs of the tower for one medium, made on the CPU; media with equal `shape_key` may share a batch."""
 
     modality: Modality
     tensors: dict[str, torch.Tensor]
@@ -109,6 +112,11 @@ class EncoderModel(Protocol):
 
     loaded_bytes: int
     modalities: frozenset[Modality]
+    device: torch.device
+
+    def frontend(self, policy: MediaPolicy | None = None) -> Frontend:
+        """Lays media out by this model's own processor, within the limits of a policy; default: those that it has by default."""
+        ...
 
     def feature_headers(self, modality: Modality, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
         """Name -> (dtype, shape) of the tensors that `encode` will return for a medium of this many tokens."""
@@ -120,6 +128,10 @@ class EncoderModel(Protocol):
         Raises:
             CountMismatchError: processing arrived at other numbers than the layout.
         """
+        ...
+
+    def blank(self, info: MediumInfo, layout: MediumLayout) -> ProcessedMedium:
+        """What `process` makes of a medium of these dimensions, without content: for measuring."""
         ...
 
     def encode(self, batch: Sequence[ProcessedMedium]) -> list[Feature]:

@@ -1,1 +1,1 @@
-"""How every process tells what it does: logs, metrics, probes, phases."""
+"""How every process reports what it does: logs, metrics, probes, phases."""

@@ -1,16 +1,20 @@
-"""Watches a process's connection to the message server: is it there, how long is the way, what got lost. Knows no message."""
+"""Watches a process's connection to the message server: availability, round trip time, losses. Knows no message."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
-from mmd_workers.errors import MmdError
+from mmd_api.contract.errors import MmdError
+from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 
 PERIOD_SECONDS = 1.0
-ROUND_TRIP_SECONDS = 5.0  # a server that is slower than that counts with this time
+ROUND_TRIP_SECONDS = 5.0  # the time recorded for a slower server
+
+_log = logging.getLogger(__name__)
 
 
 async def watch(bus: Bus, metrics: Metrics) -> None:
@@ -20,6 +24,7 @@ async def watch(bus: Bus, metrics: Metrics) -> None:
         metrics.nats_reconnects.inc()
 
     bus.on_reconnect(reconnected)
+    limited = RateLimitedLog(_log)
     known = dict.fromkeys(("malformed", "dropped", "handler"), 0)
     while True:
         metrics.nats_connected.set(bus.is_connected)
@@ -30,6 +35,9 @@ async def watch(bus: Bus, metrics: Metrics) -> None:
                 metrics.nats_round_trip.observe(time.monotonic() - begun)
             except MmdError:
                 metrics.nats_round_trip.observe(ROUND_TRIP_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a missing measurement must not end the process
+                message = f"the round trip to NATS was not measured: {type(error).__name__}: {error}"
+                limited.warning("round trip", message, error)
         now = {"malformed": bus.bad_messages, "dropped": bus.dropped_messages, "handler": bus.handler_errors}
         for reason, count in now.items():
             metrics.nats_lost.labels(reason).inc(count - known[reason])

@@ -1,12 +1,13 @@
 """Logs of every process: JSON lines for machines, short lines on a terminal, with pod, request and trace on each.
 
-Nobody logs media, prompts or tensors; a line is bounded whatever is put into it.
+Nobody logs media, prompts or tensors; a line is bounded whatever is put into it, and shows control characters instead of obeying them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from typing import TextIO
 MAX_MESSAGE_CHARACTERS = 4096
 MAX_TRACEBACK_CHARACTERS = 8192
 
+# C0, DEL, C1; line and paragraph separators; overrides, embeddings and isolates of direction.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _request: ContextVar[tuple[str, str]] = ContextVar("mmd_request", default=("", ""))
 
 
@@ -39,9 +42,26 @@ def configure(pod: str, level: str = "INFO", stream: TextIO | None = None) -> No
     handler.setFormatter(_TerminalFormatter(pod) if target.isatty() else _JsonFormatter(pod))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    set_level(level)
     for chatty in ("httpx", "httpcore", "uvicorn.access", "PIL", "libav"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def set_level(level: str) -> None:
+    """Log nothing below `level` (Debug, Info, Warning, Error) from now on."""
+    logging.getLogger().setLevel(level.upper())
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters as escapes, but for those in `keep`: it cannot move a cursor, change a title or feign a line.
+
+    Characters that turn the direction of text are among them.
+    """
+    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+
+
+def _escape(character: str) -> str:
+    return f"\\x{ord(character):02x}" if ord(character) < 0x100 else f"\\u{ord(character):04x}"
 
 
 def _bounded(text: str, limit: int) -> str:
@@ -68,7 +88,7 @@ class _JsonFormatter(logging.Formatter):
             line["trace_id"] = trace_id[:128]
         if record.exc_info:
             line["exception"] = _bounded(self.formatException(record.exc_info), MAX_TRACEBACK_CHARACTERS)
-        return json.dumps(line, ensure_ascii=False)
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(line, ensure_ascii=False))
 
 
 class _TerminalFormatter(logging.Formatter):
@@ -80,10 +100,11 @@ class _TerminalFormatter(logging.Formatter):
         request_id, _ = _request.get()
         clock = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
         about = f" [{request_id[:128]}]" if request_id else ""
-        text = _bounded(record.getMessage(), MAX_MESSAGE_CHARACTERS)
+        text = printable(_bounded(record.getMessage(), MAX_MESSAGE_CHARACTERS))
         line = f"{clock} {record.levelname[:1]} {self._pod} {record.name.rpartition('.')[2]}{about}: {text}"
         if record.exc_info:
-            line += "\n" + _bounded(self.formatException(record.exc_info), MAX_TRACEBACK_CHARACTERS)
+            traceback = _bounded(self.formatException(record.exc_info), MAX_TRACEBACK_CHARACTERS)
+            line += "\n" + printable(traceback, keep="\n")
         return line
 
 
@@ -97,7 +118,7 @@ class RepeatedWarning:
         self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def __call__(self, key: str, message: str, *arguments: object, now: float | None = None) -> bool:
-        """Log `message % arguments` unless `key` was logged less than an interval ago; tells whether it was logged."""
+        """Log `message % arguments` unless `key` was logged less than an interval ago; returns whether it was logged."""
         now = time.monotonic() if now is None else now
         last, kept_back = self._last.get(key, (float("-inf"), 0))
         if now - last < self._interval_seconds:
@@ -107,6 +128,6 @@ class RepeatedWarning:
         self._last.move_to_end(key)
         if len(self._last) > self._max_keys:
             self._last.popitem(last=False)
-        suffix = f" ({kept_back} more like it since)" if kept_back else ""
+        suffix = f" ({kept_back} similar suppressed)" if kept_back else ""
         self._log.warning(message + "%s", *arguments, suffix)
         return True

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from prometheus_client import Info
 
-from mmd_api.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable
+from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable
 
 LABELS: dict[str, str] = {
     "modality": "text, image, video, audio: of a request, its heaviest",
@@ -41,54 +41,52 @@ class Metrics(MetricTable):
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
         self._begin("Requests, as clients see them (gateway)", "gateway")
-        self.requests = counter("mmd_requests_total", "Requests finished, by how", "modality", "code")
+        self.requests = counter("mmd_requests_total", "Finished requests, by result", "modality", "code")
         self.requests_running = gauge("mmd_requests_running", "Requests accepted and not finished")
         self.ttft = histogram("mmd_ttft_seconds", "Arrival to first token", LONG_SECONDS, "modality")
         self.itl = histogram(
             "mmd_itl_seconds",
-            "Between two tokens of a stream, as they reach the gateway",
+            "Time between two tokens of a stream, as they reach the gateway",
             SHORT_SECONDS,
             "modality",
         )
         self.e2e = histogram("mmd_e2e_seconds", "Arrival to last token", LONG_SECONDS, "modality")
-        self.tokens = counter("mmd_tokens_total", "Tokens in and out of finished requests", "kind")
+        self.tokens = counter("mmd_tokens_total", "Prompt and output tokens of finished requests", "kind")
         self.slo = counter(
             "mmd_slo_requests_total",
-            "Requests measured against spec.slo; one that fails through no fault of its client has missed it",
+            "Requests measured against spec.slo; a request that fails through no fault of its client counts as missed",
             "signal",
             "outcome: kept, missed",
         )
-        self.slo_target = gauge(
-            "mmd_slo_target_seconds", "What spec.slo promises; absent without one", "signal"
-        )
+        self.slo_target = gauge("mmd_slo_target_seconds", "Target in spec.slo; absent without one", "signal")
         self.slo_objective = gauge(
             "mmd_slo_objective_ratio",
-            "Share of requests that spec.slo promises it to; absent without one",
+            "Share of requests that must meet the target in spec.slo; absent without one",
             "signal",
         )
         self.retries = counter(
             "mmd_retries_total",
             "Requests placed again after a placement was lost",
-            "reason: pod_lost, gave_up, gap, silent, forgotten",
-            moves="trouble",
+            "reason: pod_lost, preempted, gave_up, gap, silent, forgotten",
+            moved_by="trouble",
         )
         self.migrations = counter(
             "mmd_migrations_total",
-            "Of those, requests that went on elsewhere with the tokens they already had",
-            "reason: pod_lost, gave_up, gap, silent, forgotten",
-            moves="trouble",
+            "Of those, requests that continued on another pod with the tokens they already had",
+            "reason: pod_lost, preempted, gave_up, gap, silent, forgotten",
+            moved_by="trouble",
         )
         self.gateway_sequences = gauge("mmd_gateway_sequences", "Sequences placed or waiting for a pod")
         self.gateway_held = gauge(
-            "mmd_gateway_held_sequences", "Sequences that wait for a pod, by the role that is missing", "role",
-            moves="trouble",
+            "mmd_gateway_held_sequences", "Sequences waiting for a pod, by the missing role", "role",
+            moved_by="trouble",
         )  # fmt: skip
         self.duplicates = counter(
-            "mmd_gateway_duplicate_tokens_total", "Tokens that arrived more than once", moves="trouble"
+            "mmd_gateway_duplicate_tokens_total", "Tokens that arrived more than once", moved_by="trouble"
         )
         self.gateway_pods = gauge(
             "mmd_gateway_pods",
-            "Pods that this gateway hears of, by role; one with two roles counts twice",
+            "Pods whose heartbeats this gateway receives, by role; a pod with two roles counts twice",
             "role",
             "state: loading, ready, draining, drained",
         )
@@ -97,24 +95,37 @@ class Metrics(MetricTable):
         self.fetch_bytes = counter(
             "mmd_media_fetched_bytes_total", "Media received from clients and URLs", "modality"
         )
-        self.held_bytes = gauge("mmd_media_held_bytes", "Media held until their encode jobs are done")
-        self.media_budget = gauge("mmd_media_budget_bytes", "Bound of mmd_media_held_bytes")
+        self.held_bytes = gauge(
+            "mmd_media_held_bytes",
+            "Shared memory budget used by bodies and media, beyond the allowance of each request",
+            moved_by="trouble",
+        )
+        self.media_budget = gauge("mmd_media_budget_bytes", "Maximum of mmd_media_held_bytes")
         self.media_items = gauge("mmd_gateway_media_items", "Distinct media held")
         self.media_waiting = gauge(
-            "mmd_media_waiting_requests", "Requests that wait for media memory", moves="trouble"
+            "mmd_media_waiting_requests", "Requests waiting for media memory", moved_by="trouble"
+        )
+        self.answer_bytes = gauge(
+            "mmd_answer_reserved_bytes",
+            "Memory reserved for answers at their full length, beyond the allowance of each request",
+            moved_by="trouble",
+        )
+        self.answer_budget = gauge("mmd_answer_budget_bytes", "Maximum of mmd_answer_reserved_bytes")
+        self.answers_waiting = gauge(
+            "mmd_answer_waiting_requests", "Requests waiting for answer memory", moved_by="trouble"
         )
 
         self._begin(
-            "The queue of encode jobs (gateway, read off the stream; absent while it cannot be read)",
+            "The queue of encode jobs (gateway, read from the stream; absent while it cannot be read)",
             "gateway",
         )
         self.queue_jobs = gauge("mmd_encode_queue_jobs", "Encode jobs published and not done", "modality")
         self.queue_work = gauge(
-            "mmd_encode_queue_work", "Work in them (patches, frames), to two digits", "modality"
+            "mmd_encode_queue_work", "Work of these jobs (patches, frames), to two digits", "modality"
         )
 
         self._begin("Where the time goes (the pod that ends the phase)", "encode", "prefill", "decode")
-        self.phase = histogram("mmd_phase_seconds", "Length of a phase", LONG_SECONDS, "phase", "modality")
+        self.phase = histogram("mmd_phase_seconds", "Duration of a phase", LONG_SECONDS, "phase", "modality")
         self.backlog = gauge(
             "mmd_backlog_seconds",
             "Work waiting on this pod ÷ its measured throughput",
@@ -123,25 +134,37 @@ class Metrics(MetricTable):
 
         self._begin("Encode role", "encode")
         self.encode_queued = gauge(
-            "mmd_encode_queued_work", "Work taken by this pod and not encoded (patches, frames)", "modality"
+            "mmd_encode_queued_work",
+            "Work accepted by this pod and not yet encoded (patches, frames)",
+            "modality",
         )
         self.encode_work = counter("mmd_encode_work_total", "Work encoded (patches, frames)", "modality")
         self.encode_rate = gauge(
-            "mmd_encode_work_per_second", "Measured throughput while the tower runs", "modality"
+            "mmd_encode_work_per_second", "Measured throughput of the slowest stage", "modality"
         )
-        self.encode_busy = counter("mmd_encode_busy_seconds_total", "Time the towers were running")
+        self.encode_stage_rate = gauge(
+            "mmd_encode_stage_work_per_second",
+            "Measured throughput of each stage",
+            "stage: fetch, decode, process, tower, send",
+            "modality",
+        )
+        self.encode_busy = counter(
+            "mmd_encode_busy_seconds_total",
+            "Time that a stage was busy, averaged over its servers (processes, threads, connections)",
+            "stage: fetch, decode, process, tower, send",
+        )
         self.encode_jobs = counter(
-            "mmd_encode_jobs_total", "Encode jobs finished, by how", "modality", "code"
+            "mmd_encode_jobs_total", "Finished encode jobs, by result", "modality", "code"
         )
         self.redeliveries = counter(
-            "mmd_encode_redeliveries_total", "Encode jobs that came again", "modality", moves="trouble"
+            "mmd_encode_redeliveries_total", "Encode jobs delivered again", "modality", moved_by="trouble"
         )
         self.decode_failures = counter(
             "mmd_media_decode_failures_total",
-            "Media that broke decoding",
+            "Media that failed to decode",
             "modality",
             "reason: bad_media, unsupported_input, count_mismatch, overloaded, internal",
-            moves="trouble",
+            moved_by="trouble",
         )
 
         self._begin("Features and caches", "encode", "prefill")
@@ -151,12 +174,12 @@ class Metrics(MetricTable):
             "state: registered, encoding, encoded, merged, prefilled, discarded",
         )
         self.feature_bytes = gauge(
-            "mmd_feature_used_bytes", "Features reserved or held now", "state: registered … discarded"
+            "mmd_feature_used_bytes", "Features currently reserved or held", "state: registered … discarded"
         )
-        self.feature_budget = gauge("mmd_feature_budget_bytes", "Features that may be held")
+        self.feature_budget = gauge("mmd_feature_budget_bytes", "Maximum size of the features held")
         self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome: hit, miss")
         self.cache_evictions = counter(
-            "mmd_cache_evictions_total", "Entries dropped for room", "cache: feature", moves="trouble"
+            "mmd_cache_evictions_total", "Entries evicted to make room", "cache: feature", moved_by="trouble"
         )
         self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache: feature")
         self.prefix_tokens = counter(
@@ -180,27 +203,27 @@ class Metrics(MetricTable):
             "Transfers that failed",
             "link",
             "reason: link_failed, peer_lost, overloaded, too_large, lease_expired, lease_ended, deadline_exceeded",
-            moves="trouble",
+            moved_by="trouble",
         )
         self.offers = counter(
             "mmd_embedding_offers_total",
-            "Features offered to a receiver, by its verdict",
+            "Features offered to a receiver, by its answer",
             "outcome: sent, have, refused",
         )
         self.credit = gauge(
             "mmd_embedding_credit_bytes",
-            "Room that this receiver has granted to transfers under way; seen above zero when they are slow",
-            moves="trouble",
+            "Credit that this receiver has granted to transfers in progress; above zero when they are slow",
+            moved_by="trouble",
         )
         self.leases = counter(
             "mmd_kv_leases_total",
-            "Leases on KV blocks, by what became of them",
+            "Leases on KV blocks, by outcome",
             "outcome: granted, refused, committed, released, expired, lost",
         )
         self.inbound = gauge(
             "mmd_kv_inbound_sequences",
-            "Sequences granted blocks and not yet committed; seen above zero when hand-overs are slow",
-            moves="trouble",
+            "Sequences with granted blocks, not yet committed; above zero when handoffs are slow",
+            moved_by="trouble",
         )
 
         self._begin("Prefill and decode roles", "prefill", "decode")
@@ -211,36 +234,77 @@ class Metrics(MetricTable):
             "role: prefill, encode",
         )
         self.prefill_tokens = counter("mmd_prefill_tokens_total", "Prompt tokens computed")
-        self.prefill_rate = gauge("mmd_prefill_tokens_per_second", "Measured throughput while prompts run")
+        self.prefill_rate = gauge(
+            "mmd_prefill_tokens_per_second", "Measured throughput while prompts are running"
+        )
         self.sequences = gauge(
             "mmd_sequences", "Sequences of the engine", "state: waiting, running, held, reserved"
         )
-        self.max_sequences = gauge("mmd_max_sequences", "Sequences that the engine runs at once")
+        self.max_sequences = gauge(
+            "mmd_max_sequences", "Maximum number of sequences that the engine runs at once"
+        )
         self.step = histogram("mmd_step_seconds", "One engine step", SHORT_SECONDS)
         self.step_sequences = histogram("mmd_step_sequences", "Sequences in an engine step", STEP_SEQUENCES)
+        self.resent_tokens = counter(
+            "mmd_resent_tokens_total",
+            "Tokens sent again because a report showed that the gateway had not received them",
+            moved_by="trouble",
+        )
+        self.freed_sequences = counter(
+            "mmd_freed_sequences_total",
+            "Sequences freed without a cancellation: unknown to their gateway, their gateway was lost, or their deadline had passed",
+            "reason: unwanted, gateway_gone, deadline",
+            moved_by="trouble",
+        )
         self.preemptions = counter(
-            "mmd_preemptions_total", "Sequences that gave their KV up to others", moves="trouble"
+            "mmd_preemptions_total", "Sequences preempted to free KV for others", moved_by="trouble"
+        )
+
+        self._begin("Decode sandbox", "gateway", "encode")
+        self.sandbox_layers = gauge(
+            "mmd_sandbox_layer_state",
+            "1 for each confinement layer that is active on decode processes, 0 where the kernel or the pod does not allow it",
+            "layer: namespaces, root, user, landlock, seccomp",
         )
 
         self._begin("The process (every pod)")
         self.pod_state = gauge(
             "mmd_pod_state", "1 for the state that the pod is in", "state: loading, ready, draining, drained"
         )
-        self.nats_connected = gauge("mmd_nats_connected", "1 while the bus connection stands")
+        self.nats_connected = gauge("mmd_nats_connected", "1 while connected to NATS")
         self.nats_round_trip = histogram(
-            "mmd_nats_round_trip_seconds", "To the message server and back, once a second", SHORT_SECONDS
+            "mmd_nats_round_trip_seconds",
+            "Round trip to the NATS server, measured once per second",
+            SHORT_SECONDS,
         )
         self.nats_reconnects = counter(
-            "mmd_nats_reconnects_total", "Times the bus connection was made anew", moves="trouble"
+            "mmd_nats_reconnects_total", "Reconnections to NATS", moved_by="trouble"
         )
         self.nats_lost = counter(
             "mmd_nats_messages_lost_total",
-            "Messages that did not do their work here",
-            "reason: malformed, dropped, handler: came faster than they were read, or the code that took them failed",
-            moves="trouble",
+            "Received messages that had no effect",
+            "reason: malformed, dropped, handler: arrived faster than they were read, or their handler failed",
+            moved_by="trouble",
+        )
+        self.startup = gauge(
+            "mmd_startup_seconds",
+            "Duration of each start-up phase; the process accepts requests after the last",
+            "phase: connect, load_encoder, load_language, sandbox, memory_encoder, memory, engine, services, warm_up_tracing, warm_up_image, "
+            "warm_up_video, warm_up_audio, warm_up_engine, warm_up_links",
         )
         self.loaded_bytes = gauge("mmd_model_loaded_bytes", "Weights loaded by this process")
-        self.errors = counter("mmd_errors_total", "Typed errors raised, by code", "code", moves="trouble")
+        self.config_reloads = counter(
+            "mmd_config_reloads_total",
+            "Changed configuration files, by result",
+            "result: applied, rejected",
+            moved_by="trouble",
+        )
+        self.config_rejected = gauge(
+            "mmd_config_rejected_state",
+            "1 while the configuration file is rejected and the previous settings are in effect",
+            moved_by="trouble",
+        )
+        self.errors = counter("mmd_errors_total", "Typed errors raised, by code", "code", moved_by="trouble")
         self.build = Info("mmd_build", "Version, revision and roles of this process", registry=self.registry)
         labels = (("version", "of this software"), ("revision", "of the pipeline"), ("roles", "joined by +"))
         self._enter("mmd_build_info", "info", "Version, revision and roles of this process", labels, "load")

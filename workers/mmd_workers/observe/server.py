@@ -1,33 +1,44 @@
 """The small HTTP server of a worker: alive, ready, metrics, state. Runs in the worker's own event loop, so a stuck loop is a
-failed probe. Knows nothing of what it reports.
+failed probe. On a loopback address it serves this machine's programs and not the web pages that its browsers show.
+Knows nothing of what it reports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mmd_api.contract import paths
 from mmd_workers.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 3.0
+HEAD_SECONDS = 30.0  # until a request's head is complete
+WRITE_SECONDS = 30.0  # for a client that does not read; more for what is buffered, at this rate:
+MIN_READ_BYTES_PER_SECOND = 128 << 10
+MAX_CONNECTIONS = 8192  # of one server, some 30 MiB
 KEEP_ALIVE_SECONDS = 620
-"""An idle connection is closed by whoever loses patience first, and a request that is just then on its way is lost: so this is
-longer than the patience of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
+"""The side that times out first closes an idle connection, and a request in transit at that moment is lost: so this exceeds
+the idle timeouts of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +57,20 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def routes(
     metrics: Metrics,
-    progress: Mapping[str, Progress],
+    progress: Callable[[], Mapping[str, Progress]],
     not_ready_because: Callable[[], str],
     state: Callable[[], Mapping[str, Any]],
 ) -> list[Route]:
     """`/livez`, `/readyz`, `/metrics` and `/state`; `not_ready_because` returns "" when the process is routable."""
 
     async def livez(_: Request) -> Response:
-        ages = {name: check.age_seconds() for name, check in progress.items()}
-        stuck = [name for name, age in ages.items() if not age <= progress[name].limit_seconds]
+        checks = progress()
+        ages = {name: check.age_seconds() for name, check in checks.items()}
+        stuck = [name for name, age in ages.items() if not age <= checks[name].limit_seconds]
         body = {
             name: {
                 "age_seconds": age if math.isfinite(age) else None,
-                "limit_seconds": progress[name].limit_seconds,
+                "limit_seconds": checks[name].limit_seconds,
             }
             for name, age in ages.items()
         }
@@ -74,7 +86,12 @@ def routes(
     async def current(_: Request) -> Response:
         return JSONResponse(dict(state()))
 
-    table: dict[str, Handler] = {"/livez": livez, "/readyz": readyz, "/metrics": exposed, "/state": current}
+    table: dict[str, Handler] = {
+        paths.LIVEZ: livez,
+        paths.READYZ: readyz,
+        paths.METRICS: exposed,
+        paths.WORKER_STATE: current,
+    }
     return [Route(path, handler) for path, handler in table.items()]
 
 
@@ -84,8 +101,104 @@ def scraped(metrics: Metrics, request: Request) -> Response:
     return Response(body, headers={"Content-Type": content_type})
 
 
+class _Connections:
+    """The connections of one server, no more than `limit()`: a new one takes the place of the one that has been idle for longest."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
+        self._open: set[_Connection] = set()
+        self._idle: dict[_Connection, None] = {}  # the longest first
+
+    def enter(self, connection: _Connection) -> None:
+        """Take a new connection in, or abort it where all others are busy."""
+        self._open.add(connection)
+        self._idle[connection] = None
+        if len(self._open) > self._limit():
+            longest_idle = next(iter(self._idle))
+            self.leave(longest_idle)
+            longest_idle.abort()
+
+    def busy(self, connection: _Connection) -> None:
+        """A request has come."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: _Connection) -> None:
+        """An answer is complete."""
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def leave(self, connection: _Connection) -> None:
+        """The connection is closed, or about to be."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, with deadlines for clients that do not finish a request's head or do not read an answer.
+
+    A connection that misses one is aborted: the application sees a disconnect, and frees what it holds.
+    """
+
+    _head: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+
+    def __init__(self, connections: _Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._others = connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first head is due."""
+        super().connection_made(transport)
+        self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
+        self._others.enter(self)
+
+    def on_response_complete(self) -> None:
+        """The next request may come."""
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:
+            self._others.idle(self)
+
+    def data_received(self, data: bytes) -> None:
+        """A head that has begun must be complete in time."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._others.busy(self)
+            _cancel(self._head)
+            self._head = None
+        elif self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
+
+    def pause_writing(self) -> None:
+        """The client has stopped reading, or is slower than the answer comes."""
+        super().pause_writing()
+        patience = WRITE_SECONDS + self.transport.get_write_buffer_size() / MIN_READ_BYTES_PER_SECOND
+        _cancel(self._reading)
+        self._reading = self.loop.call_later(patience, self.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read what was there."""
+        super().resume_writing()
+        _cancel(self._reading)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is due any more."""
+        super().connection_lost(exc)
+        self._others.leave(self)
+        _cancel(self._head)
+        _cancel(self._reading)
+
+    def abort(self) -> None:
+        """Close it at once, sending nothing more."""
+        self.transport.abort()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals alone and says when it listens."""
+    """A uvicorn server that leaves the process's signals alone and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -97,17 +210,72 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening and say so."""
+        """Start listening and report it."""
         await super().startup(sockets)
         self.listening.set()
+
+
+class _LoopbackGuard:
+    """Refuses what a web page of another site makes a browser of this machine send to a server that is for this machine alone.
+
+    A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or answer it with 403."""
+        if scope["type"] == "http" and (fault := _foreign(Headers(scope=scope))):
+            error = {"message": fault, "type": "invalid_request_error", "param": None, "code": "forbidden"}
+            await JSONResponse({"error": error}, 403)(scope, receive, send)
+            return
+        await self._application(scope, receive, send)
+
+
+def _foreign(headers: Headers) -> str:
+    """What shows that a request is not from this machine; empty if nothing does."""
+    for host in headers.getlist("host") or [""]:
+        if not _of_loopback(f"//{host}"):
+            return f"this server is for this machine alone: ask it as localhost or 127.0.0.1, not as {host[:253]!r}"
+    for origin in headers.getlist("origin"):
+        if not _of_loopback(origin):
+            return f"this server is for this machine alone, and not for pages of {origin[:253]!r}"
+    return ""
+
+
+def _of_loopback(url: str) -> bool:
+    try:
+        return _is_loopback((urlsplit(url).hostname or "").rstrip("."))
+    except ValueError:
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen_address(pod_ip: str) -> str:
+    """On a loopback address no other host is admitted; in a pod, port-forwarding comes over loopback as well."""
+    return pod_ip if ipaddress.ip_address(pod_ip).is_loopback else "0.0.0.0"  # noqa: S104
 
 
 class HttpServer:
     """Serves an ASGI application inside the running event loop; the gateway's and the workers' alike."""
 
-    def __init__(self, application: Any, host: str, port: int) -> None:
-        self._application = application
+    def __init__(
+        self,
+        application: Any,
+        host: str,
+        port: int,
+        max_connections: Callable[[], int] = lambda: MAX_CONNECTIONS,
+    ) -> None:
+        self._application = _LoopbackGuard(application) if _is_loopback(host) else application
         self._address = (host, port)
+        self._connections = _Connections(max_connections)
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = port
@@ -131,6 +299,8 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                http=partial(_Connection, self._connections),  # type: ignore[arg-type]
+                ws="none",
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_SECONDS),
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
             )
@@ -146,7 +316,7 @@ class HttpServer:
         self._server.should_exit = True
         done, _ = await asyncio.wait({self._task}, timeout=2 * STOP_TIMEOUT_SECONDS)
         if not done:
-            log.warning("the http server did not stop in time and is cut off")
+            log.warning("the HTTP server did not stop in time; closing its connections")
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -10,19 +10,28 @@ import asyncio
 import logging
 import random
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
 
-from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_api.contract.errors import (
+    CapacityError,
+    DeadlineError,
+    LinkError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+)
+from mmd_workers.backoff import Backoff
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
-from mmd_workers.model.types import KvLayout
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.sequences.engine import SequenceEngine
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import (
+    Acknowledged,
     GenerateRequest,
     KvChunk,
     KvCommit,
@@ -35,8 +44,14 @@ from mmd_workers.wire.messages import (
 log = logging.getLogger(__name__)
 
 OFFER_TIMEOUT_SECONDS = 5.0
-RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while no decode pod has room
+RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while a decode pod has no room, or does not answer
 COMMIT_TIMEOUT_SECONDS = 15.0  # everything has been sent by then
+REPLY_SECONDS = 2.0  # without a reply to a message that may be repeated, it is repeated
+REPEAT_SECONDS = (
+    0.5  # of a chunk's announcement: less than the deadline of a receiver whose acknowledgement was lost
+)
+ANNOUNCE_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
+LINKS_AHEAD = 8  # that are made before a request needs them
 MAX_TRIES = 5  # pairs that may fail during one hand-over
 
 
@@ -58,7 +73,7 @@ class Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class KvReservation:
     """Blocks that a decode pod holds for us, and the link to it."""
 
     pod: str
@@ -74,9 +89,8 @@ class KvSender:
         bus: Bus,
         pod: str,
         incarnation: str,
-        runner: EngineRunner,
+        engine: SequenceEngine,
         links: LinkManager,
-        kv_layout: KvLayout,
         lease_seconds: float,
         incarnations: Callable[[], Mapping[str, str]],
         metrics: Metrics,
@@ -85,62 +99,128 @@ class KvSender:
         self._bus = bus
         self._pod = pod
         self._incarnation = incarnation
-        self._runner = runner
+        self._engine = engine
         self._links = links
-        self._kv_layout = kv_layout
+        self._kv_layout = engine.kv_layout
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
         self._metrics = metrics
-        self._order: dict[str, asyncio.Lock] = {}
+        self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
+        self._releases: set[asyncio.Task[None]] = set()
+        self._linking = 0  # links ahead of requests, requested or being made
 
-    async def reserve(self, request: GenerateRequest, avoid: Collection[str] = ()) -> Reservation:
-        """Find a decode pod with room, in the router's order (those to avoid last), again and again until the deadline.
+    async def reserve(self, request: GenerateRequest, avoid: Collection[str] = ()) -> KvReservation:
+        """Find a decode pod with room, again and again until the deadline: in the router's order, then those that have appeared
+        since; those to avoid last.
 
         Raises:
-            OverloadedError: no pod answered or had room in time, or none of those named is there any more.
+            CapacityError: it fits into none of them, even if they were idle.
+            OverloadedError: no pod answered or had room in time, or no decode pod is there any more.
         """
-        reason, pause = "no decode pod was named", RETRY_SECONDS[0]
-        pods = sorted(request.decode_pods, key=lambda pod: pod in avoid)
+        queued: set[str] = set()
+        try:
+            reservation = await self._reserve(request, avoid, queued)
+            queued.discard(reservation.pod)
+            return reservation
+        finally:
+            for pod in queued:  # younger requests wait behind this one there
+                self._release(request, pod)
+
+    async def _reserve(
+        self, request: GenerateRequest, avoid: Collection[str], queued: set[str]
+    ) -> KvReservation:
+        """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
+        reason, pauses = "no decode pod was named", Backoff(*RETRY_SECONDS)
+        too_small: dict[str, str] = {}
         while time.time() < request.deadline:
             there = self._incarnations()
+            if not there:
+                reason = f"{', '.join(request.decode_pods)} gone and no other is ready"
+                break
+            new = [pod for pod in there if pod not in request.decode_pods]
+            named = [pod for pod in request.decode_pods if pod in there]
+            pods = sorted([*named, *random.sample(new, len(new))], key=lambda pod: pod in avoid)
             for pod in pods:
-                if pod not in there:
-                    reason = f"decode pod {pod} is gone"
+                if pod in too_small:
                     continue
                 try:
                     grant = await self._offer(request, pod, there[pod])
+                except asyncio.CancelledError:
+                    queued.add(
+                        pod
+                    )  # its answer is under way: it may have granted blocks, or queued the request
+                    raise
                 except MmdError as error:
                     reason = error.message
                     if isinstance(error, DeadlineError):  # it may have been granted
-                        await self._release(request, pod)
+                        self._release(request, pod)
                     continue
                 if grant.granted:
-                    return Reservation(pod, grant, self._connect(pod, there[pod], grant))
+                    return KvReservation(pod, grant, self._connect(pod, there[pod], grant))
                 reason = grant.reason
-            if not any(pod in there for pod in pods):
-                break
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, RETRY_SECONDS[1])
-        raise OverloadedError(f"no decode pod took the sequence: {reason}")
+                if grant.code == CapacityError.code:
+                    too_small[pod] = grant.reason
+                else:
+                    queued.add(pod)
+            if all(pod in too_small for pod in pods):
+                raise CapacityError("; ".join(f"{pod}: {why}" for pod, why in too_small.items()))
+            await asyncio.sleep(pauses.next())
+        raise OverloadedError(f"no decode pod accepted the sequence: {reason}")
 
     def _connect(self, pod: str, incarnation: str, grant: KvGrant) -> asyncio.Task[PairLink]:
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, pod, incarnation, grant.link_endpoint, grant.epoch)
         )
-        link.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to whoever awaits it
+        link.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # raised where it is awaited
         return link
 
+    async def link(self, pod: str, incarnation: str) -> None:
+        """Make the link to a decode pod before a request needs it; nothing is reserved there. With many links there already, those
+        of requests come first: nothing is done.
+
+        Raises:
+            MmdError: the pod did not answer or could not be linked; the next hand-over tries again.
+        """
+        if self._links.live_links + self._linking >= LINKS_AHEAD:
+            return
+        self._linking += 1
+        try:
+            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time())
+            if not grant.granted:
+                raise OverloadedError(f"{pod} refused the link: {grant.reason}")
+            await self._connect(pod, incarnation, grant)
+        finally:
+            self._linking -= 1
+
     async def _offer(self, request: GenerateRequest, pod: str, incarnation: str) -> KvGrant:
+        tokens = len(request.token_ids) + len(request.output_token_ids)
+        more = request.sampling.max_tokens - len(request.output_token_ids)
+        name, attempt = request.request_id, request.attempt
+        return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived)
+
+    async def _ask(
+        self,
+        pod: str,
+        incarnation: str,
+        request_id: str,
+        attempt: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        arrived: float,
+    ) -> KvGrant:
         offer = KvOffer(
-            request_id=request.request_id,
-            attempt=request.attempt,
+            request_id=request_id,
+            attempt=attempt,
             pod=self._pod,
             incarnation=self._incarnation,
-            prompt_tokens=len(request.token_ids) + len(request.output_token_ids),
-            max_tokens=request.sampling.max_tokens,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
             layout=asdict(self._kv_layout),
             link_endpoint=self._links.endpoint,
             lease_seconds=self._lease_seconds,
+            arrived=arrived,
             failed_epoch=self._links.failed_epoch(pod, incarnation),
         )
         return await self._bus.request(
@@ -148,14 +228,14 @@ class KvSender:
         )
 
     async def hand_over(
-        self, request: GenerateRequest, sequence: str, reservation: Reservation, ranges: Ranges
+        self, request: GenerateRequest, sequence: str, reservation: KvReservation, ranges: Ranges
     ) -> None:
         """Send every range as it becomes ready, then commit. While the KV is still ours alone, a pair that fails is replaced by
         the next, which gets everything from the start. What was not committed is given back, however this ends.
 
         Raises:
             LinkError, OverloadedError: no pair could do it.
-            PeerLostError, DeadlineError: nobody knows whether the decoder took it: only a new attempt is safe.
+            PeerLostError, DeadlineError: it is unknown whether the decoder accepted it: only a new attempt is safe.
         """
         failed: list[str] = []
         while True:
@@ -170,25 +250,42 @@ class KvSender:
                 if len(failed) == MAX_TRIES or not error.retryable:
                     raise
                 log.warning(
-                    "hand-over of %s to %s failed, trying again: %s",
+                    "handoff of %s to %s failed, retrying: %s",
                     sequence,
                     reservation.pod,
                     error.message,
                 )
             finally:
                 if not committed:
-                    await self._release(request, reservation.pod, reservation.grant.lease_id)
+                    self._release(request, reservation.pod, reservation.grant.lease_id)
             reservation = await self.reserve(request, avoid=failed)
 
-    async def _release(self, request: GenerateRequest, pod: str, lease_id: str = "") -> None:
+    def _release(self, request: GenerateRequest, pod: str, lease_id: str = "") -> None:
         release = KvRelease(request.request_id, request.attempt, lease_id)
-        try:
-            await self._bus.publish(self._bus.subjects.kv_release(pod), release)
-        except MmdError as error:
-            log.warning("blocks at %s wait for their lease to end: %s", pod, error.message)
+        task = asyncio.create_task(self._until_released(release, pod), name=f"release-{request.request_id}")
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _until_released(self, release: KvRelease, pod: str) -> None:
+        """Repeat it until the decoder confirms, is lost, or has freed the blocks because their lease has ended."""
+        end = time.monotonic() + self._lease_seconds
+        pauses = Backoff(*RETRY_SECONDS)
+        while time.monotonic() < end:
+            try:
+                await self._bus.request(
+                    self._bus.subjects.kv_release(pod), release, Acknowledged, timeout=REPLY_SECONDS
+                )
+                return
+            except MmdError as error:
+                if pod not in self._incarnations():
+                    return
+                log.warning(
+                    "release of %s on %s failed, retrying: %s", release.request_id, pod, error.message
+                )
+            await asyncio.sleep(pauses.next())
 
     async def _try(
-        self, request: GenerateRequest, sequence: str, reservation: Reservation, ranges: Ranges
+        self, request: GenerateRequest, sequence: str, reservation: KvReservation, ranges: Ranges
     ) -> None:
         try:
             link = await reservation.link
@@ -208,9 +305,9 @@ class KvSender:
             raise DeadlineError("the request's deadline passed while its KV was being sent") from error
 
     async def _send(
-        self, link: PairLink, reservation: Reservation, sequence: str, number: int, start: int, end: int
+        self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int
     ) -> None:
-        tensors = await self._runner.call(lambda engine: engine.read_kv(sequence, start, end))
+        tensors = await self._engine.read_kv(sequence, start, end)
         tag = link.reserve_tags(num_pieces(self._kv_layout, end - start))
         chunk = KvChunk(
             pod=self._pod,
@@ -235,12 +332,31 @@ class KvSender:
     async def _announce_and_send(
         self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]
     ) -> None:
-        """What is announced is sent: never cancelled in between."""
-        await self._bus.publish(self._bus.subjects.kv_chunk(pod), chunk)
+        """What is announced is sent: never cancelled in between. A link whose peer does not expect the chunk is closed."""
+        try:
+            await self._announce(link, pod, chunk)
+        except MmdError as error:
+            link.close()
+            raise LinkError(f"{pod} does not expect the chunk: {error.message}") from error
         await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
+    async def _announce(self, link: PairLink, pod: str, chunk: KvChunk) -> None:
+        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early."""
+        end = time.monotonic() + ANNOUNCE_SECONDS
+        pauses = Backoff(*RETRY_SECONDS)
+        while True:
+            try:
+                await self._bus.request(
+                    self._bus.subjects.kv_chunk(pod), chunk, Acknowledged, timeout=REPEAT_SECONDS
+                )
+                return
+            except (DeadlineError, PeerLostError, OverloadedError):
+                if link.dead or pod not in self._incarnations() or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(pauses.next())
+
     async def _commit(
-        self, request: GenerateRequest, reservation: Reservation, finished: Finished, num_chunks: int
+        self, request: GenerateRequest, reservation: KvReservation, finished: Finished, num_chunks: int
     ) -> None:
         commit = KvCommit(
             lease_id=reservation.grant.lease_id,
@@ -249,8 +365,25 @@ class KvSender:
             next_position=finished.next_position,
             num_chunks=num_chunks,
         )
-        reply = await self._bus.request(
-            self._bus.subjects.kv_commit(reservation.pod), commit, KvCommitted, timeout=COMMIT_TIMEOUT_SECONDS
-        )
+        reply = await self._until_answered(reservation.pod, commit)
         if not reply.ok:
-            raise OverloadedError(f"decode pod {reservation.pod} did not take the sequence: {reply.reason}")
+            raise OverloadedError(f"decode pod {reservation.pod} did not accept the sequence: {reply.reason}")
+
+    async def _until_answered(self, pod: str, commit: KvCommit) -> KvCommitted:
+        """A repeated commit gets the answer of the first, so a lost message costs two seconds and no attempt.
+
+        Raises:
+            DeadlineError, PeerLostError: no answer: it is unknown whether the decoder accepted it.
+        """
+        end = time.monotonic() + COMMIT_TIMEOUT_SECONDS
+        pauses = Backoff(*RETRY_SECONDS)
+        while True:
+            try:
+                return await self._bus.request(
+                    self._bus.subjects.kv_commit(pod), commit, KvCommitted, timeout=REPLY_SECONDS
+                )
+            except (DeadlineError, PeerLostError) as error:
+                if time.monotonic() > end or pod not in self._incarnations():
+                    raise
+                log.warning("commit of %s on %s failed, retrying: %s", commit.lease_id, pod, error.message)
+            await asyncio.sleep(pauses.next())

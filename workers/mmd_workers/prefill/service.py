@@ -1,7 +1,7 @@
 """The prefill role: takes placed requests, gathers their features, runs the prompt, and hands the sequence to a decoder.
 
 On a pod that also holds the decode role the sequence simply stays in the engine; on one that holds the encode role features
-come from the tower next door instead of the queue.
+come from the tower in the same process instead of the queue.
 """
 
 from __future__ import annotations
@@ -10,49 +10,38 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
-from mmd_workers.decode.params import media_spans_of, sampling_of
-from mmd_workers.decode.tokens import SequenceBook, Tracked, sequence_id
-from mmd_workers.encoder.pipeline import steps_of
-from mmd_workers.encoder.refs import layout_of
-from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.types import KvReady, SampledToken, SequenceInput
-from mmd_workers.errors import DeadlineError, MmdError
-from mmd_workers.model.types import Feature, LanguageModel, LoweredPrompt
+from mmd_api.contract.errors import (
+    DeadlineError,
+    DrainingError,
+    MmdError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from mmd_workers.engine.types import KvReady, SampledToken
+from mmd_workers.features.source import FeatureSource
+from mmd_workers.features.store import FeatureStore
+from mmd_workers.features.times import steps_of
+from mmd_workers.model.types import Feature
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.prefill.features import FeatureStore
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
+from mmd_workers.sequences.book import SequenceBook, Tracked, sequence_id
+from mmd_workers.sequences.engine import Added, SequenceEngine
+from mmd_workers.sequences.running import SequenceOwner
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Phase, Placed
 
 log = logging.getLogger(__name__)
 
 
-class FeatureSource(Protocol):
-    """Where features come from: the queue and an encoder pod, or the tower of this process."""
-
-    encodes_here: bool  # else whoever encodes reports that phase
-
-    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
-        """Have the feature made; it arrives in the store, or its failure does."""
-        ...
-
-    def times(self, feature_id: str) -> dict[str, float]:
-        """Unix times of the steps of a feature that has arrived; empty when it was here already."""
-        ...
-
-
-class PrefillService:
+class PrefillService(SequenceOwner):
     """One task per request from placement to hand-over."""
 
     def __init__(
         self,
         bus: Bus,
         pod: str,
-        runner: EngineRunner,
-        model: LanguageModel,
+        engine: SequenceEngine,
         store: FeatureStore,
         source: FeatureSource,
         book: SequenceBook,
@@ -64,8 +53,7 @@ class PrefillService:
     ) -> None:
         self._bus = bus
         self._pod = pod
-        self._runner = runner
-        self._model = model
+        self._engine = engine
         self._store = store
         self._source = source
         self._book = book
@@ -79,6 +67,8 @@ class PrefillService:
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
         self._cached_tokens: dict[str, int] = {}
+        self._filling: dict[str, asyncio.Future[list[None]]] = {}
+        self._late: set[asyncio.Task[None]] = set()
         self._draining = False
 
     async def start(self) -> None:
@@ -111,11 +101,11 @@ class PrefillService:
             return Placed(request.request_id, accepted=False, code=code, message=message)
 
         if self._draining:
-            return refuse("draining", "this pod is draining")
+            return refuse(DrainingError.code, "this pod is draining")
         if len(self._tasks) >= self._max_waiting:
-            return refuse("overloaded", f"{len(self._tasks)} requests wait here already")
+            return refuse(OverloadedError.code, f"{len(self._tasks)} requests wait here already")
         if self._book.was_cancelled(request.request_id, request.attempt):
-            return refuse("cancelled", "its cancellation came first")
+            return refuse(RequestCancelledError.code, "its cancellation came first")
         name = sequence_id(request.request_id, request.attempt)
         if name not in self._tasks:
             tracked = self._book.open(request)
@@ -124,20 +114,35 @@ class PrefillService:
             task.add_done_callback(lambda _: self._tasks.pop(name, None))
         return Placed(request.request_id, accepted=True)
 
-    def cancel(self, name: str) -> None:
+    def cancel(self, sequence: str) -> None:
         """Stop work on a sequence, wherever it is; its task frees what it holds."""
-        if (task := self._tasks.get(name)) is not None:
+        if (task := self._tasks.get(sequence)) is not None:
             task.cancel()
+        for late in self._late:
+            if late.get_name() == _late_name(sequence):
+                late.cancel()
 
-    def hands_over(self, name: str) -> bool:
+    def hands_over(self, sequence: str) -> bool:
         """Whether the sequence is on its way to a decoder: then this service closes its book."""
-        tracked = self._book.get(name)
-        return name in self._tasks and tracked is not None and bool(tracked.request.decode_pods)
+        tracked = self._book.get(sequence)
+        return sequence in self._tasks and tracked is not None and bool(tracked.request.decode_pods)
 
     def on_admitted(self, sequence: str, cached_tokens: int) -> None:
-        """The engine runs the prompt now, but for what it found in its prefix cache."""
+        """The engine runs the prompt now, but for what it found in its prefix cache.
+
+        That may be less than what was there when its media were asked for, or when it was admitted before it was preempted:
+        then media that were skipped are encoded after all.
+        """
         if sequence in self._first_token:
             self._cached_tokens[sequence] = cached_tokens
+        if (tracked := self._book.get(sequence)) is None:
+            return
+        needed = {n for n in tracked.skipped if _last_token(tracked.request.features[n]) >= cached_tokens}
+        if needed:
+            tracked.skipped -= needed
+            late = asyncio.create_task(self._supply(sequence, tracked, needed), name=_late_name(sequence))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
 
     def on_kv_ready(self, event: KvReady) -> None:
         """The engine has completed the KV of a range."""
@@ -169,8 +174,8 @@ class PrefillService:
         except MmdError as error:
             await self._give_up(name, error)
         except asyncio.CancelledError:
-            self._book.forget(name)
-            await self._runner.call(lambda engine: engine.abort(name))
+            self._book.forget(name, keep_end=True)
+            await self._engine.abort(name)
             raise
         except Exception as error:  # the request must not vanish, whatever went wrong
             log.exception("prefill of %s crashed", name)
@@ -180,9 +185,10 @@ class PrefillService:
             self._ranges.pop(name, None)
             self._first_token.pop(name, None)
             self._cached_tokens.pop(name, None)
+            self._filling.pop(name, None)
 
     async def _give_up(self, name: str, error: MmdError) -> None:
-        await self._runner.call(lambda engine: engine.abort(name))
+        await self._engine.abort(name)
         await self._book.fail(name, error)
 
     async def _serve(self, name: str, tracked: Tracked) -> None:
@@ -190,18 +196,20 @@ class PrefillService:
         placed = time.time()
         self._needs_encoders.add(name)
         try:
-            arrivals = await self._gather_features(name, request)
-            text_first = min((ref.ranges[0][0] for ref in request.features), default=0)
+            tracked.skipped = await self._cached_media(name, request)
+            needed = [number for number in range(len(request.features)) if number not in tracked.skipped]
+            arrivals = await self._gather_features(name, request, needed)
+            text_first = min((request.features[number].ranges[0][0] for number in needed), default=0)
             if arrivals and text_first < self._overlap_tokens:
                 # Too little text before the first medium to be worth a decoder's blocks while encoders work.
-                await asyncio.gather(*map(asyncio.shield, arrivals))
+                await asyncio.gather(*map(asyncio.shield, arrivals.values()))
         finally:
             self._needs_encoders.discard(name)
         async with self._engine_slots:
             await self._prefill(name, tracked, arrivals, placed)
 
     async def _prefill(
-        self, name: str, tracked: Tracked, arrivals: list[asyncio.Future[Feature]], placed: float
+        self, name: str, tracked: Tracked, arrivals: dict[int, asyncio.Future[Feature]], placed: float
     ) -> None:
         request = tracked.request
         decoder = self._sender if request.decode_pods else None
@@ -213,13 +221,11 @@ class PrefillService:
             handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
         filling: asyncio.Future[list[None]] | None = None
         try:
-            prompt, added = await self._runner.call(
-                lambda engine: self._begin(engine, name, request, hands_over=decoder is not None)
-            )
-            filling = asyncio.gather(
+            added = await self._engine.add(name, request, stop_after_prefill=decoder is not None)
+            filling = self._filling[name] = asyncio.gather(
                 *(
-                    self._fill(name, number, ref, arrival)
-                    for number, (ref, arrival) in enumerate(zip(request.features, arrivals, strict=True))
+                    self._fill(name, number, request.features[number], arrival)
+                    for number, arrival in arrivals.items()
                 )
             )
             _, token = await asyncio.gather(filling, first)
@@ -228,10 +234,10 @@ class PrefillService:
                 return  # the sequence decodes here; the book closes it at its last token
             if token.finish_reason is None:
                 output = [*request.output_token_ids, token.token_id]
-                ranges.finished = Finished(output, prompt.next_position)
+                ranges.finished = Finished(output, added.next_position)
                 ranges.changed.set()
                 await handing
-            await self._runner.call(lambda engine: engine.release(name))
+            await self._engine.abort(name)
             await self._book.close(name)
         finally:
             left = [task for task in (filling, handing) if task is not None]
@@ -239,61 +245,72 @@ class PrefillService:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    def _begin(
-        self, engine: Engine, name: str, request: GenerateRequest, *, hands_over: bool
-    ) -> tuple[LoweredPrompt, float]:
-        """Lower the prompt and queue it, in one turn between two steps: a second turn would come a step of others later.
-
-        Returns the prompt and the unix time at which the engine had it.
-        """
-        prompt = self._model.lower(
-            request.token_ids, [layout_of(ref) for ref in request.features], request.output_token_ids
-        )
-        added = time.time()
-        engine.add(
-            SequenceInput(
-                sequence_id=name,
-                prompt=prompt,
-                sampling=sampling_of(request, self._model),
-                media_spans=media_spans_of(request),
-                output_token_ids=request.output_token_ids,
-                stop_after_prefill=hands_over,
-            )
-        )
-        return prompt, added
-
-    def _note_phases(self, tracked: Tracked, placed: float, added: float, cached_tokens: int) -> None:
+    def _note_phases(self, tracked: Tracked, placed: float, added: Added, cached_tokens: int) -> None:
         encoded = self._feature_phases(tracked.request, placed)
-        waited = max([placed, *(phase.end for phase in encoded if phase.end < added)])
+        waited = max([placed, *(phase.end for phase in encoded if phase.end < added.at)])
         sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": cached_tokens}
         tracked.phases += [
             *encoded,
-            Phase("queue", waited, added, {"for": "prefill"}),
-            Phase("prefill", added, time.time(), sizes),
+            Phase("queue", waited, added.at, {"for": "prefill"}),
+            Phase("prefill", added.at, time.time(), sizes),
         ]
 
-    async def _gather_features(self, name: str, request: GenerateRequest) -> list[asyncio.Future[Feature]]:
-        """Admit the request's features and have the new ones made."""
+    async def _cached_media(self, name: str, request: GenerateRequest) -> set[int]:
+        """Numbers of the media whose tokens all have their KV in the prefix cache: they need not be encoded."""
         if not request.features:
-            return []
+            return set()
+        cached = await self._engine.cached_tokens(name, request)
+        found = {n for n, ref in enumerate(request.features) if _last_token(ref) < cached}
+        self._metrics.cache.labels("prefix", "hit").inc(len(found))
+        self._metrics.cache.labels("prefix", "miss").inc(len(request.features) - len(found))
+        return found
+
+    async def _gather_features(
+        self, user: str, request: GenerateRequest, numbers: Iterable[int]
+    ) -> dict[int, asyncio.Future[Feature]]:
+        """Admit these of the request's features for `user`, and have the new ones made. Arrivals by number."""
+        wanted = {number: request.features[number] for number in numbers}
+        if not wanted:
+            return {}
         needs = {
-            ref.feature_id: self._model.feature_bytes(ref.modality, ref.num_tokens)
-            for ref in request.features
+            ref.feature_id: self._engine.feature_bytes(ref.modality, ref.num_tokens)
+            for ref in wanted.values()
         }
-        new = set(await self._store.admit(name, needs))
+        new = set(await self._store.admit(user, needs))
         self._metrics.cache.labels("store", "miss").inc(len(new))
         self._metrics.cache.labels("store", "hit").inc(len(needs) - len(new))
-        arrivals = [self._store.arrival(ref.feature_id) for ref in request.features]
-        for ref in request.features:
+        arrivals = {number: self._store.arrival(ref.feature_id) for number, ref in wanted.items()}
+        for ref in wanted.values():
             if ref.feature_id in new:
                 new.discard(ref.feature_id)
                 self._store.encoding(ref.feature_id)
                 self._source.request(ref, request)
         return arrivals
 
+    async def _supply(self, name: str, tracked: Tracked, numbers: set[int]) -> None:
+        """Encode media that were skipped, because their KV was evicted from the prefix cache meanwhile."""
+        request, user = tracked.request, _late_name(name)
+        try:
+            async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+                if (filling := self._filling.get(name)) is not None:
+                    await asyncio.shield(filling)
+                # What is in the prompt is not needed in the store: no request holds bytes there while waiting for more.
+                self._store.release(name)
+                arrivals = await self._gather_features(user, request, numbers)
+                await asyncio.gather(
+                    *(self._fill(name, n, request.features[n], a) for n, a in arrivals.items())
+                )
+        except (MmdError, TimeoutError) as error:
+            late = DeadlineError("the request's deadline passed while a medium was encoded")
+            failure = error if isinstance(error, MmdError) else late
+            if not self.on_failed(name, failure):
+                await self._give_up(name, failure)
+        finally:
+            self._store.release(user)
+
     async def _fill(self, name: str, number: int, ref: FeatureRef, arrival: asyncio.Future[Feature]) -> None:
         feature = await asyncio.shield(arrival)
-        await self._runner.call(lambda engine: engine.fill(name, number, feature))
+        await self._engine.fill(name, number, feature)
         self._store.merged(ref.feature_id)
 
     def _feature_phases(self, request: GenerateRequest, placed: float) -> list[Phase]:
@@ -305,7 +322,19 @@ class PrefillService:
             if "start" in times and "encoded" in times:
                 phases.append(Phase("queue", placed, max(placed, times["start"]), {"for": "encode"} | detail))
                 if self._source.encodes_here:
-                    phases.append(Phase("encode", times["start"], times["encoded"], detail | steps_of(times)))
+                    work = {"work": ref.work}
+                    phases.append(
+                        Phase("encode", times["start"], times["encoded"], detail | work | steps_of(times))
+                    )
             if "encoded" in times and "arrived" in times:
                 phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail))
         return phases
+
+
+def _late_name(sequence: str) -> str:
+    return f"late-media-of-{sequence}"
+
+
+def _last_token(ref: FeatureRef) -> int:
+    """Position of a medium's last placeholder in the prompt."""
+    return max(start + length for start, length in ref.ranges) - 1

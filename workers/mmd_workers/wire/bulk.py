@@ -1,4 +1,4 @@
-"""A second NATS connection on a thread and event loop of its own, for chunks and media. Knows no message.
+"""A second NATS connection on a thread and event loop of its own, for chunks and media. Knows no message, and not how to connect.
 
 Code that moves bulk runs on that loop (`run`); it reaches back to the loop that started it through `home`.
 """
@@ -10,39 +10,46 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
-
-from mmd_api.subjects import Subjects
-from mmd_workers.wire.bus import Bus
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Bulk:
+class Closable(Protocol):
+    """A connection, as far as this module knows it."""
+
+    async def close(self, timeout: float) -> None:  # noqa: ASYNC109
+        """Close it within `timeout` seconds."""
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class Bulk(Generic[C]):
     """`bus` belongs to the bulk loop: touch it only in code started by `run` or `post`."""
 
     def __init__(self, home: asyncio.AbstractEventLoop, name: str) -> None:
-        self.bus: Bus
+        self.bus: C
         self._home = home
         self._loop = uvloop.new_event_loop()  # half again as fast for chunks
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed = False
 
     @classmethod
-    async def start(cls, url: str, client_name: str, subjects: Subjects, inbox: str) -> Bulk:
-        """Start the thread and connect.
+    async def start(cls, name: str, connecting: Coroutine[Any, Any, C]) -> Bulk[C]:
+        """Start the thread and connect there.
 
         Raises:
-            PeerLostError: as `Bus.connect`.
+            PeerLostError: no server took the connection.
         """
-        bulk = cls(asyncio.get_running_loop(), client_name)
+        bulk = cls(asyncio.get_running_loop(), name)
         bulk._thread.start()
         try:
-            bulk.bus = await bulk.run(Bus.connect(url, client_name, subjects, inbox))
+            bulk.bus = await bulk.run(connecting)
         except BaseException:
             bulk._stop_thread()
             raise
@@ -76,7 +83,7 @@ class Bulk:
                 await self.run(self.bus.close(timeout))
                 await self.run(self._cancel_rest())
         except TimeoutError:
-            _log.warning("the bulk connection of %s did not close in time", self._thread.name)
+            _log.warning("bulk connection of %s did not close in time", self._thread.name)
         finally:
             self._stop_thread()
 

@@ -13,20 +13,15 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaSerializer, SchemaValidator
 
-from mmd_workers.errors import MmdError
+from mmd_api.contract.errors import TooLongError, WireError
 
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 1 << 20  # the max_payload of a NATS server that nobody configured
+MAX_MESSAGE_BYTES = 1 << 20  # the default max_payload of a NATS server
+MAX_REQUEST_BYTES = 32 << 20  # of a request, which `Bus` sends in parts when it exceeds one message
 MAX_DEPTH = 16
 _LENGTH = struct.Struct("<I")
 _SCALARS = frozenset({"int", "float", "str", "bool"})
-
-
-class WireError(MmdError):
-    """A message is not what its subject promises: malformed, of wrong types, too deep or too large."""
-
-    code = "bad_message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +32,33 @@ class Frame:
     payload: bytes | bytearray | memoryview
 
 
-def pack(message: object) -> bytes:
+def pack(message: object, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     """Pack a message dataclass.
 
     Raises:
-        WireError: the message is larger than one NATS message may be, or holds something msgpack cannot carry.
+        TooLongError: the message is larger than `max_bytes`.
+        WireError: it holds something msgpack cannot carry.
     """
     try:
         data: bytes = msgpack.packb(_serializer(type(message)).to_python(message), use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"{type(message).__name__} is {len(data)} bytes packed and the limit is {MAX_MESSAGE_BYTES}: split it"
+    if len(data) > max_bytes:
+        raise TooLongError(
+            f"{type(message).__name__} is {len(data)} bytes packed and the limit is {max_bytes}; split it"
         )
     return data
 
 
-def unpack(message_type: type[T], data: bytes | memoryview) -> T:
+def unpack(message_type: type[T], data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """Unpack a message. Fields that this version does not know are ignored; numbers and strings are never converted.
 
     Raises:
         WireError: not msgpack, not this type, too deep, too large.
     """
     name = message_type.__name__
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{name}: {len(data)} bytes arrived and the limit is {MAX_MESSAGE_BYTES}")
+    if len(data) > max_bytes:
+        raise WireError(f"{name}: {len(data)} bytes arrived and the limit is {max_bytes}")
     try:
         value = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -88,7 +84,7 @@ def pack_frame(header: object, payload: bytes | bytearray | memoryview) -> bytes
     head = pack(header)
     size = _LENGTH.size + len(head) + memoryview(payload).nbytes
     if size > MAX_MESSAGE_BYTES:
-        raise WireError(f"a frame of {size} bytes exceeds {MAX_MESSAGE_BYTES}: use smaller chunks")
+        raise WireError(f"a frame of {size} bytes exceeds {MAX_MESSAGE_BYTES}; use smaller chunks")
     return b"".join((_LENGTH.pack(len(head)), head, payload))
 
 

@@ -1,4 +1,4 @@
-"""Features from encoder to whoever merges them: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Knows no model.
+"""Features from encoder to receiver: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Knows no model.
 
 Flow control is byte credit: the receiver reserves the whole feature in its budget before it grants, and the sender never
 has more than the granted window unacknowledged. Chunks carry their sequence number and offset, the offer a blake2b-128
@@ -22,17 +22,18 @@ from typing import Literal
 import numpy as np
 from nats.aio.msg import Msg
 
-from mmd_workers.errors import (
+from mmd_api.contract.errors import (
     CapacityError,
     DeadlineError,
     LinkError,
     MmdError,
     OverloadedError,
     PeerLostError,
+    WireError,
 )
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
-from mmd_workers.wire.codec import Frame, WireError, unpack
+from mmd_workers.wire.codec import Frame, unpack
 from mmd_workers.wire.messages import (
     EmbeddingChunk,
     EmbeddingCredit,
@@ -42,9 +43,9 @@ from mmd_workers.wire.messages import (
     TensorHeader,
 )
 
-Verdict = Literal["send", "have", "wait", "refuse"]
+OfferDecision = Literal["send", "have", "wait", "refuse"]
 Sent = Literal["sent", "have", "refused"]
-Wants = Callable[[str, int], Verdict]
+Wants = Callable[[str, int], OfferDecision]
 OnFeature = Callable[[str, list[TensorHeader], memoryview, dict[str, float]], Awaitable[None] | None]
 
 MAX_CHUNK_BYTES = 960 << 10
@@ -53,7 +54,7 @@ _MAX_TRANSFERS = 4
 _MAX_TENSORS = 1024
 _ATTEMPTS = 4
 _RETRY_SECONDS = 0.05
-_OFFER_SECONDS = 5.0  # a receiver that is gone is known at once; one that is busy may take its time
+_OFFER_SECONDS = 5.0  # an absent receiver is detected at once; a busy one may take this long
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -76,18 +77,19 @@ class EmbeddingSender:
         job: EncodeJob,
         tensors: Sequence[tuple[TensorHeader, memoryview]],
         timings: dict[str, float] | None = None,
+        spans: list[tuple[float, float]] | None = None,
     ) -> Sent:
-        """Hand a feature to the pod that asked for it. `sent` and `have`: it is there; `refused`: nobody needs it any more.
+        """Send a feature to the pod that requested it. `sent` and `have`: it is there; `refused`: it is no longer needed.
 
+        `spans` gets the begin and end (time.monotonic) of the transfer itself, without the wait for the receiver's room.
         Waits while the receiver has no room. The memory of `tensors` must not change meanwhile.
 
         Raises:
-            PeerLostError: the receiver is gone.
+            PeerLostError: the receiver is lost.
             LinkError: several transfers failed (lost chunks, silence beyond `timeout_seconds`).
             DeadlineError: the job's deadline passed.
             CapacityError: the feature exceeds the receiver's whole budget.
         """
-        bulk = await self._bus.bulk()
         views = [view.cast("B") if view.nbytes else memoryview(b"") for _, view in tensors]
         for (header, _), view in zip(tensors, views, strict=True):
             if header.num_bytes != view.nbytes:
@@ -106,7 +108,8 @@ class EmbeddingSender:
         abandoned = threading.Event()  # besides cancelling: the client's publish can swallow a cancellation
         try:
             async with asyncio.timeout(max(0.0, job.deadline - time.time())):
-                return await bulk.run(self._send(bulk.bus, job.receiver, offer, views, abandoned))
+                bulk = await self._bus.bulk()  # the first use connects, which waits for an absent server
+                return await bulk.run(self._send(bulk.bus, job.receiver, offer, views, abandoned, spans))
         except TimeoutError as error:
             raise DeadlineError(
                 f"feature {offer.feature_id[:16]} did not reach {job.receiver} before its job's deadline"
@@ -121,6 +124,7 @@ class EmbeddingSender:
         offer: EmbeddingOffer,
         views: list[memoryview],
         abandoned: threading.Event,
+        spans: list[tuple[float, float]] | None,
     ) -> Sent:
         failures = 0
         while not abandoned.is_set():
@@ -134,7 +138,10 @@ class EmbeddingSender:
                     _log.info("%s refused feature %s: %s", receiver, offer.feature_id[:16], grant.reason)
                     return "refused"
                 if grant.verdict == "send":
+                    begun = time.monotonic()
                     await _Outgoing(bus, grant, views, offer.total_bytes, self._timeout, abandoned).run()
+                    if spans is not None:
+                        spans.append((begun, time.monotonic()))
                     return "sent"
                 pause = max(_RETRY_SECONDS, min(grant.retry_seconds, 5.0))
             except (LinkError, DeadlineError, OverloadedError, PeerLostError) as error:
@@ -145,7 +152,7 @@ class EmbeddingSender:
                     raise LinkError(
                         f"feature {offer.feature_id[:16]} did not reach {receiver} in {failures} attempts: {error.message}"
                     ) from error
-                _log.warning("transfer to %s failed, offering again: %s", receiver, error.message)
+                _log.warning("transfer to %s failed, retrying with a new offer: %s", receiver, error.message)
                 pause = _RETRY_SECONDS * 5 ** (failures - 1)
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
         raise asyncio.CancelledError
@@ -234,7 +241,7 @@ class _Incoming:
     offer: EmbeddingOffer
     inbox: str
     buffer: memoryview
-    heard: float
+    last_activity: float
     received: int = 0
     credited: int = 0
     sequence: int = 0
@@ -292,7 +299,7 @@ class EmbeddingReceiver:
         self._timeout = timeout_seconds
         self._reserved = 0
         self._transfers: dict[str, _Incoming] = {}  # by feature; touched on the bulk loop only
-        self._bulk: Bulk | None = None
+        self._bulk: Bulk[Bus] | None = None
         self._offers: Subscription | None = None
         self._endings: set[asyncio.Task[None]] = set()
 
@@ -307,12 +314,12 @@ class EmbeddingReceiver:
         await self._bulk.run(self._start(self._bulk.bus))
 
     async def close(self) -> None:
-        """Take no more offers and give up the transfers under way; their senders learn it at once."""
+        """Take no more offers and give up the transfers under way; their senders are notified at once."""
         if self._bulk is not None and self._bus.is_connected:
             await self._bulk.run(self._close())
 
     def cancel(self, feature_id: str) -> None:
-        """Nobody needs this feature any more: end its transfer, if there is one. From the bus's loop, after `wants` says so."""
+        """This feature is no longer needed: end its transfer, if there is one. From the bus's loop, after `wants` says so."""
         if self._bulk is not None:
             self._bulk.post(self._cancel, feature_id)
 
@@ -336,14 +343,14 @@ class EmbeddingReceiver:
     async def _offered(self, offer: EmbeddingOffer) -> EmbeddingGrant:
         bulk = self._bulk
         if bulk is None:
-            raise OverloadedError("this receiver has not started: offer again")
+            raise OverloadedError("this receiver has not started; offer again")
         _check(offer)
         if offer.total_bytes > self._budget:
             raise CapacityError(
-                f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._budget}: send fewer "
+                f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._budget}; send fewer "
                 f"frames or pixels, or raise the feature budget of the pool"
             )
-        verdict: Verdict = await bulk.home(self._wants, offer.feature_id, offer.total_bytes)
+        verdict: OfferDecision = await bulk.home(self._wants, offer.feature_id, offer.total_bytes)
         if verdict != "send":
             return EmbeddingGrant(
                 offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not wanted here"
@@ -389,7 +396,7 @@ class EmbeddingReceiver:
     ) -> None:
         if self._transfers.get(incoming.offer.feature_id) is not incoming or incoming.handing_over:
             return
-        incoming.heard = time.monotonic()
+        incoming.last_activity = time.monotonic()
         incoming.reply = reply
         fault = incoming.take(chunk, payload, self._chunk)
         if not fault and chunk.last:
@@ -404,7 +411,7 @@ class EmbeddingReceiver:
     async def _hand_over(self, incoming: _Incoming) -> str:
         offer = incoming.offer
         if incoming.digest.hexdigest() != offer.digest:
-            return "the digest of the bytes is not the one offered"
+            return "the bytes do not match the digest in the offer"
         incoming.handing_over = True
         if incoming.watch is not None:
             incoming.watch.cancel()
@@ -417,39 +424,43 @@ class EmbeddingReceiver:
                     self._on_feature, offer.feature_id, offer.tensors, incoming.buffer, dict(offer.timings)
                 )
         except TimeoutError:
-            return f"the receiver did not take the feature over within {self._timeout} s"
-        except Exception as error:  # noqa: BLE001 - the sender must hear of it
-            _log.exception("feature %s could not be taken over", offer.feature_id[:16])
-            return f"the receiver could not take the feature over: {type(error).__name__}: {error}"
+            return f"the receiver did not store the feature within {self._timeout} s"
+        except Exception as error:  # noqa: BLE001 - the sender must be notified
+            _log.exception("storing received feature %s failed", offer.feature_id[:16])
+            return f"the receiver could not store the feature: {type(error).__name__}: {error}"
         return ""
 
     async def _watch(self, incoming: _Incoming) -> None:
-        """Free the room of a transfer whose sender has gone silent."""
-        while (left := incoming.heard + self._timeout - time.monotonic()) > 0:
+        """Free the room of a transfer whose sender is silent."""
+        while (left := incoming.last_activity + self._timeout - time.monotonic()) > 0:
             await asyncio.sleep(left)
         self._end(incoming, f"no chunk within {self._timeout} s")
 
     def _end(self, incoming: _Incoming, fault: str, complete: bool = False) -> None:
-        """Free the room; nothing after this touches the transfer. The goodbye is sent on its own."""
+        """Free the room; nothing after this touches the transfer. The result is sent by a task of its own."""
         if self._transfers.get(incoming.offer.feature_id) is not incoming:
             return
         del self._transfers[incoming.offer.feature_id]
         self._reserved -= incoming.offer.total_bytes
         if fault:
             _log.warning(
-                "transfer of feature %s from %s ended after %d of %d bytes: %s",
+                "transfer of feature %s from %s failed after %d of %d bytes: %s",
                 *(incoming.offer.feature_id[:16], incoming.offer.sender),
                 *(incoming.received, incoming.offer.total_bytes, fault),
             )
-        task = asyncio.create_task(self._say_goodbye(incoming, fault, complete))
+        task = asyncio.create_task(self._send_result(incoming, fault, complete))
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
-    async def _say_goodbye(self, incoming: _Incoming, fault: str, complete: bool) -> None:
+    async def _send_result(self, incoming: _Incoming, fault: str, complete: bool) -> None:
         try:
             await self._credit(incoming, fault, complete)
         except MmdError as error:
-            _log.warning("the sender of %s hears nothing: %s", incoming.offer.feature_id[:16], error.message)
+            _log.warning(
+                "result of transfer %s not sent to its sender: %s",
+                incoming.offer.feature_id[:16],
+                error.message,
+            )
         if incoming.watch is not None:
             incoming.watch.cancel()
         if incoming.subscription is not None:

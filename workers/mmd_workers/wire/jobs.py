@@ -4,8 +4,8 @@ How much work waits is read off the stream itself. The last token of a job's sub
 significant digits, and the server counts messages by subject; a job leaves the stream when it is acknowledged or
 terminated. So the sum is exact to 10%, needs no bookkeeping, and survives publishers, encoders and servers.
 
-The bound on deliveries is kept by whoever pulls, not by the server: JetStream would only stop redelivering, with an
-advisory that nobody may hear. Here the delivery after the last attempt is answered with `EncodeFailed` and terminated.
+The bound on deliveries is kept by the puller, not by the server: JetStream would only stop redelivering, with an
+advisory that may have no subscriber. Here the delivery after the last attempt is answered with `EncodeFailed` and terminated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
@@ -27,16 +28,30 @@ from nats.js import api
 from nats.js import errors as js_errors
 from nats.js.manager import JetStreamManager
 
-from mmd_workers.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
-from mmd_workers.wire.bus import Bus, RateLimitedLog
-from mmd_workers.wire.codec import WireError, pack, unpack
-from mmd_workers.wire.messages import EncodeFailed, EncodeJob, Modality
+from mmd_api.contract.errors import (
+    CapacityError,
+    DeadlineError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+    TooLongError,
+    UnprocessableMediumError,
+    WireError,
+)
+from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.client import cancellable
+from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
+from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob
 
-MODALITIES: tuple[Modality, ...] = get_args(Modality)
 _STREAM_FULL = {10077, 10123}  # maximum messages or bytes exceeded; insufficient storage resources
+MAX_WORK_DIGITS = 15  # of a subject; more are no job of ours
 _API_SECONDS = 3.0
 _CONFIRM_SECONDS = 1.5
 _POLL_SECONDS = 0.25
+_HEADER_BYTES = 1024  # at most, of a published job; the server counts them
+_REPORTS = 4  # of one failure, before the job goes back to the queue
 _SOON_SECONDS = 0.01
 _log = logging.getLogger(__name__)
 
@@ -68,19 +83,20 @@ class QueueDepth:
 
 
 class Delivery:
-    """A job in hand. It returns to the queue unless it is acknowledged, terminated or kept alive within `ack_wait`."""
+    """A job in progress. It returns to the queue unless it is acknowledged, terminated or kept alive within `ack_wait`."""
 
-    def __init__(self, bus: Bus, message: Msg, job: EncodeJob, ack_wait_seconds: float) -> None:
+    def __init__(self, bus: Bus, message: Msg, job: EncodeJob, limits: QueueLimits) -> None:
         self.job = job
-        self.attempt: int = message.metadata.num_delivered
+        self.attempt: int = job.tried + message.metadata.num_delivered
+        self.last = self.attempt >= limits.max_attempts
         self._bus = bus
         self._reply = message.reply
-        self._ack_wait = ack_wait_seconds
+        self._ack_wait = limits.ack_wait_seconds
 
     async def ack(self) -> None:
         """The feature has arrived: take the job off the queue.
 
-        An acknowledgement that the server does not confirm is only logged: the job comes again, and its OFFER is answered `have`.
+        An acknowledgement that the server does not confirm is only logged: the job is redelivered, its OFFER answered `have`.
         """
         await self._settle(b"+ACK")
 
@@ -89,23 +105,27 @@ class Delivery:
         await self._settle(b"-NAK " + json.dumps({"delay": int(delay * 1e9)}).encode())
 
     async def terminate(self, reason: str) -> None:
-        """Take the job off the queue undone. Whoever calls this has told the receiver, or knows that nobody waits."""
+        """Take the job off the queue undone. The caller has notified the receiver, or knows that none waits."""
         _log.warning("encode job %s terminated: %s", self.job.job_id, reason)
         await self._settle(b"+TERM " + reason.replace("\r", " ").replace("\n", " ").encode()[:512])
 
     @asynccontextmanager
     async def keep_alive(self) -> AsyncIterator[None]:
-        """Tell the server every third of `ack_wait` that the job is being worked on."""
+        """Extend the acknowledgement wait every third of it while the job is in progress."""
 
-        async def tell() -> None:
+        async def extend() -> None:
             while True:
                 await asyncio.sleep(self._ack_wait / 3)
                 try:
                     await self._bus.client.publish(self._reply, b"+WPI")
                 except nats_errors.Error as error:
-                    _log.warning("job %s not kept alive: %s", self.job.job_id, type(error).__name__)
+                    _log.warning(
+                        "acknowledgement wait of job %s not extended: %s",
+                        self.job.job_id,
+                        type(error).__name__,
+                    )
 
-        task = asyncio.create_task(tell(), name=f"keep-alive-{self.job.job_id}")
+        task = asyncio.create_task(extend(), name=f"keep-alive-{self.job.job_id}")
         try:
             yield
         finally:
@@ -116,7 +136,7 @@ class Delivery:
             await self._bus.client.request(self._reply, verb, timeout=_API_SECONDS)
         except (nats_errors.Error, TimeoutError) as error:
             _log.warning(
-                "%s of job %s not confirmed (%s): it may be delivered again",
+                "%s of job %s not confirmed (%s); it may be redelivered",
                 *(verb[:5].decode(), self.job.job_id, type(error).__name__),
             )
 
@@ -148,7 +168,7 @@ class _Puller:
         assert self._subscription is not None, "open() first"
         messages: list[Msg] = []
         while len(messages) < batch and self._subscription.pending_msgs:  # late answers to an earlier request
-            late = await self._subscription.next_msg(timeout=_API_SECONDS)
+            late = await self._message(_API_SECONDS)
             if not _status(late):
                 messages.append(late)
         if len(messages) == batch:
@@ -161,7 +181,7 @@ class _Puller:
         end = time.monotonic() + linger_seconds + _API_SECONDS
         while len(messages) < batch:
             try:
-                message = await self._subscription.next_msg(timeout=max(0.001, end - time.monotonic()))
+                message = await self._message(max(0.001, end - time.monotonic()))
             except nats_errors.TimeoutError:
                 if messages:
                     break
@@ -174,6 +194,12 @@ class _Puller:
                     raise js_errors.ServiceUnavailableError(description=f"{self._next}: {status}")
                 break  # 404: nothing there; 408: the time is up
         return messages
+
+    async def _message(self, seconds: float) -> Msg:
+        """The next one. The client swallows a cancellation that meets a message, and an encoder would never end."""
+        assert self._subscription is not None, "open() first"
+        async with cancellable():
+            return await self._subscription.next_msg(timeout=seconds)
 
 
 class EncodeQueue:
@@ -189,10 +215,11 @@ class EncodeQueue:
         self._wake = asyncio.Event()
         self._wakers: list[NatsSubscription] = []
         self._turn = 0
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def ensure(self) -> None:
         """Create the stream and its consumers, or bring them to these limits. Any number of gateways may call it at once, and
-        nobody else does: whoever can make streams can read every subject.
+        no other role does: a user that can create streams can read every subject.
 
         Raises:
             PeerLostError: the server has no JetStream or does not answer.
@@ -231,7 +258,7 @@ class EncodeQueue:
                 )
         except (nats_errors.Error, TimeoutError) as error:
             raise PeerLostError(
-                f"cannot set up the encode queue {self._stream} ({error}): does the NATS server run with JetStream?"
+                f"cannot set up the encode queue {self._stream} ({error}); check that JetStream is enabled on the NATS server"
             ) from error
 
     async def publish(self, job: EncodeJob) -> None:
@@ -243,16 +270,19 @@ class EncodeQueue:
                 been queued; publishing again is safe.
             PeerLostError: no server, or one without JetStream.
         """
+        await self._published(job, message_id=job.job_id)
+
+    async def _published(self, job: EncodeJob, message_id: str) -> None:
         try:
-            answer = await self._publish(job)
+            answer = await self._publish(job, message_id)
         except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError) as error:
             # No stream: no reply at all where pullers listen for the core copies of jobs, "no responders" elsewhere.
             raise DeadlineError(
-                f"the encode queue did not confirm job {job.job_id} ({type(error).__name__}): publish it again"
+                f"the encode queue did not confirm job {job.job_id} ({type(error).__name__}); publish it again"
             ) from error
         except nats_errors.OutboundBufferLimitError as error:
             raise OverloadedError(
-                "NATS is gone and the send buffer is full: retry once it is back"
+                "NATS is disconnected and the send buffer is full; retry after it has reconnected"
             ) from error
         except nats_errors.Error as error:
             raise PeerLostError(f"cannot queue job {job.job_id}: {type(error).__name__} {error}") from error
@@ -261,14 +291,23 @@ class EncodeQueue:
             return
         if fault.get("err_code") in _STREAM_FULL:
             raise OverloadedError(
-                f"the encode queue is full ({fault['description']}): retry later, or add encoders (spec.encoder)"
+                f"the encode queue is full ({fault['description']}); retry later, or add encoders (spec.encoder)"
             )
         raise PeerLostError(f"the encode queue refused job {job.job_id}: {fault.get('description')}")
+
+    async def give_back(self, delivery: Delivery) -> None:
+        """Let any encoder take the job, as if it had not been delivered here: unlike `Delivery.retry`, this is no attempt.
+
+        Raises as `publish`; then the job comes again by itself, as an attempt.
+        """
+        job = replace(delivery.job, tried=delivery.attempt - 1)
+        await self._published(job, message_id=f"{job.job_id}/{uuid.uuid4().hex}")
+        await delivery.ack()
 
     async def pull(self, modalities: Sequence[Modality], batch: int, wait: float) -> list[Delivery]:
         """Up to `batch` jobs, fairly by modality; waits up to `wait` seconds for the first. None in time: an empty list.
 
-        Never raises for a server that is away: it waits, as for an empty queue. One caller at a time.
+        Never raises if the server is unreachable: it waits, as for an empty queue. One caller at a time.
         """
         end = time.monotonic() + wait
         while True:
@@ -282,10 +321,10 @@ class EncodeQueue:
                     return deliveries
             except (js_errors.ServiceUnavailableError, js_errors.NotFoundError):
                 self._log.warning(
-                    "gone", f"the encode queue {self._stream} is not there: the gateway makes it"
+                    "gone", f"encode queue {self._stream} does not exist yet; the gateway creates it"
                 )
             except (nats_errors.Error, TimeoutError, MmdError) as error:
-                self._log.warning("pull", f"no answer from the encode queue: {type(error).__name__} {error}")
+                self._log.warning("pull", f"reading the encode queue failed: {type(error).__name__} {error}")
             left = end - time.monotonic()
             if left <= 0:
                 return []
@@ -322,6 +361,8 @@ class EncodeQueue:
         work = dict.fromkeys(MODALITIES, 0)
         for subject, count in (info.state.subjects or {}).items():
             *_, name, size = subject.split(".")
+            if not (size.isdecimal() and len(size) <= MAX_WORK_DIGITS):
+                continue  # no job of ours: whoever may publish chose the subject
             for modality in MODALITIES:
                 if name == modality:
                     jobs[modality] += count
@@ -329,7 +370,7 @@ class EncodeQueue:
         return {m: QueueDepth(jobs=jobs[m], work=work[m], running_jobs=running[m]) for m in MODALITIES}
 
     async def close(self) -> None:
-        """Stop listening for new jobs. Deliveries in hand stay valid until the bus closes."""
+        """Stop listening for new jobs. Deliveries in progress stay valid until the bus closes."""
         for subscription in self._wakers:
             if not self._bus.client.is_closed:
                 await subscription.unsubscribe()
@@ -338,10 +379,17 @@ class EncodeQueue:
         self._wakers.clear()
         self._pullers.clear()
 
-    async def _publish(self, job: EncodeJob) -> Msg:
+    async def _publish(self, job: EncodeJob, message_id: str) -> Msg:
         subject = self._bus.subjects.encode_work(job.feature.modality, round_work(job.feature.work))
-        headers = {api.Header.MSG_ID.value: job.job_id}
-        return await self._bus.client.request(subject, pack(job), timeout=_CONFIRM_SECONDS, headers=headers)
+        headers = {api.Header.MSG_ID.value: message_id}
+        try:
+            data = pack(job, MAX_MESSAGE_BYTES - _HEADER_BYTES)
+        except TooLongError as error:
+            raise CapacityError(
+                f"the layout of this {job.feature.modality} ({len(job.feature.ranges)} ranges of placeholders) exceeds a "
+                f"message on the encode queue; send fewer frames ({error.message})"
+            ) from error
+        return await self._bus.client.request(subject, data, timeout=_CONFIRM_SECONDS, headers=headers)
 
     async def _open(self, modalities: Sequence[Modality]) -> None:
         async def wake(_: Msg) -> None:
@@ -352,7 +400,7 @@ class EncodeQueue:
                 continue
             puller = _Puller(self._bus, self._stream, modality)
             await puller.open()
-            # The copy of a job that core NATS brings is the signal to pull: nobody polls an idle queue at speed.
+            # The copy of a job that core NATS brings is the signal to pull: an idle queue is polled slowly.
             subject = self._bus.subjects.encode_work(modality, "*")
             self._wakers.append(await self._bus.client.subscribe(subject, cb=wake, pending_msgs_limit=4096))
             self._pullers[modality] = puller
@@ -368,7 +416,7 @@ class EncodeQueue:
                 break
             share = left if asked >= len(order) else math.ceil(left / (len(order) - asked))
             if asked >= len(order) and not taken:
-                break  # nobody had anything
+                break  # no puller had a job
             for message in await self._pullers[order[asked % len(order)]].take(share):
                 delivery = await self._accept(message)
                 if delivery is not None:
@@ -379,23 +427,48 @@ class EncodeQueue:
         try:
             job = unpack(EncodeJob, message.data)
         except WireError as error:
-            self._log.warning("job", f"a job on {message.subject} is not one, terminated: {error.message}")
+            self._log.warning("job", f"invalid encode job on {message.subject} terminated: {error.message}")
             await self._bus.client.publish(message.reply, b"+TERM not an EncodeJob")
             return None
-        delivery = Delivery(self._bus, message, job, self._limits.ack_wait_seconds)
+        delivery = Delivery(self._bus, message, job, self._limits)
         if delivery.attempt <= self._limits.max_attempts:
             return delivery
         attempts = delivery.attempt - 1
         failed = EncodeFailed(
             feature_id=job.feature.feature_id,
             job_id=job.job_id,
-            code="too_many_attempts",
-            message=f"{attempts} encoders began this {job.feature.modality} and none finished: the medium may crash them",
+            code=UnprocessableMediumError.code,
+            message=f"{attempts} encoders in a row ended while they encoded this {job.feature.modality}: it may exceed their "
+            "memory or break the model; send a smaller or re-encoded one",
             retryable=False,
         )
-        await self._bus.publish(self._bus.subjects.encode_failed(job.receiver), failed)
-        await delivery.terminate(f"not done after {attempts} attempts")
+        report = asyncio.create_task(
+            report_failure(self._bus, delivery, failed, f"not done after {attempts} attempts")
+        )
+        self._reports.add(report)  # a receiver that does not answer holds up no other job
+        report.add_done_callback(self._reports.discard)
         return None
+
+
+async def report_failure(bus: Bus, delivery: Delivery, failed: EncodeFailed, reason: str) -> None:
+    """Report to the receiver that the feature will not come, and take the job off the queue once it has confirmed that. While it
+    does not, the job stays queued: the next encoder to get it reports again. A lost receiver needs no report.
+    """
+    job, gone = delivery.job, 0
+    for _ in range(_REPORTS):
+        try:
+            subject = bus.subjects.encode_failed(job.receiver)
+            await bus.request(subject, failed, Acknowledged, timeout=_CONFIRM_SECONDS)
+            break
+        except MmdError as error:
+            gone += isinstance(error, PeerLostError)
+            _log.warning("failure report of job %s not confirmed, retrying: %s", job.job_id, error.message)
+            await asyncio.sleep(_POLL_SECONDS)
+    else:
+        if gone < _REPORTS and time.time() < job.deadline:
+            await delivery.retry(_CONFIRM_SECONDS)
+            return
+    await delivery.terminate(reason)
 
 
 def round_work(work: int) -> int:

@@ -7,7 +7,8 @@ import hashlib
 import time
 from collections.abc import Callable
 
-from mmd_workers.errors import DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_api.contract.errors import DeadlineError, LinkError, MediaGoneError, MmdError, OverloadedError
+from mmd_workers.backoff import Backoff
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.codec import Frame
@@ -16,13 +17,8 @@ from mmd_workers.wire.messages import MediaRead, MediaSlice
 MAX_SLICE_BYTES = 768 << 10
 _WINDOW_SLICES = 6
 _SLICE_SECONDS = 3.0
+_RETRY_SECONDS = (0.1, 1.0)  # first and longest pause
 _ATTEMPTS = 3
-
-
-class MediaGoneError(MmdError):
-    """The gateway no longer holds the medium: its request has ended, or the gateway was restarted."""
-
-    code = "media_gone"
 
 
 class MediaServer:
@@ -34,7 +30,7 @@ class MediaServer:
         self._bus = bus
         self._pod = gateway_pod
         self._lookup = lookup
-        self._bulk: Bulk | None = None
+        self._bulk: Bulk[Bus] | None = None
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
@@ -53,7 +49,7 @@ class MediaServer:
 
     async def _read(self, request: MediaRead) -> Frame:
         if self._bulk is None:
-            raise OverloadedError("this media server has not started: read again")
+            raise OverloadedError("this media server has not started; retry")
         data = await self._bulk.home(self._lookup, request.digest)
         if data is None:
             return Frame(MediaSlice(request.digest, request.offset, -1), b"")
@@ -68,13 +64,13 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
 
     Raises:
         MediaGoneError: the gateway does not hold it.
-        PeerLostError: the gateway is gone.
+        PeerLostError: the gateway is lost.
         LinkError: slices did not come, or the bytes are not those of `digest` (sha256, hex).
         DeadlineError: `deadline` passed.
     """
-    bulk = await bus.bulk()
     try:
         async with asyncio.timeout(max(0.0, deadline - time.time())):
+            bulk = await bus.bulk()  # the first use connects, which waits for a server that is away
             data = await bulk.run(_read_all(bulk.bus, gateway, digest, num_bytes))
             actual = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
     except TimeoutError as error:
@@ -83,7 +79,7 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
         ) from error
     if actual != digest:
         raise LinkError(
-            f"the bytes {gateway} sent for medium {digest[:16]} have another digest: read them again"
+            f"the bytes {gateway} sent for medium {digest[:16]} do not match its digest; read them again"
         )
     return data
 
@@ -109,6 +105,7 @@ async def _read_all(bus: Bus, gateway: str, digest: str, num_bytes: int) -> byte
 async def _read_slice(bus: Bus, gateway: str, digest: str, offset: int, num_bytes: int) -> memoryview:
     length = min(MAX_SLICE_BYTES, num_bytes - offset)
     fault: MmdError | None = None
+    pauses = Backoff(*_RETRY_SECONDS)
     for _ in range(_ATTEMPTS):
         try:
             header, piece = await bus.request_frame(
@@ -119,6 +116,7 @@ async def _read_slice(bus: Bus, gateway: str, digest: str, offset: int, num_byte
             )
         except (DeadlineError, OverloadedError) as error:
             fault = error
+            await asyncio.sleep(pauses.next())
             continue
         if header.total_bytes < 0:
             raise MediaGoneError(f"{gateway} no longer holds medium {digest[:16]}: its request has ended")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Modality = Literal["image", "video", "audio"]
-Role = Literal["encode", "prefill", "decode"]
-FinishReason = Literal["stop", "length", "cancelled"]
-PodState = Literal["loading", "ready", "draining", "drained"]
+from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.load import PodLoad, WorkerState
+from mmd_api.contract.pools import Modality, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,11 @@ class TensorHeader:
     dtype: str
     shape: list[int]
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Reply without content: the message has been received and acted upon."""
 
 
 # --- media and features ---------------------------------------------------------------------------------------
@@ -37,6 +41,7 @@ class FeatureRef:
     `num_tokens`. `geometry` holds the model's small shape facts (`image_grid_thw`, `video_second_per_grid`, ...), computed
     from dimensions before decoding; the encoder must arrive at the same.
     `work` is what the encoder will do, in the units of its calibrated throughput (patches for pixels, frames for sound).
+    `host_bytes`: host memory of what it is decoded to and of the tower's inputs made of that, without the file's `num_bytes`.
     """
 
     feature_id: str
@@ -48,6 +53,7 @@ class FeatureRef:
     geometry: dict[str, Any]
     sampling: dict[str, Any]
     work: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class EncodeJob:
     """One medium to encode, published by the worker that needs the feature (it owns retries and the deadline).
 
     `receiver`/`receiver_incarnation`: the pod whose `embedding` subject takes the OFFER. `gateway` holds the bytes.
+    `tried` counts the deliveries of earlier messages of this job: an encoder that gives it back unbegun publishes it again.
     """
 
     job_id: str
@@ -85,6 +92,7 @@ class EncodeJob:
     request_id: str
     trace: dict[str, str] = field(default_factory=dict)
     attempt: int = 0  # of the request
+    tried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class EmbeddingGrant:
     """Receiver's reply to an OFFER.
 
     `send`: publish chunks on `inbox`, never more than `window_bytes` unacknowledged. `have`: already here, the job is done.
-    `wait`: no budget now, offer again after `retry_seconds`. `refuse`: nobody needs it (cancelled, unknown, other revision).
+    `wait`: no budget now, offer again after `retry_seconds`. `refuse`: it is not needed (cancelled, unknown, other revision).
     """
 
     transfer_id: str
@@ -138,8 +146,35 @@ class EmbeddingCredit:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeTaken:
+    """Reply to an `EncodeJob` that was sent to the encoder that has the feature in its cache, past the queue. Not `taken`: it no
+    longer has it, or is busy; queue the job.
+    """
+
+    job_id: str
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCheck:
+    """Encoder to receiver, as a request, before a job that has waited and every second during one: is it still wanted?"""
+
+    feature_id: str
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeWanted:
+    """Reply to an `EncodeCheck`. Not `wanted`: nothing waits for the feature any longer; drop the job."""
+
+    job_id: str
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeFailed:
-    """Encoder to receiver: this feature will not come. `retryable` is False for bad media (poison)."""
+    """Encoder to receiver, as a request: this feature will not come. Until it is acknowledged the job stays in the queue.
+    `retryable` is False for bad media (poison)."""
 
     feature_id: str
     job_id: str
@@ -191,7 +226,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Reply to `GenerateRequest`. Not accepted: the router tries another pod; `code` says why."""
+    """Reply to `GenerateRequest`. Not accepted: the router tries another pod; `code` has the reason."""
 
     request_id: str
     accepted: bool
@@ -201,7 +236,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client is gone or the gateway placed the request elsewhere: attempts up to `attempt` are freed everywhere."""
+    """The client disconnected or the gateway placed the request elsewhere: attempts up to `attempt` are freed everywhere."""
 
     request_id: str
     attempt: int
@@ -253,6 +288,40 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """One line of a `SequenceReport`: an attempt that the pod answers for.
+
+    `tokens` is the index after the last token the pod has made. `open`: it still works on the attempt; otherwise the attempt
+    has ended there and the pod keeps what the gateway has not confirmed.
+    """
+
+    request_id: str
+    attempt: int
+    tokens: int
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceReport:
+    """Worker to gateway, as a request, once a second: every attempt of this gateway that the pod answers for.
+
+    Cancellations, tokens and failures are sent once and may be lost. The report and its reply find the difference, so both sides
+    learn the end of every attempt: what the gateway does not want is freed, what it has not received is sent again, and an
+    attempt that no pod reports is placed again.
+    """
+
+    pod: str
+    sequences: list[HeldSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceReceipt:
+    """Reply to a `SequenceReport`, line by line: tokens received without a gap, or -1 for an attempt that is not wanted."""
+
+    received: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """One interval of a request's life on one pod, Unix seconds. Names: queue, encode, embedding_transfer, prefill,
     kv_transfer, decode; `detail` carries sizes (tokens, bytes) and identities.
@@ -279,10 +348,13 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class KvOffer:
-    """Prefill to decode, as a request: room for this sequence, please. Sent before prefill starts (reserve, then produce).
+    """Prefill to decode, as a request: reserve room for this sequence. Sent before prefill starts (reserve, then produce).
 
     `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` must equal the decoder's own.
-    `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none).
+    `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
+    what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
+    seconds) get room first. An offer of 0 prompt tokens is for the link alone, before a request needs it: it is granted
+    without a lease.
     """
 
     request_id: str
@@ -294,6 +366,7 @@ class KvOffer:
     layout: dict[str, Any]
     link_endpoint: str
     lease_seconds: float
+    arrived: float
     failed_epoch: int = -1
 
 
@@ -301,7 +374,7 @@ class KvOffer:
 class KvGrant:
     """Reply to a KvOffer. `lease_id` names the granted blocks until commit or the end of the lease.
 
-    `cached_tokens`: how much of the prompt's KV the decoder already has (always whole blocks; those need not travel).
+    Not granted: `code` and `reason` say why; `too_large` means never, at this pod.
     """
 
     request_id: str
@@ -309,15 +382,15 @@ class KvGrant:
     lease_id: str = ""
     epoch: int = 0
     link_endpoint: str = ""
-    cached_tokens: int = 0
+    code: str = ""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KvChunk:
-    """Prefill to decode, published just before the bytes are sent: KV of tokens [start, start + num_tokens), all layers, follows
-    on the link of (`pod`, `epoch`) as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent; what is
-    announced is always sent, so the receiver takes it off the link even when nobody wants it any more.
+    """Prefill to decode, as a request before the bytes are sent, answered when they are being received: KV of tokens [start, start + num_tokens), all layers, follows
+    on the link of (`pod`, `epoch`) as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent,
+    again if the acknowledgement does not come; what is announced is always sent, so the receiver takes it off the link even when it is no longer needed.
     """
 
     pod: str
@@ -331,7 +404,8 @@ class KvChunk:
 
 @dataclass(frozen=True, slots=True)
 class KvCommit:
-    """Prefill to decode, as a request after the last chunk: everything the decoder needs to go on.
+    """Prefill to decode, as a request after the last chunk: everything the decoder needs to go on. A repeated commit gets the
+    answer of the first.
 
     `output_token_ids` ends with the token prefill sampled. `next_position` is the rotary position of the next token.
     """
@@ -354,7 +428,7 @@ class KvCommitted:
 
 @dataclass(frozen=True, slots=True)
 class KvRelease:
-    """Prefill to decode: the blocks granted for this attempt are not needed (it ended, failed or goes elsewhere).
+    """Prefill to decode, as a request: the blocks granted for this attempt are not needed (it ended, failed or goes elsewhere).
 
     `lease_id` is empty when the answer to the offer never came: then whatever was granted for the attempt is meant.
     """
@@ -368,33 +442,11 @@ class KvRelease:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a pod has to do, with units. Zero where a role is not held."""
-
-    encode_queued_work: dict[str, int] = field(default_factory=dict)  # by modality, in work units
-    encode_running: int = 0
-    encode_work_per_second: dict[str, float] = field(default_factory=dict)  # calibrated, by modality
-    encode_busy_fraction: float = 0.0
-    prefill_waiting_tokens: int = 0
-    prefill_blocked_tokens: int = 0  # those of them that wait for media to be encoded
-    prefill_waiting_requests: int = 0
-    prefill_tokens_per_second: float = 0.0
-    decode_running: int = 0
-    decode_waiting: int = 0
-    decode_max_sequences: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_reserved: int = 0
-    kv_block_tokens: int = 0
-    feature_bytes_used: int = 0
-    feature_bytes_budget: int = 0
-    itl_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How a pod is, twice a second. A pod unheard of for `heartbeat_timeout` is lost; a new incarnation is a new pod.
+    """State of a pod, twice a second. A pod without heartbeats for `heartbeat_timeout` is lost; a new incarnation is a new pod.
 
+    `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing beside another clock.
+    `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository.
     `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing.
     """
 
@@ -403,10 +455,12 @@ class Heartbeat:
     roles: list[Role]
     incarnation: str
     revision: str
-    state: PodState
+    state: WorkerState
     http_endpoint: str
     sent: float
-    load: Load
+    load: PodLoad
     max_model_len: int = 0
+    identity: str = ""
+    commit: str = ""
     prefix_blocks: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)

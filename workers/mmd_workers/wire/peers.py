@@ -10,20 +10,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mmd_workers.errors import DeadlineError, MmdError
-from mmd_workers.wire.bus import Bus, RateLimitedLog, Subscription
-from mmd_workers.wire.messages import Heartbeat, PodState, Role
+from mmd_api.contract.errors import DeadlineError, MmdError
+from mmd_api.contract.load import WorkerState
+from mmd_api.contract.pools import Role
+from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.messages import Heartbeat
 
 MAX_PODS = 4096
 _RETIRED_INCARNATIONS = 8
 _log = logging.getLogger(__name__)
 
+_STARTED_AT = time.time() - time.monotonic()
+
 EventKind = Literal["appeared", "lost", "reborn", "state"]
+
+
+def sent_now() -> float:
+    """Unix time for `Heartbeat.sent`: it does not go back when this machine's clock is set, or heartbeats would be taken for late."""
+    return _STARTED_AT + time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """`appeared`, `lost`, `reborn` (a new incarnation: what the old one held is gone) or `state` (it changed).
+    """`appeared`, `lost`, `reborn` (a new incarnation: what the old one held is lost) or `state` (it changed).
 
     `heartbeat` is the newest one; `before` the one before it, None for `appeared`.
     """
@@ -36,7 +46,7 @@ class PeerEvent:
 @dataclass(slots=True)
 class _Peer:
     heartbeat: Heartbeat
-    heard: float
+    last_seen: float
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=_RETIRED_INCARNATIONS))
 
 
@@ -49,7 +59,7 @@ class PeerTable:
         self._peers: dict[str, _Peer] = {}
         self._last_tick: float | None = None
 
-    def heard(self, heartbeat: Heartbeat, now: float) -> list[PeerEvent]:
+    def record(self, heartbeat: Heartbeat, now: float) -> list[PeerEvent]:
         """Take a heartbeat in. One of a former incarnation (late on the wire) is ignored."""
         peer = self._peers.get(heartbeat.pod)
         if peer is None:
@@ -63,7 +73,7 @@ class PeerTable:
         before = peer.heartbeat
         if heartbeat.incarnation == before.incarnation and heartbeat.sent < before.sent:
             return []
-        peer.heartbeat, peer.heard = heartbeat, now
+        peer.heartbeat, peer.last_seen = heartbeat, now
         if heartbeat.incarnation != before.incarnation:
             peer.retired.append(before.incarnation)
             return [PeerEvent("reborn", heartbeat, before)]
@@ -76,13 +86,13 @@ class PeerTable:
         if stalled or not connected:
             self.forgive(now)
             return []
-        lost = [pod for pod, peer in self._peers.items() if now - peer.heard > self.timeout_seconds]
+        lost = [pod for pod, peer in self._peers.items() if now - peer.last_seen > self.timeout_seconds]
         return [PeerEvent("lost", gone.heartbeat, gone.heartbeat) for gone in map(self._peers.pop, lost)]
 
     def forgive(self, now: float) -> None:
-        """Start everybody's time-out anew."""
+        """Restart the timeout of every peer."""
         for peer in self._peers.values():
-            peer.heard = now
+            peer.last_seen = now
 
     def heartbeats(self) -> list[Heartbeat]:
         """The newest heartbeat of everybody, by pod name."""
@@ -107,6 +117,11 @@ class PeerDirectory:
         self._subscription: Subscription | None = None
         self._ticker: asyncio.Task[None] | None = None
 
+    @property
+    def timeout_seconds(self) -> float:
+        """Silence after which a pod counts as lost."""
+        return self._table.timeout_seconds
+
     async def start(self) -> None:
         """Listen from now on.
 
@@ -114,7 +129,7 @@ class PeerDirectory:
             DeadlineError: the server did not confirm the subscription.
         """
         self._subscription = await self._bus.subscribe(
-            self._bus.subjects.heartbeat("*"), Heartbeat, self._heard
+            self._bus.subjects.heartbeat("*"), Heartbeat, self._on_heartbeat
         )
         self._bus.on_reconnect(self._reconnected)
         await self._bus.flush()
@@ -132,7 +147,7 @@ class PeerDirectory:
         """Call `callback` on the bus's loop for every event from now on. It must not block."""
         self._callbacks.append(callback)
 
-    def pods(self, role: Role | None = None, state: PodState | None = "ready") -> list[Heartbeat]:
+    def pods(self, role: Role | None = None, state: WorkerState | None = "ready") -> list[Heartbeat]:
         """Newest heartbeats of the pods that hold `role` and are in `state` (None: any), by pod name."""
         return [
             beat
@@ -145,7 +160,7 @@ class PeerDirectory:
         return self._table.get(pod)
 
     async def wait_for(self, predicate: Callable[[PeerDirectory], bool], timeout: float) -> None:  # noqa: ASYNC109
-        """Wait until `predicate(self)` holds; it is asked again at every heartbeat and loss.
+        """Wait until `predicate(self)` holds; it is evaluated at every heartbeat and loss.
 
         Raises:
             DeadlineError: it does not within `timeout` seconds; the message lists who is there.
@@ -156,13 +171,13 @@ class PeerDirectory:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            there = ", ".join(f"{beat.pod}={beat.state}" for beat in self._table.heartbeats()) or "nobody"
+            there = ", ".join(f"{beat.pod}={beat.state}" for beat in self._table.heartbeats()) or "none"
             raise DeadlineError(
-                f"the pods waited for did not come within {timeout:.1f} s; there are: {there}"
+                f"the expected pods did not appear within {timeout:.1f} s; present: {there}"
             ) from error
 
-    async def _heard(self, heartbeat: Heartbeat) -> None:
-        self._tell(self._table.heard(heartbeat, self._clock()))
+    async def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._notify(self._table.record(heartbeat, self._clock()))
         self._changed.set()
 
     async def _reconnected(self) -> None:
@@ -171,29 +186,38 @@ class PeerDirectory:
     async def _tick_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._table.timeout_seconds / 8)
-            events = self._table.tick(self._clock(), self._bus.is_connected)
-            if events:
-                self._tell(events)
-                self._changed.set()
+            try:
+                events = self._table.tick(self._clock(), self._bus.is_connected)
+                if events:
+                    self._notify(events)
+                    self._changed.set()
+            except Exception as error:  # noqa: BLE001 - without this loop no peer would ever count as lost
+                self._log.warning(
+                    "tick", f"checking for lost pods failed: {type(error).__name__}: {error}", error
+                )
 
-    def _tell(self, events: list[PeerEvent]) -> None:
+    def _notify(self, events: list[PeerEvent]) -> None:
         for event in events:
             level = logging.WARNING if event.kind == "lost" else logging.DEBUG
             _log.log(level, "pod %s %s (%s)", event.heartbeat.pod, event.kind, event.heartbeat.state)
             for callback in self._callbacks:
                 try:
                     callback(event)
-                except Exception:  # noqa: BLE001 - a handler's fault must not end the subscription
+                except Exception:  # noqa: BLE001 - a handler's error must not end the subscription
                     _log.exception("callback failed for %s of %s", event.kind, event.heartbeat.pod)
 
 
 class Heartbeater:
-    """Publishes what `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop."""
+    """Publishes what `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop.
+
+    `last_progress` (time.monotonic) moves with every turn, also while no server takes the heartbeat: a `make` that fails stops it.
+    """
 
     def __init__(self, bus: Bus, make: Callable[[], Heartbeat], period: float) -> None:
         self._bus = bus
         self._make = make
         self._period = period
+        self.last_progress = time.monotonic()
         self._log = RateLimitedLog(_log)
         self._task: asyncio.Task[None] | None = None
 
@@ -208,19 +232,30 @@ class Heartbeater:
         heartbeat = self._make()
         await self._bus.publish(self._bus.subjects.heartbeat(heartbeat.pod), heartbeat)
 
-    async def close(self, goodbye: bool = True) -> None:
-        """Stop; unless `goodbye` is False, tell the others that this pod is drained."""
+    async def announce(self) -> None:
+        """`beat` that only logs a failure to send: the next heartbeat has the same content."""
+        try:
+            await self.beat()
+        except MmdError as error:
+            _log.warning("heartbeat not sent; next attempt within %g s: %s", self._period, error.message)
+
+    async def close(self, announce: bool = True) -> None:
+        """Stop; unless `announce` is False, publish a final heartbeat with state drained."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
             await asyncio.wait([task], timeout=1.0)
-        if goodbye and self._bus.is_connected:
+        if announce and self._bus.is_connected:
             last = replace(self._make(), state="drained")
             try:
                 await self._bus.publish(self._bus.subjects.heartbeat(last.pod), last)
                 await self._bus.flush()
             except MmdError as error:
-                _log.warning("goodbye of %s not sent, its time-out will tell: %s", last.pod, error.message)
+                _log.warning(
+                    "final heartbeat of %s not sent; peers see its exit after the heartbeat timeout: %s",
+                    last.pod,
+                    error.message,
+                )
 
     async def _beat_again(self) -> None:
         if self._task is not None:
@@ -231,9 +266,12 @@ class Heartbeater:
             await asyncio.sleep(self._period)
             if self._task is None:
                 return
-            if not self._bus.is_connected:
-                continue  # a buffered heartbeat would arrive late and say nothing true
             try:
-                await self.beat()
+                if self._bus.is_connected:  # a buffered heartbeat would arrive late and be wrong
+                    await self.beat()
             except MmdError as error:
                 self._log.warning("beat", f"heartbeat not sent: {error.message}")
+            except Exception as error:  # noqa: BLE001 - the others would count this pod as lost while it serves
+                self._log.warning("beat", f"heartbeat not sent: {type(error).__name__}: {error}", error)
+                continue
+            self.last_progress = time.monotonic()

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmd_workers.errors import PeerLostError
+from mmd_api.contract.errors import PeerLostError
 
 _log = logging.getLogger(__name__)
+START_SECONDS = 15.0
 _READY = "Server is ready"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -35,7 +36,8 @@ _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 class NatsServer:
     """Start, stop and restart one server; its data stays in `directory`, its port stays the same across restarts.
 
-    `configuration`: more of it, in nats-server's own language, which may name variables of `environment`.
+    `configuration`: more of it, in nats-server's own language, which may name variables of `environment`; a change of that
+    takes effect at the next start.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class NatsServer:
     ) -> None:
         self._directory = directory
         self._configuration = configuration
-        self._environment = dict(environment or {})
+        self.environment = dict(environment or {})
         self._host = host
         self._port = port
         self._process: subprocess.Popen[str] | None = None
@@ -66,7 +68,7 @@ class NatsServer:
             RuntimeError: it has never been started.
         """
         if self._port is None:
-            raise RuntimeError("the NATS server has no port yet: call start() first")
+            raise RuntimeError("the NATS server has no port yet; call start() first")
         return f"nats://{self._host}:{self._port}"
 
     @property
@@ -75,17 +77,33 @@ class NatsServer:
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 
-    def start(self, timeout_seconds: float = 15.0) -> NatsServer:
+    @property
+    def crashed(self) -> bool:
+        """Whether it has ended without `stop` or `kill`."""
+        return (process := self._process) is not None and process.poll() is not None
+
+    def start(self, timeout_seconds: float = START_SECONDS) -> NatsServer:
         """Start it and wait until it serves. Blocks for a moment; the server ends with the calling thread, so call it on one that lasts.
 
         Raises:
-            PeerLostError: no binary, or not ready in time; the message ends with what the server said.
+            PeerLostError: no binary, or not ready in time; the message ends with what the server printed.
         """
-        if self.pid is not None:
-            return self
+        if self.pid is None:
+            self.spawn()
+            self.until_ready(timeout_seconds)
+        return self
+
+    def spawn(self) -> None:
+        """Start the process, which ends with the calling thread.
+
+        Raises:
+            PeerLostError: no binary.
+        """
+        self._join_reader()  # of a process that crashed: it must not take this one for ended
         self._directory.mkdir(parents=True, exist_ok=True)
         configuration = self._directory / "nats.conf"
         configuration.write_text(self._configuration)
+        self._lines.clear()
         self._settled.clear()
         self._process = subprocess.Popen(  # noqa: S603
             [
@@ -94,7 +112,7 @@ class NatsServer:
                 *("--addr", self._host, "--port", str(-1 if self._port is None else self._port)),
                 *("--jetstream", "--store_dir", str(self._directory / "jetstream")),
             ],
-            env={**os.environ, **self._environment},
+            env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -107,11 +125,19 @@ class NatsServer:
             target=self._read, args=(self._process,), name="nats-log", daemon=True
         )
         self._reader.start()
+
+    def until_ready(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Wait until the process serves; blocks.
+
+        Raises:
+            PeerLostError: not ready in time; the message ends with what the server printed.
+        """
         if not self._settled.wait(timeout_seconds) or not self._serving:
-            said = " | ".join(list(self._lines)[-5:])
+            ended = self.crashed
             self.kill()
-            raise PeerLostError(f"nats-server was not ready within {timeout_seconds:.0f} s; it said: {said}")
-        return self
+            printed = " | ".join(list(self._lines)[-5:]) or "nothing"
+            how = "ended at once" if ended else f"was not ready within {timeout_seconds:.0f} s"
+            raise PeerLostError(f"nats-server {how}; it printed: {printed}")
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """Stop it in good order, by force after `timeout_seconds`. Safe to call when it does not run."""
@@ -121,7 +147,7 @@ class NatsServer:
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            _log.warning("nats-server ignored SIGTERM for %.0f s: killed", timeout_seconds)
+            _log.warning("nats-server did not exit within %.0f s of SIGTERM; killed", timeout_seconds)
         self.kill()
 
     def kill(self) -> None:
@@ -130,6 +156,9 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._join_reader()
+
+    def _join_reader(self) -> None:
         if self._reader is not None:
             self._reader.join(timeout=2.0)
             self._reader = None
@@ -147,7 +176,7 @@ class NatsServer:
                     self._serving = True
                     self._settled.set()
         self._serving = False
-        self._settled.set()  # it ended: nobody needs to wait any longer
+        self._settled.set()  # it ended: stop waiting
 
 
 def _binary() -> str:

@@ -1,6 +1,6 @@
 """Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Knows no model.
 
-As a program, it builds them for every level of x86-64 beside this file, as images do: their pods find them built.
+Run as a program, it builds them for every level of x86-64 beside this file, as image builds do for their pods.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ def load() -> Library | None:
         if (BUILT / name).exists():
             return Library(BUILT / name)
         if (compiler := _compiler()) is None:
-            log.info("no C++ compiler: PyTorch's operators serve on the CPU")
+            log.info("no C++ compiler found; using PyTorch's operators on the CPU")
             return None
         return Library(_build(compiler, target, _cache(name) / name))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels could not be built (%s): PyTorch's operators serve", error)
+        log.warning("the CPU kernels could not be built (%s); using PyTorch's operators", error)
         return None
 
 
@@ -165,7 +165,7 @@ def _build(compiler: str, target: str, path: Path) -> Path:
                 capture_output=True,
                 timeout=BUILD_SECONDS,
             )
-            made.replace(path)  # atomic: processes that build at the same time all end with a whole file
+            made.replace(path)  # atomic: processes that build at the same time all end with a complete file
     return path
 
 
@@ -176,7 +176,7 @@ def _name(target: str, features: str) -> str:
 
 
 def _features() -> str:
-    """The processor's instruction sets, as far as the system tells."""
+    """The processor's instruction sets, as far as the system reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

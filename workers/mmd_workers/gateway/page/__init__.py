@@ -1,12 +1,14 @@
 """The page at the gateway's `/`, where anyone can try the model: four files, served from memory. Knows no request and no pod;
-the page asks the same public endpoints as every other client.
+the page asks its own port, like every other client.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from importlib import resources
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,16 +38,22 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 
 
-def routes() -> list[Route]:
-    """`/` and the files that it needs, below `/page/`. A browser keeps them and asks whether they have changed."""
+def routes(is_served: Callable[[], bool], *, admin: bool = False) -> list[Route]:
+    """`/` and the files that it needs, below `/page/`; 404 while `is_served` is false. A browser keeps them and asks whether they have changed.
+
+    `admin`: on the admin port, where the page also shows the pods, and where a request is.
+    """
     folder = resources.files(__name__)
+    files = {name: (folder / name).read_bytes() for name in _TYPES}
+    if admin:
+        files["page.html"] = files["page.html"].replace(b"<body ", b"<body data-admin ", 1)
     return [
-        _route("/" if name.endswith(".html") else f"/page/{name}", (folder / name).read_bytes(), kind)
+        _route("/" if name.endswith(".html") else f"/page/{name}", files[name], kind, is_served)
         for name, kind in _TYPES.items()
     ]
 
 
-def _route(path: str, body: bytes, content_type: str) -> Route:
+def _route(path: str, body: bytes, content_type: str, is_served: Callable[[], bool]) -> Route:
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {
         "cache-control": "no-cache",
@@ -59,6 +67,8 @@ def _route(path: str, body: bytes, content_type: str) -> Route:
     }
 
     async def answer(request: Request) -> Response:
+        if not is_served():
+            raise HTTPException(404)
         known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
         if etag in (tag.strip() for tag in known):
             return Response(status_code=304, headers=headers)

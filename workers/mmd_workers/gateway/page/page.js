@@ -4,7 +4,7 @@
 const KINDS = {
   image: { part: "image_url", name: "an image", question: "What is in this image?" },
   video: { part: "video_url", name: "a video", question: "What happens in the video?" },
-  audio: { part: "audio_url", name: "a sound", question: "What do you hear?" },
+  audio: { part: "audio_url", name: "audio", question: "What do you hear?" },
 };
 const MAX_FILES = 16;
 const SHOWN_PHASES = 60;
@@ -12,6 +12,8 @@ const POLL_PODS_MS = 1000;
 const POLL_REQUEST_MS = 250;
 const POLL_TIMEOUT_MS = 5000;
 const SPOKEN_CHARACTERS = 120; // a screen reader gets sentences, or pieces of about this length
+
+const ADMIN = "admin" in document.body.dataset; // on the admin port pods and recent requests can be asked for
 
 const byId = (id) => document.getElementById(id);
 const attached = []; // { file, kind, url, item }
@@ -53,11 +55,11 @@ const readableSize = (bytes) => (bytes < 1 << 20 ? `${Math.max(1, Math.round(byt
 
 function attach(file) {
   const kind = file.type.split("/")[0];
-  if (!(kind in KINDS)) return showError(`${file.name} is not an image, a video or a sound: choose another file.`);
+  if (!(kind in KINDS)) return showError(`${file.name} is not an image, video or audio file; choose another file.`);
   if (model && !model.modalities.includes(kind)) {
-    return showError(`${model.id} does not take ${KINDS[kind].name}: it takes ${model.modalities.join(", ")}.`);
+    return showError(`${model.id} does not accept ${KINDS[kind].name}; it accepts ${model.modalities.join(", ")}.`);
   }
-  if (attached.length >= MAX_FILES) return showError(`At most ${MAX_FILES} files go into one question: remove one first.`);
+  if (attached.length >= MAX_FILES) return showError(`A question can have at most ${MAX_FILES} files; remove one first.`);
   showError("");
   const entry = { file, kind, url: URL.createObjectURL(file) };
   entry.item = make(
@@ -99,7 +101,7 @@ function dataUrl(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error(`${file.name} cannot be read: choose it again.`));
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read; choose it again.`));
     reader.readAsDataURL(file);
   });
 }
@@ -185,7 +187,7 @@ async function* events(response) {
   let pending = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("The connection was cut before the answer was complete: ask again.");
+    if (done) throw new Error("The connection closed before the answer was complete; send the question again.");
     const blocks = (pending + value).split("\n\n");
     pending = blocks.pop();
     for (const block of blocks) {
@@ -225,7 +227,7 @@ class AnswerText {
 async function ask(event) {
   event.preventDefault();
   if (running) return;
-  if (!model) return showError("The gateway has not said which model it serves: is it reachable?");
+  if (!model) return showError("The gateway did not report its model; check that it is reachable.");
   const control = new AbortController();
   running = control;
   setRunning(true);
@@ -239,10 +241,10 @@ async function ask(event) {
   try {
     const body = await requestBody();
     if (limits && body.length > limits.max_body_bytes) {
-      throw new Error(`The files are ${readableSize(body.length)} as sent, and the limit is ${readableSize(limits.max_body_bytes)}: remove one.`);
+      throw new Error(`The files are ${readableSize(body.length)} as sent, and the limit is ${readableSize(limits.max_body_bytes)}; remove one.`);
     }
     say("Sent. Waiting for the first token…");
-    following = follow(request);
+    if (ADMIN) following = follow(request);
     const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", "x-client-request-id": id },
@@ -265,12 +267,12 @@ async function ask(event) {
         answer.add(choice.delta.content);
       }
     }
-    say(finish === "length" ? "Cut off at the limit of tokens: raise it in the settings." : "Done.");
+    say(finish === "length" ? "Stopped at the token limit; raise it in the settings." : "Done.");
   } catch (error) {
     if (control.signal.aborted) say("Stopped.");
     else {
       say("");
-      showError(error instanceof TypeError ? "The gateway cannot be reached, or it closed the connection: try again." : error.message);
+      showError(error instanceof TypeError ? "The gateway cannot be reached or closed the connection; try again." : error.message);
     }
   } finally {
     answer.end();
@@ -285,7 +287,7 @@ async function ask(event) {
 async function refusal(response) {
   const said = await response.json().catch(() => null);
   const wait = response.headers.get("retry-after");
-  const message = said?.error?.message ?? `The gateway answered ${response.status}.`;
+  const message = said?.error?.message ?? `The gateway returned status ${response.status}.`;
   return new Error(wait ? `${message} (try again in ${wait} s)` : message);
 }
 
@@ -338,7 +340,7 @@ function showJourney(timeline, request) {
   const show = (name, done, working, text, where) => {
     if (done) setStage(name, "done", text, where);
     else if (failed) setStage(name, "idle", "not finished", where);
-    else setStage(name, working ? "working" : "idle", working ? "at work" : "waiting", where);
+    else setStage(name, working ? "working" : "idle", working ? "working" : "waiting", where);
   };
   const then = (name, target) => (name in timings ? `then ${milliseconds(timings[name])} to ${target}` : "");
   if (media.length === 0 && placed) setStage("encode", "idle", "not needed");
@@ -379,15 +381,15 @@ function showPhases({ arrived, finished, phases }) {
 }
 
 function showFigures(timings, usage) {
-  const figures = [["First token after", milliseconds(timings.ttft ?? 0)], ["Whole answer after", milliseconds(timings.total)]];
+  const figures = [["Time to first token", milliseconds(timings.ttft ?? 0)], ["Total time", milliseconds(timings.total)]];
   if (usage) {
     const details = usage.prompt_tokens_details;
     const media = Object.keys(KINDS).filter((kind) => details[`${kind}_tokens`]).map((kind) => `${kind} ${details[`${kind}_tokens`]}`);
     figures.push(["Prompt tokens", media.length ? `${usage.prompt_tokens} (${media.join(", ")})` : `${usage.prompt_tokens}`]);
-    if (details.cached_tokens) figures.push(["of them cached", `${details.cached_tokens}`]);
+    if (details.cached_tokens) figures.push(["Cached prompt tokens", `${details.cached_tokens}`]);
     figures.push(["Answer tokens", `${usage.completion_tokens}`]);
     const seconds = (timings.total - (timings.ttft ?? 0)) / 1000;
-    if (usage.completion_tokens > 1 && seconds > 0) figures.push(["Tokens a second", ((usage.completion_tokens - 1) / seconds).toFixed(1)]);
+    if (usage.completion_tokens > 1 && seconds > 0) figures.push(["Tokens per second", ((usage.completion_tokens - 1) / seconds).toFixed(1)]);
   }
   byId("figures").replaceChildren(...figures.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
@@ -423,14 +425,15 @@ async function watchPods() {
     if (!document.hidden) {
       try {
         if (!model) await findModel();
+        if (!ADMIN) return;
         const state = await getJson("debug/state");
         limits = state.limits;
         byId("pods").replaceChildren(...state.pods.map(podRow));
         const more = state.num_pods - state.pods.length;
-        const requests = `${state.running} request${state.running === 1 ? "" : "s"} in hand at this gateway.`;
+        const requests = `${state.running} request${state.running === 1 ? "" : "s"} in flight at this gateway.`;
         byId("pods-note").textContent = more > 0 ? `${requests} ${more} more pods are not shown.` : requests;
       } catch {
-        byId("pods-note").textContent = "The gateway does not answer; trying again.";
+        byId("pods-note").textContent = "The gateway does not respond; retrying.";
       }
     }
     await pause(POLL_PODS_MS);
@@ -440,7 +443,7 @@ async function watchPods() {
 async function findModel() {
   [model] = (await getJson("v1/models")).data;
   document.title = `Try ${model.id}`;
-  byId("served").textContent = `${model.id} takes ${model.modalities.join(", ")}; at most ${model.max_model_len} tokens in all.`;
+  byId("served").textContent = `${model.id} accepts ${model.modalities.join(", ")}; at most ${model.max_model_len} tokens in all.`;
   for (const button of document.querySelectorAll("[data-kind]")) button.hidden = !model.modalities.includes(button.dataset.kind);
 }
 
@@ -493,4 +496,5 @@ addEventListener("pagehide", () => running?.abort());
 byId("layout").addEventListener("change", (event) => lay(remembered(LAYOUT_KEY, event.target.value)));
 lay(remembered(LAYOUT_KEY));
 
+for (const part of document.querySelectorAll("[data-internal]")) part.hidden = !ADMIN;
 watchPods();

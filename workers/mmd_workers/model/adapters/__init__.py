@@ -6,19 +6,25 @@ from typing import Any
 
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.adapters.gemma3 import Gemma3Adapter
+from mmd_workers.model.adapters.glm4v import Glm4vAdapter
 from mmd_workers.model.adapters.mistral3 import Mistral3Adapter
 from mmd_workers.model.adapters.paligemma import PaliGemmaAdapter
 from mmd_workers.model.adapters.qwen2_audio import Qwen2AudioAdapter
 from mmd_workers.model.adapters.qwen_omni import Qwen3OmniAdapter, QwenOmniAdapter
+from mmd_workers.model.adapters.video_llama_3 import VideoLlama3Adapter
 from mmd_workers.model.adapters.voxtral import VoxtralAdapter
 
 ADAPTERS: dict[str, type[Adapter]] = {
     "gemma3": Gemma3Adapter,
+    "glm46v": Glm4vAdapter,
+    "glm4v": Glm4vAdapter,
+    "glm4v_moe": Glm4vAdapter,
     "mistral3": Mistral3Adapter,
     "paligemma": PaliGemmaAdapter,
     "qwen2_5_omni_thinker": QwenOmniAdapter,
     "qwen3_omni_moe_thinker": Qwen3OmniAdapter,
     "qwen2_audio": Qwen2AudioAdapter,
+    "video_llama_3": VideoLlama3Adapter,
     "voxtral": VoxtralAdapter,
 }
 

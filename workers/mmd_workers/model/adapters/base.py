@@ -1,4 +1,4 @@
-"""What every architecture has in common, as far as Hugging Face lets it be asked. Knows no tokenizer state and no KV pool.
+"""What every architecture has in common, as far as Hugging Face exposes it. Knows no tokenizer state and no KV pool.
 
 An architecture that answers these questions in the usual way needs no file here. One that does not overrides the
 question it answers differently.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from mmd_workers.errors import UnsupportedModelError
-from mmd_workers.media.types import Modality
+from mmd_api.contract.errors import UnsupportedModelError
+from mmd_api.contract.pools import Modality
 from mmd_workers.model.inputs import MediaInputs, Processed, processor_modalities
 from mmd_workers.model.types import MediumLayout
 
@@ -25,13 +25,17 @@ EMBEDDINGS = "embeddings"
 class Adapter:
     """One architecture's answers. Stateless apart from its configuration."""
 
+    bidirectional: Literal["nothing", "media", "prompt"] = (
+        "nothing"  # in which `atomic_ranges` lets tokens see later ones
+    )
+
     def __init__(self, config: Any) -> None:
         self.config = config
 
     # Frontend and encoder
 
     def prepare_processor(self, processor: Any, folder: Path) -> Any:
-        """Last word on a processor's settings after it was loaded."""
+        """Adjust a processor's settings after it was loaded."""
         del folder
         return processor
 
@@ -95,6 +99,15 @@ class Adapter:
         pixels = sum(t.numel() for name, t in processed.items() if name.startswith("pixel_values"))
         return max(1, int(pixels // (3 * side * side)))
 
+    # The whole model, for `mmd check`
+
+    def unsplit_inputs(
+        self, processor: Any, given: Mapping[str, Any], media: Sequence[MediumLayout]
+    ) -> dict[str, Any]:
+        """Inputs of the whole model for a rendered prompt (`text`) with its media, as transformers' own processor makes them."""
+        del media
+        return dict(processor(**given))
+
     # Encoder
 
     def features(self, model: Any, modality: Modality, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -107,7 +120,7 @@ class Adapter:
                 inputs["pixel_values"] = inputs.pop("pixel_values_videos").flatten(0, 1)
         if method is None:
             raise UnsupportedModelError(
-                f"spec.model.id: {self.config.model_type} has no way to encode {modality} apart from its language model"
+                f"spec.model.id: {self.config.model_type} cannot encode {modality} separately from its language model"
             )
         names = inspect.signature(method).parameters
         return method(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
@@ -118,6 +131,10 @@ class Adapter:
         return [f"deepstack.{level}" for level in range(len(levels))]
 
     # Language model
+
+    def provides_deepstack(self) -> bool:
+        """Whether features carry what the model adds to its first layers, if it adds anything."""
+        return hasattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes")
 
     def positions(
         self, model: Any, token_ids: torch.Tensor, media: Sequence[MediumLayout], ranges: torch.Tensor

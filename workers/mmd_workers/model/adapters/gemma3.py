@@ -11,6 +11,8 @@ from mmd_workers.model.types import MediumLayout
 class Gemma3Adapter(Adapter):
     """Attention among the tokens of one tile of an image is bidirectional, in sliding layers within the window."""
 
+    bidirectional = "media"
+
     def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
         """Each unbroken run of image tokens."""
         del prompt_tokens

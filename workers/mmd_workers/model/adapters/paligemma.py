@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmd_workers.media.types import Modality
+from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.types import MediumLayout
 
 
 class PaliGemmaAdapter(Adapter):
     """Its processor puts the beginning-of-text token after the last image and a line break at the end."""
+
+    bidirectional = "prompt"
 
     def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
         """The prompt as one range."""

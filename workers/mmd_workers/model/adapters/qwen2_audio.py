@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmd_workers.media.types import Modality
+from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from mmd_workers.media.types import Modality
+from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.inputs import MediaInputs, Processed
+from mmd_workers.model.types import MediumLayout
 
 
 class VoxtralAdapter(Adapter):
@@ -53,3 +54,18 @@ class VoxtralAdapter(Adapter):
         audio = self.config.audio_config
         rows = windows.shape[0] * audio.max_source_positions * audio.hidden_size // audio.intermediate_size
         return Processed(processor.audio_token * rows, {"input_features": windows})
+
+    def unsplit_inputs(
+        self, processor: Any, given: Mapping[str, Any], media: Sequence[MediumLayout]
+    ) -> dict[str, Any]:
+        """The processor's own mel windows; it makes no prompt with sound in it without mistral-common."""
+        text, sounds = given["text"][0], given.get("audio", [])
+        settings = {**type(processor).audio_kwargs}
+        frames = settings.pop("max_source_positions")
+        made: dict[str, Any] = {}
+        if sounds:
+            made["input_features"] = processor._retrieve_input_features(sounds, frames, **settings)
+        for medium in media:
+            text = text.replace(processor.audio_token, "\0" * medium.num_tokens, 1)
+        ids = processor.tokenizer(text.replace("\0", processor.audio_token), return_tensors="pt")
+        return made | {name: ids[name] for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,105 @@
+"""The whole model: inputs from its own processor, and what it generates from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.processing_utils import OmniModalProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from mmd_cli.check.model import NEW_TOKENS, Checked
+from mmd_cli.check.prompts import Medium
+from mmd_workers.media import samples
+from mmd_workers.model.types import PromptLayout
+
+
+def unsplit_inputs(
+    checked: Checked, messages: list[dict[str, Any]], media: Sequence[Medium], layout: PromptLayout
+) -> dict[str, Any]:
+    """Made by the model's own processor, from the same text and media."""
+    if checked.processor is None or not media:
+        if checked.processor is None:
+            messages = [{**m, "content": "".join(p["text"] for p in m["content"])} for m in messages]
+        speaker = checked.processor or checked.tokenizer
+        text = checked.adapter.render(speaker, messages) if checked.processor else None
+        text = text or checked.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        if checked.processor is not None:
+            return _on(checked, checked.adapter.unsplit_inputs(speaker, _given(text), []))
+        ids = checked.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        return _on(checked, {name: ids[name] for name in ("input_ids", "attention_mask")})
+    given = _given(checked.adapter.render(checked.processor, messages))
+    if images := [torch.from_numpy(m.data).permute(2, 0, 1) for m in media if m.info.modality == "image"]:
+        given["images"] = [images]
+    if sounds := [m.data for m in media if m.info.modality == "audio"]:
+        given["audio"] = sounds
+        given["audio_kwargs"] = {"sampling_rate": samples.SAMPLE_RATE_HZ}
+    videos, metadata = [], []
+    for medium, laid in zip(media, layout.media, strict=True):
+        if medium.info.modality != "video":
+            continue
+        info, chosen = medium.info, laid.sampling.frame_indices
+        videos.append(torch.from_numpy(medium.data[chosen]).permute(0, 3, 1, 2))
+        metadata.append(
+            VideoMetadata(
+                total_num_frames=info.num_frames,
+                fps=info.fps,
+                width=info.width,
+                height=info.height,
+                duration=info.duration_seconds,
+                frames_indices=list(chosen),
+            )
+        )
+    if videos:
+        given["videos"] = videos
+        given["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+        if isinstance(checked.processor, OmniModalProcessorMixin):
+            given["videos_kwargs"]["fps"] = metadata[0].sampled_fps
+    return _on(checked, checked.adapter.unsplit_inputs(checked.processor, given, layout.media))
+
+
+def _given(text: str) -> dict[str, Any]:
+    return {"text": [text], "return_tensors": "pt"}
+
+
+def _on(checked: Checked, inputs: dict[str, Any]) -> dict[str, Any]:
+    device, dtype = checked.language.device, checked.language.dtype
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+        if name != "labels"
+    }
+
+
+def generate(checked: Checked, inputs: dict[str, Any]) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
+    """Greedy tokens, the logits of each step, and what the decoder got in its first one ([tokens, hidden])."""
+    seen: list[torch.Tensor | None] = []
+
+    def note(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        embeds = kwargs.get("inputs_embeds")
+        seen.append(None if embeds is None else embeds[0].clone())
+
+    if hasattr(checked.whole.base_model, "rope_deltas"):
+        checked.whole.base_model.rope_deltas = None
+    hook = checked.whole.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            made = checked.whole.generate(
+                **inputs,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                suppress_tokens=list(checked.language.suppress_token_ids) or None,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+    finally:
+        hook.remove()
+    tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, torch.cat([row[:1] for row in made.logits]).float().cpu(), seen[0]

@@ -1,0 +1,136 @@
+"""Talks to a gateway as any user would: the OpenAI client, with files from this machine as content parts."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import openai
+
+from mmd_api.contract import paths
+from mmd_api.contract.errors import MmdError
+
+TIMINGS_HEADER = {"x-mmd-timings": "true"}
+
+
+class AskError(MmdError, code="ask_failed"):
+    """The gateway refused or could not be reached; the message is its own."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A finished answer. `timings`: milliseconds by phase; `request_id` finds its timeline."""
+
+    text: str = ""
+    request_id: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = ""
+
+
+def media_part(kind: str, data: bytes, mime: str) -> dict[str, Any]:
+    """A content part for a file: `image`, `video` or `audio`."""
+    url = f"data:{mime};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def file_part(kind: str, path: Path) -> dict[str, Any]:
+    """A content part for a file on this machine.
+
+    Raises:
+        AskError: it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise AskError(f"--{kind} {path}: {error.strerror}; give the path of a readable file") from error
+    return media_part(kind, data, mimetypes.guess_type(path.name)[0] or f"{kind}/octet-stream")
+
+
+class Client:
+    """One gateway, one model."""
+
+    def __init__(self, url: str, timeout_seconds: float = 600.0) -> None:
+        self.url = url
+        self._openai = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", timeout=timeout_seconds, max_retries=0
+        )
+        self._model = ""
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        if not self._model:
+            try:
+                self._model = self._openai.models.list().data[0].id
+            except openai.OpenAIError as error:
+                raise AskError(f"no gateway answers at {self.url}: {error}") from error
+        return self._model
+
+    def stream(
+        self, messages: list[dict[str, Any]], answer: Answer, max_tokens: int = 256, **options: Any
+    ) -> Iterator[str]:
+        """Pieces of text as they come; `answer` is complete when the iterator ends.
+
+        Raises:
+            AskError: the gateway rejected the request, failed, or is unreachable.
+        """
+        try:
+            with self._openai.chat.completions.create(  # type: ignore[call-overload]
+                model=self.model,
+                messages=messages,
+                max_tokens=max_tokens,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers=TIMINGS_HEADER,
+                **options,
+            ) as chunks:
+                for chunk in chunks:
+                    answer.request_id = chunk.id
+                    extra = chunk.model_extra or {}
+                    answer.timings = extra.get("timings") or answer.timings
+                    if chunk.usage is not None:
+                        answer.usage = chunk.usage.model_dump(exclude_none=True)
+                    for choice in chunk.choices:
+                        answer.finish_reason = choice.finish_reason or answer.finish_reason
+                        if choice.delta.content:
+                            answer.text += choice.delta.content
+                            yield choice.delta.content
+        except openai.APIStatusError as error:
+            raise AskError(f"{error.status_code}: {error.message}") from error
+        except openai.OpenAIError as error:
+            raise AskError(f"no response from the gateway at {self.url}: {error}") from error
+
+    def ask(self, messages: list[dict[str, Any]], **options: Any) -> Answer:
+        """The whole answer."""
+        answer = Answer()
+        for _ in self.stream(messages, answer, **options):
+            pass
+        return answer
+
+
+def timeline(admin_url: str, request_id: str) -> dict[str, Any]:
+    """Phases of a finished request, from the gateway's memory of recent ones.
+
+    Raises:
+        AskError: it has been forgotten, or never was, or there is no gateway's admin port.
+    """
+    try:
+        response = httpx.get(
+            f"{admin_url}{paths.GATEWAY_REQUESTS}/{quote(request_id, safe='')}", timeout=10.0
+        )
+    except httpx.HTTPError as error:
+        raise AskError(f"no gateway answers at {admin_url} ({error}); check that it is running") from error
+    if response.status_code != 200:
+        raise AskError(
+            f"{admin_url} has no request {request_id}; a gateway keeps only the latest ones "
+            "and serves them on its admin port"
+        )
+    data: dict[str, Any] = response.json()
+    return data

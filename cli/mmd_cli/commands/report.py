@@ -1,0 +1,83 @@
+"""`mmd report`: how well a deployment met its SLO, as one HTML page."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from mmd_api.contract import paths
+from mmd_api.contract.errors import MmdError
+from mmd_cli import slo_report, top
+from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.local import state
+from mmd_cli.pictures import Prometheus, TimeWindow
+
+
+def report(
+    url: AdminUrlOption = None,
+    name: NameOption = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(help="URL of a Prometheus server. Without it, the gateway's recent requests are used."),
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option(help="Namespace of the deployment, with --prometheus.")
+    ] = "default",
+    deployment: Annotated[str | None, typer.Option(help="Name of the deployment, with --prometheus.")] = None,
+    hours: Annotated[float, typer.Option(min=0.01, help="Length of the period, with --prometheus.")] = 1.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write the page to.")] = Path(
+        "mmd-report.html"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also print the figures as JSON, for scripts.")
+    ] = False,
+) -> None:
+    """Write one HTML page: SLO attainment, bottlenecks over time, pool sizes and cost."""
+    try:
+        if prometheus is not None:
+            chosen = deployment or state.find(name).name
+            now = time.time()
+            window = TimeWindow(namespace, chosen, now - 3600 * hours, now)
+            local = deployment is None
+            made = slo_report.from_prometheus(
+                Prometheus(prometheus), window, state.decisions_of(None, name) if local else {}
+            )
+        else:
+            gateway = url or state.find(name).admin_url
+            made = slo_report.from_requests(
+                name or gateway, _remembered(gateway), _promised_ttft(gateway), state.decisions_of(url, name)
+            )
+    except MmdError as error:
+        raise fail(error) from error
+    output.write_text(made.html())
+    if as_json:
+        sys.stdout.write(json.dumps({"figures": made.figures, "notes": made.notes}, indent=1) + "\n")
+        return
+    for title, value in made.figures.items():
+        console.print(f"{title}: [bold]{value}[/bold]", highlight=False)
+    for note in made.notes:
+        console.print(note, highlight=False, soft_wrap=True)
+    console.print(f"report: {output.resolve()}", highlight=False, soft_wrap=True)
+
+
+def _remembered(gateway: str) -> list[dict[str, Any]]:
+    try:
+        answer = httpx.get(
+            f"{gateway}{paths.GATEWAY_REQUESTS}", params={"limit": 512}, timeout=10.0
+        ).raise_for_status()
+    except httpx.HTTPError as error:
+        raise top.UnreachableError(
+            f"no gateway answers at {gateway} ({error}); check that it is running"
+        ) from error
+    requests: list[dict[str, Any]] = answer.json()["requests"]
+    return requests
+
+
+def _promised_ttft(gateway: str) -> float | None:
+    return top.look(gateway).total("mmd_slo_target_seconds", signal="ttft") or None

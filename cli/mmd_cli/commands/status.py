@@ -1,0 +1,88 @@
+"""`mmd status`: the pods of the deployment that runs here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.table import Table
+
+from mmd_api.contract import paths
+from mmd_api.contract.errors import MmdError
+from mmd_cli.console import NameOption, console, fail
+from mmd_cli.local import state
+
+
+def status(
+    name: NameOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Show the pods of the deployment that runs here: roles, state, work in progress."""
+    try:
+        running = state.find(name)
+    except MmdError as error:
+        raise fail(error) from error
+    pods = []
+    for pod in running.pods:
+        path = paths.GATEWAY_STATE if pod.component == "gateway" else paths.WORKER_STATE
+        try:
+            facts = httpx.get(pod.admin_url + path, timeout=3.0).json()
+        except (httpx.HTTPError, ValueError):
+            facts = {"state": "unreachable"}
+        pods.append({"pod": pod.name, "component": pod.component, "url": pod.admin_url, **facts})
+    if as_json:
+        sys.stdout.write(
+            json.dumps(
+                {
+                    "name": running.name,
+                    "gateway": running.gateway_url,
+                    "admin": running.admin_url,
+                    "pods": pods,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+        return
+    table = Table(title=f"{running.name} at {running.gateway_url}", title_justify="left")
+    headings = (
+        "pod",
+        "roles",
+        "state",
+        "encode work",
+        "waiting tokens",
+        "sequences",
+        "KV blocks used",
+        "measured",
+    )
+    for heading in headings:
+        table.add_column(heading)
+    for facts in pods:
+        load = facts.get("load", {})
+        used = load.get("kv_blocks_total", 0) - load.get("kv_blocks_free", 0)
+        table.add_row(
+            facts["pod"],
+            ", ".join(facts.get("roles", [facts["component"]])),
+            facts.get("state", "unknown"),
+            str(sum(load.get("encode_queued_work", {}).values())) if load else "",
+            str(load.get("prefill_waiting_tokens", "")),
+            f"{load['decode_running']}/{load['decode_max_sequences']}"
+            if load.get("decode_max_sequences")
+            else "",
+            f"{used}/{load['kv_blocks_total']}" if load.get("kv_blocks_total") else "",
+            _measured(load),
+        )
+    console.print(table)
+    for decision in running.decisions.values():
+        console.print(decision, highlight=False, soft_wrap=True)
+
+
+def _measured(load: Mapping[str, Any]) -> str:
+    """What the pod has found that it does in a second, by kind of work."""
+    rates = [f"{rate:,.0f} {kind}/s" for kind, rate in load.get("encode_work_per_second", {}).items()]
+    tokens = load.get("prefill_tokens_per_second", 0.0)
+    return ", ".join([*rates, *([f"{tokens:,.0f} tokens/s"] if tokens else [])])

@@ -1,0 +1,99 @@
+"""`mmd up`: a whole deployment as processes on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from mmd_cli.console import console, run
+from mmd_cli.local.state import EXITED
+from mmd_workers.observe.logs import printable
+
+
+def up(
+    file: Annotated[Path, typer.Option("--file", "-f", exists=True, help="A MultimodalDeployment.")],
+    port: Annotated[int, typer.Option(help="Port of the API.")] = 8000,
+    admin_port: Annotated[int, typer.Option(help="Port for metrics and state. 0 picks a free port.")] = 0,
+    threads: Annotated[
+        int, typer.Option(help="Compute threads per worker. 0 divides the cores among the workers.")
+    ] = 0,
+) -> None:
+    """Run a deployment as processes on this machine, until Ctrl-C."""
+    from mmd_cli.local import up as runner
+
+    async def serve() -> None:
+        deployment = runner.load(file)
+        with StartProgress() as progress:
+            async with runner.running(
+                deployment,
+                port=port,
+                admin_port=admin_port,
+                threads=threads,
+                log_line=progress.log,
+                progress=progress.show,
+                follow=file,
+            ) as local:
+                progress.stop()
+                console.print(
+                    f"[bold]{local.name}[/bold] serves {local.model} at {local.gateway_url}/v1",
+                    highlight=False,
+                )
+                console.print(
+                    "ask it: mmd chat --image FILE    look: mmd status    stop: Ctrl-C", highlight=False
+                )
+                console.print(f"page, metrics and state: {local.admin_url}", highlight=False)
+                await runner.until_stopped()
+                console.print("stopping after the requests in flight have finished", highlight=False)
+
+    run(serve())
+
+
+class StartProgress:
+    """Pods coming up as a live table on a terminal, as lines elsewhere; afterwards prefixed log lines."""
+
+    def __init__(self, quiet_logs: bool = False) -> None:
+        self._quiet = quiet_logs
+        self._live: Live | None = None
+        self._printed: dict[str, str] = {}
+
+    def __enter__(self) -> StartProgress:
+        if console.is_terminal:
+            self._live = Live(console=console, refresh_per_second=8, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """No more progress to show."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, pods: list[Any]) -> None:
+        """Show how far the pods are."""
+        if self._live is not None:
+            table = Table.grid(padding=(0, 2))
+            for item in pods:
+                mark = {"ready": "[green]●[/green]", "loading": "[yellow]●[/yellow]"}.get(
+                    item.state, "[dim]●[/dim]"
+                )
+                table.add_row(mark, item.pod.name, item.state, f"{item.seconds:.1f} s")
+            self._live.update(table)
+            return
+        for item in pods:
+            if self._printed.get(item.pod.name) != item.state:
+                self._printed[item.pod.name] = item.state
+                console.print(f"{item.pod.name}: {item.state} ({item.seconds:.1f} s)", highlight=False)
+
+    def log(self, pod: str, line: str) -> None:
+        """A line that a pod printed."""
+        if not self._quiet or re.search(r"\b(ERROR|CRITICAL|Traceback)\b", line) or EXITED in line:
+            console.print(f"[dim]{pod}[/dim] ", end="", highlight=False)
+            console.print(printable(line, keep="\t"), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,56 @@
+"""`mmd validate`: what is wrong with deployment files. Needs nothing but the resource's own package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
+from mmd_api.resource import load_all
+from mmd_cli.console import fail_with_faults
+
+
+def validate(
+    files: Annotated[
+        list[str],
+        typer.Option("-f", "--file", help="Deployment file, or - for standard input. Repeatable."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Report everything that is wrong with deployment files: field, problem, remedy."""
+    names: dict[str, list[str]] = {file: [] for file in files}
+    only_here: dict[str, list[Fault]] = {file: [] for file in files}
+    errors: dict[str, InvalidDeploymentError] = {}
+    for file in files:
+        try:
+            deployments = load_all(file)
+        except InvalidDeploymentError as error:
+            errors[file] = error
+            continue
+        for deployment in deployments:
+            faults = cluster_faults(deployment)
+            names[file].append(deployment.metadata.name)
+            only_here[file] += faults
+            if not as_json:
+                valid = "is valid for `mmd up` only:" if faults else "is valid"
+                typer.echo(f"{file}: {deployment.metadata.name} {valid}")
+                for fault in faults:
+                    typer.echo(f"{file}: {fault}")
+    if as_json:
+        found = [
+            {
+                "file": file,
+                "valid": file not in errors,
+                "names": names[file],
+                "faults": [asdict(fault) for fault in errors[file].faults] if file in errors else [],
+                "clusterFaults": [asdict(fault) for fault in only_here[file]],
+            }
+            for file in files
+        ]
+        typer.echo(json.dumps(found, indent=1))
+        raise typer.Exit(1 if errors else 0)
+    if errors:
+        fail_with_faults(errors)

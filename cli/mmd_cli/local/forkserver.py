@@ -1,0 +1,257 @@
+"""Processes forked from one that has imported everything already: a pod starts in a tenth of a second, not in five.
+
+Importing torch and transformers is most of a worker's start, and the same each time; a machine that runs a whole deployment would do it for
+every pod and every restart. `ForkServer` is the side of `mmd up`; `python -m mmd_cli.local.forkserver` is the process that forks. Orders
+reach it through its standard input, each with the file descriptor for the new process's output; their results are reported on its
+standard output, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from subprocess import SubprocessError
+
+from mmd_api.contract.errors import PeerLostError
+from mmd_workers.imports import uncollected
+from mmd_workers.wire.server import die_with_parent
+
+PROGRAM = "mmd"
+IMPORTED = ("mmd_workers.worker", "mmd_workers.gateway.service", "torch._dynamo")
+FORKS_PROGRAMS = sys.platform == "linux"
+"""Elsewhere libraries' threads do not outlive a fork: there a pod is a new interpreter."""
+MAX_ORDER_BYTES = 131_072
+IDLE_NICE = 20
+"""One more than the nicest of Linux: a process that runs only where no other would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a new process is to become; `nice`: 0 to `IDLE_NICE`."""
+
+    number: int
+    command: list[str]
+    environment: dict[str, str]
+    nice: int
+
+
+@dataclass(slots=True)
+class ForkedProcess:
+    """A process in a group of its own, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
+
+    pid: int
+    output: asyncio.StreamReader
+    ended: asyncio.Future[int]
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self.ended.result() if self.ended.done() else None
+
+
+@dataclass(slots=True)
+class ForkServer:
+    """Starts processes; is itself started with the first, and ends with the thread that did so. All of them end with it.
+
+    `environment`: what libraries may read while they are imported; a process's own variables are set after that.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _orders: socket.socket | None = None
+    _listening: asyncio.Task[None] | None = None
+    _begun: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _ended: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _number: int = 0
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(
+        self, command: Sequence[str], environment: Mapping[str, str], nice: int, max_line_bytes: int
+    ) -> ForkedProcess:
+        """Run a command; `mmd` is this installation's, whether or not its folder is on the PATH.
+
+        Raises:
+            PeerLostError: it could not be started; the message has the reason.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._starting:
+            if self._orders is None:
+                await self._start_server()
+        assert self._orders is not None
+        orders = self._orders
+        self._number += 1
+        order = Order(self._number, list(command), dict(environment), nice)
+        begun = self._begun[order.number] = loop.create_future()
+        ended = self._ended[order.number] = loop.create_future()
+        output = asyncio.StreamReader(limit=max_line_bytes)
+        read, write = os.pipe()
+        await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, output), os.fdopen(read, "rb", 0))
+        try:
+            socket.send_fds(orders, [json.dumps(asdict(order)).encode()], [write])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server has ended: `_listen` reports its exit status to all waiters
+        except OSError as error:
+            del self._begun[order.number], self._ended[order.number]
+            raise PeerLostError(f"the fork server does not accept commands ({error})") from error
+        finally:
+            os.close(write)
+        return ForkedProcess(await begun, output, ended)
+
+    async def close(self) -> None:
+        """End the server and whatever it started that still runs."""
+        if self._orders is not None and self._listening is not None:
+            self._orders.close()
+            await self._listening
+
+    async def _start_server(self) -> None:
+        orders, its = socket.socketpair()
+        orders.setblocking(False)
+        with its, contextlib.ExitStack() as unless_started:
+            unless_started.callback(orders.close)  # a server that starts nevertheless ends with its orders
+            try:
+                server = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", __name__),
+                    env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
+                    stdin=its.fileno(),
+                    stdout=asyncio.subprocess.PIPE,
+                    process_group=0,
+                    preexec_fn=die_with_parent,
+                )
+            except (OSError, SubprocessError) as error:
+                raise PeerLostError(f"the fork server cannot be started ({error})") from error
+            unless_started.pop_all()
+        self._orders = orders
+        self._listening = asyncio.create_task(self._listen(server), name="fork-server")
+
+    async def _listen(self, server: asyncio.subprocess.Process) -> None:
+        assert server.stdout is not None
+        while line := await server.stdout.readline():
+            said = json.loads(line)
+            begun, ended = self._begun.pop(said["number"], None), self._ended[said["number"]]
+            if "pid" not in said:
+                del self._ended[said["number"]]
+                if not ended.done():
+                    ended.set_result(said["status"])
+                if begun is not None and not begun.done():
+                    begun.set_exception(PeerLostError(f"no process: {said['why']}"))
+            elif begun is not None and begun.cancelled():  # no longer awaited
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(said["pid"], signal.SIGKILL)
+            elif begun is not None:
+                begun.set_result(said["pid"])
+        status = await server.wait()
+        self._orders = None
+        for begun in self._begun.values():
+            if not begun.done():
+                begun.set_exception(PeerLostError(f"the fork server exited with status {status}"))
+        for ended in self._ended.values():
+            if not ended.done():
+                ended.set_result(-signal.SIGKILL)
+        self._begun.clear()
+        self._ended.clear()
+
+
+def serve() -> Order | None:
+    """Fork on order. Returns in each new process, with what it is to become; and in this one, with None, when orders end."""
+    begin, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    orders = socket.socket(fileno=os.dup(0))
+    children: dict[int, int] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(orders, selectors.EVENT_READ)
+        selector.register(begin, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is begin:
+                    begin.recv(4096)
+                    _reap(children)
+                    continue
+                # one order at a time: a descriptor that comes with it ends what one call receives
+                text, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
+                if not text:
+                    return None
+                order = Order(**json.loads(text))
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    _reply(number=order.number, status=1, why=str(error))
+                    os.close(descriptors[0])
+                    continue
+                if pid == 0:
+                    _leave_the_server(order, descriptors[0])
+                    return order
+                children[pid] = order.number
+                os.close(descriptors[0])
+
+
+def _reap(children: dict[int, int]) -> None:
+    for pid in list(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            _reply(number=children.pop(pid), status=os.waitstatus_to_exitcode(status), why="it ended at once")
+
+
+def _leave_the_server(order: Order, output: int) -> None:
+    """In the new process: drop all state of the server but what it imported."""
+    die_with_parent()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Not a session: Linux may give each session an equal share of the cores, whatever is nice in it.
+    os.setpgid(0, 0)
+    if sys.platform == "linux" and order.nice == IDLE_NICE:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    elif order.nice:
+        os.nice(order.nice)
+    _reply(number=order.number, pid=os.getpid())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for own, standard in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(own, standard)
+    os.close(nothing)
+    os.close(output)
+    os.environ.update(order.environment)
+
+
+def _reply(**words: object) -> None:
+    os.write(1, json.dumps(words).encode() + b"\n")
+
+
+def main() -> None:
+    """Import, then fork; a forked process becomes its command here."""
+    if FORKS_PROGRAMS:
+        # a look at the GPUs that leaves CUDA for after the fork
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        with uncollected():
+            from mmd_workers.identity import code_fingerprint
+
+            for name in IMPORTED:
+                importlib.import_module(name)
+            code_fingerprint()  # of what was imported: files that change later are not what forked processes run
+    order = serve()
+    if order is None:
+        return
+    if order.command[0] != PROGRAM:
+        try:
+            os.execvp(order.command[0], order.command)  # noqa: S606
+        except OSError as error:
+            sys.exit(f"{order.command[0]} cannot be run: {error.strerror}")
+    if not FORKS_PROGRAMS:
+        os.execv(sys.executable, [sys.executable, "-m", "mmd_cli", *order.command[1:]])  # noqa: S606
+    from mmd_cli.program import main as program
+
+    sys.argv = list(order.command)
+    program()
+
+
+if __name__ == "__main__":
+    main()

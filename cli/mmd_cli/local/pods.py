@@ -1,0 +1,285 @@
+"""What a rendered pod means on this machine: the same command and environment, with files and ports where they can be here.
+
+Reads the very objects that the operator would apply; knows nothing of how they were planned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import random
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmd_api.contract.errors import MmdError
+from mmd_cli.local.forkserver import IDLE_NICE
+
+LOOPBACK = "127.0.0.1"
+_FREE_PORTS = range(15_000, 29_000)
+_GIVEN: deque[socket.socket] = deque(maxlen=1000)
+"""Claims on the ports that this process was given last."""
+NICE_STEP = 1.25  # Linux: a process of nice n weighs this much more than one of n + 1
+COMPONENT_LABEL = "app.kubernetes.io/component"
+
+
+class RenderError(MmdError, code="render"):
+    """A rendered object needs something that a local process cannot have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """One process to run: name of the pod, its component (gateway, encoder, prefill, decode), command line and environment.
+
+    `nice`: its niceness when cores are scarce, 0 (not at all) to `IDLE_NICE`.
+    """
+
+    name: str
+    component: str
+    command: list[str]
+    environment: dict[str, str] = field(repr=False)  # contains passwords
+    http_port: int
+    grace_seconds: float
+    nice: int = 0
+    admin_port: int = 0  # 0: the same
+
+    @property
+    def http_url(self) -> str:
+        """Where clients and probes reach it."""
+        return f"http://{LOOPBACK}:{self.http_port}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where its metrics and state are; a worker has one port for everything."""
+        return f"http://{LOOPBACK}:{self.admin_port or self.http_port}"
+
+
+def local_pods(
+    objects: list[dict[str, Any]],
+    directory: Path,
+    nats_url: str,
+    gateway_port: int,
+    threads: int,
+    memory_fraction: float,
+    admin_port: int = 0,
+) -> list[LocalPod]:
+    """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
+
+    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. Secrets hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+
+    Raises:
+        RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
+    """
+    write_config_maps(objects, directory)
+    write_logins(objects, directory)
+    pods = []
+    for workload in objects:
+        if workload["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        component = component_of(workload)
+        if component == "nats":
+            continue
+        for ordinal in range(workload["spec"].get("replicas", 1)):
+            name = f"{workload['metadata']['name']}-{ordinal}"
+            wanted = (gateway_port, admin_port) if component == "gateway" and ordinal == 0 else (0, 0)
+            ports = (wanted[0] or free_port(), wanted[1] or free_port())
+            pods.append(
+                _local_pod(objects, workload, name, ports, directory, nats_url, threads, memory_fraction)
+            )
+    return pods
+
+
+def pool_pod(
+    objects: list[dict[str, Any]],
+    pool: str,
+    ordinal: int,
+    directory: Path,
+    nats_url: str,
+    threads: int,
+    memory_fraction: float,
+) -> LocalPod:
+    """One more pod of a pool: what its StatefulSet would make."""
+    workload = next(o for o in objects if o["kind"] == "StatefulSet" and component_of(o) == pool)
+    name = f"{workload['metadata']['name']}-{ordinal}"
+    ports = (free_port(), 0)
+    return _local_pod(objects, workload, name, ports, directory, nats_url, threads, memory_fraction)
+
+
+def component_of(workload: dict[str, Any]) -> str:
+    """What the pods of a workload are: gateway, encoder, prefill, decode or nats."""
+    return str(workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL])
+
+
+def _local_pod(
+    objects: list[dict[str, Any]],
+    workload: dict[str, Any],
+    name: str,
+    ports: tuple[int, int],
+    directory: Path,
+    nats_url: str,
+    threads: int,
+    memory_fraction: float,
+) -> LocalPod:
+    spec = workload["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    port, admin_port = ports
+    secrets = {o["metadata"]["name"]: o.get("stringData", {}) for o in objects if o["kind"] == "Secret"}
+    mounts = _mounts(workload, directory)
+    environment: dict[str, str] = {}
+    for variable in container.get("env", []):
+        value = _value(variable, name, workload, secrets)
+        for known, its in environment.items():
+            value = value.replace(f"$({known})", its)
+        within = next((path for path in mounts if value == path or value.startswith(f"{path}/")), None)
+        if within is None:
+            environment[variable["name"]] = value
+        elif (folder := mounts[within]) is not None:
+            environment[variable["name"]] = str(folder) + value[len(within) :]
+    if "MMD_ADMIN_PORT" in environment:
+        environment["MMD_ADMIN_PORT"] = str(admin_port)
+    environment |= {
+        "MMD_HTTP_PORT": str(port),
+        "MMD_NATS_URL": nats_url,
+        "MMD_THREADS": str(threads),
+        "MMD_MEMORY_FRACTION": f"{memory_fraction:.6f}",
+        "MMD_POD_ANNOTATIONS": str(directory / "annotations" / name),
+    }
+    return LocalPod(
+        name=name,
+        component=component_of(workload),
+        command=[*container.get("command", []), *container.get("args", [])],
+        environment=environment,
+        http_port=port,
+        admin_port=admin_port if "MMD_ADMIN_PORT" in environment else 0,
+        grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
+        nice=_nice(workload, objects),
+    )
+
+
+def _nice(workload: dict[str, Any], objects: list[dict[str, Any]]) -> int:
+    """From CPU requests, the shares of scarce cores that a cluster would give: each step of nice takes a fifth of a process's weight.
+
+    Less than an eightieth, which nice cannot express, means idle priority. The pods that request most, and those that request nothing, keep nice 0.
+    """
+    asked = [cores for o in objects if o["kind"] in ("Deployment", "StatefulSet") and (cores := _cores(o))]
+    own = _cores(workload)
+    return min(IDLE_NICE, round(math.log(max(asked) / own, NICE_STEP))) if own else 0
+
+
+def _cores(workload: dict[str, Any]) -> float:
+    """Cores that each pod of a workload requests; 0: none."""
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    asked = str(container.get("resources", {}).get("requests", {}).get("cpu", 0))
+    return float(asked[:-1]) / 1000 if asked.endswith("m") else float(asked)
+
+
+def write_config_maps(objects: list[dict[str, Any]], directory: Path) -> None:
+    """Write every ConfigMap's files below `directory`, each atomically: a reader finds the old text or the new one."""
+    for config_map in (o for o in objects if o["kind"] == "ConfigMap"):
+        folder = directory / "config" / config_map["metadata"]["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in config_map.get("data", {}).items():
+            part = folder / f"{file}.part"
+            part.write_text(text)
+            part.rename(folder / file)
+
+
+def write_logins(objects: list[dict[str, Any]], directory: Path) -> None:
+    """Write the files of every Secret that a pod mounts, each atomically and readable by this user alone."""
+    secrets = {o["metadata"]["name"]: o.get("stringData", {}) for o in objects if o["kind"] == "Secret"}
+    for workload in (o for o in objects if o["kind"] in ("Deployment", "StatefulSet")):
+        for volume in workload["spec"]["template"]["spec"].get("volumes", []):
+            source = volume.get("secret", {})
+            for item in source.get("items", ()):
+                if (value := secrets.get(source["secretName"], {}).get(item["key"])) is None:
+                    continue
+                file = login_folder(workload, directory) / item["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                part = file.with_suffix(".part")
+                part.touch(mode=0o600)
+                part.write_text(value)
+                part.rename(file)
+
+
+def login_folder(workload: dict[str, Any], directory: Path) -> Path:
+    """Where the pods of a workload find their NATS login."""
+    return directory / "login" / component_of(workload)
+
+
+def _mounts(workload: dict[str, Any], directory: Path) -> dict[str, Path | None]:
+    """Mount path → folder with a ConfigMap's or Secret's files; None for a volume that does not exist locally, where the programs' defaults apply."""
+    spec = workload["spec"]["template"]["spec"]
+    folders: dict[str, Path] = {}
+    for volume in spec.get("volumes", []):
+        if "configMap" in volume:
+            folders[volume["name"]] = directory / "config" / volume["configMap"]["name"]
+        elif "secret" in volume:
+            folders[volume["name"]] = login_folder(workload, directory)
+    mounted = spec["containers"][0].get("volumeMounts", [])
+    return {mount["mountPath"].rstrip("/"): folders.get(mount["name"]) for mount in mounted}
+
+
+def _value(
+    variable: dict[str, Any], pod: str, workload: dict[str, Any], secrets: dict[str, dict[str, str]]
+) -> str:
+    if "value" in variable:
+        return str(variable["value"])
+    source = variable.get("valueFrom", {})
+    if secret := source.get("secretKeyRef"):
+        if (made := secrets.get(secret["name"], {}).get(secret["key"])) is not None:
+            return made
+        if (own := os.environ.get(variable["name"])) is None and not secret.get("optional"):
+            raise RenderError(
+                f"environment variable {variable['name']} of {pod} comes from the Secret {secret['name']}, which does not "
+                f"exist locally; set {variable['name']} in the environment of `mmd up`"
+            )
+        return own or ""
+    path = source.get("fieldRef", {}).get("fieldPath")
+    facts: dict[str | None, str] = {
+        "metadata.name": pod,
+        "metadata.namespace": workload["metadata"].get("namespace", "default"),
+        "metadata.uid": pod,
+        "status.podIP": LOOPBACK,
+    }
+    if path not in facts:
+        raise RenderError(
+            f"environment variable {variable['name']} of {pod} comes from {source}, which does not exist "
+            "locally; use a cluster or remove the variable"
+        )
+    return facts[path]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free, and below those that the kernel gives to connections: no connection takes it by chance.
+    No other process of this program is given it while this one lives and asks for less than a thousand more.
+
+    Raises:
+        OSError: none of a hundred is.
+    """
+    for port in random.SystemRandom().sample(_FREE_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            _GIVEN.append(_claim(port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free TCP port on {LOOPBACK}")
+
+
+def _claim(port: int) -> socket.socket:
+    """Tell other processes that a port is taken though nobody listens there yet: by a name that Linux frees when the last holder ends.
+
+    Raises:
+        OSError: another process has claimed it.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform == "linux":
+        try:
+            claim.bind(f"\0mmd-port-{port}")
+        except OSError:
+            claim.close()
+            raise
+    return claim

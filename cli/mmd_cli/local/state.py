@@ -1,0 +1,85 @@
+"""Where running local deployments leave their address, so that `mmd status`, `mmd chat` and `mmd top` find them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mmd_api.contract.errors import MmdError
+
+EXITED = "exited with code"
+"""In the line that reports the end of a pod; a demo that shows no other line shows it."""
+
+
+class NotRunningError(MmdError, code="not_running"):
+    """There is no local deployment to speak to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPod:
+    """A pod of a running local deployment."""
+
+    name: str
+    component: str
+    admin_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A running local deployment: written when all pods are routable, removed when it stops. `admin_url`: the gateway's, for all
+    that is not for clients. `decisions`: the last of each pool."""
+
+    name: str
+    pid: int
+    gateway_url: str
+    admin_url: str
+    pods: list[RunningPod]
+    decisions: dict[str, str] = field(default_factory=dict)
+
+
+def state_directory() -> Path:
+    """`$MMD_STATE_DIR`, else `mmd` below `$XDG_STATE_HOME` or ~/.local/state."""
+    if explicit := os.environ.get("MMD_STATE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "mmd"
+
+
+def write(running: Running) -> Path:
+    """Make the deployment known."""
+    path = state_directory() / f"{running.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")  # a reader finds all of it
+    part.write_text(json.dumps(asdict(running), indent=1))
+    part.rename(path)
+    return path
+
+
+def find(name: str | None = None) -> Running:
+    """The running deployment of this name, or the only one.
+
+    Raises:
+        NotRunningError: none runs, or several do and no name was given.
+    """
+    found = []
+    for path in sorted(state_directory().glob(f"{name or '*'}.json")):
+        data = json.loads(path.read_text())
+        running = Running(**{**data, "pods": [RunningPod(**pod) for pod in data["pods"]]})
+        if Path(f"/proc/{running.pid}").exists() or not Path("/proc").exists():
+            found.append(running)
+    if not found:
+        wanted = f"deployment {name}" if name else "a deployment"
+        raise NotRunningError(
+            f"{wanted} is not running on this machine; start one with: mmd up -f examples/demo.yaml"
+        )
+    if len(found) > 1:
+        names = ", ".join(running.name for running in found)
+        raise NotRunningError(f"several deployments run on this machine ({names}); name one with --name")
+    return found[0]
+
+
+def decisions_of(url: str | None, name: str | None) -> dict[str, str]:
+    """The local autoscaler's last decisions; a gateway elsewhere has none."""
+    return dict(find(name).decisions) if url is None else {}

@@ -1,0 +1,202 @@
+"""Runs the processes of `mmd up`, pods and nats-server: prefixed logs, restarts with backoff, an orderly stop. A process that does not
+come back in a bounded number of starts is given up, and the whole run with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from mmd_api.contract import paths
+from mmd_api.contract.errors import MmdError, PeerLostError
+from mmd_cli.local.forkserver import ForkedProcess, ForkServer
+from mmd_cli.local.pods import LocalPod
+from mmd_cli.local.state import EXITED
+from mmd_workers.wire.server import NatsServer
+
+BACKOFF_SECONDS = (0.5, 30.0)
+MAX_FUTILE_STARTS = 5  # in a row, of a process that ends before it is Ready
+READY_POLL_SECONDS = 0.5
+NATS = "nats-server"
+MAX_LINE_BYTES = 16_384
+OWN = "MMD_"  # variables that only our own programs read, once they run
+
+
+class GaveUpError(MmdError, code="gave_up"):
+    """A process ended, and did not come back in a bounded number of starts."""
+
+
+@dataclass(slots=True)
+class PodProcess:
+    """One pod's process over its restarts."""
+
+    pod: LocalPod
+    process: ForkedProcess | None = None
+    restarts: int = 0
+    started: float = 0.0
+    last_line: str = ""
+    ready: bool = False  # since its last start
+    stopping: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self.process.pid if self.process is not None and self.process.returncode is None else None
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Runs pods as processes of their own sessions; `log(pod, line)` takes what they print, `gave_up` the error that ends the run."""
+
+    log: Callable[[str, str], None]
+    gave_up: Callable[[GaveUpError], None] = lambda _: None
+    children: dict[str, PodProcess] = field(default_factory=dict)
+    _servers: dict[frozenset[tuple[str, str]], ForkServer] = field(default_factory=dict)
+
+    def start(self, pod: LocalPod) -> PodProcess:
+        """Run a pod until `stop`, starting it again whenever it ends; until it is given up."""
+        child = PodProcess(pod)
+        self.children[pod.name] = child
+        child.task = asyncio.create_task(self._keep_running(child), name=f"supervise-{pod.name}")
+        return child
+
+    async def _keep_running(self, child: PodProcess) -> None:
+        futile = 0
+        while not child.stopping:
+            child.started, child.ready = time.monotonic(), False
+            watch = asyncio.create_task(self._watch_ready(child), name=f"ready-{child.pod.name}")
+            code = await self._run_once(child)
+            watch.cancel()
+            if child.stopping:
+                return
+            futile = 0 if child.ready else futile + 1
+            if futile >= MAX_FUTILE_STARTS:
+                self.gave_up(
+                    GaveUpError(
+                        f"{child.pod.name} exited {futile} times in a row before it became Ready, last with code {code}; last output: "
+                        f"{child.last_line or 'nothing'}"
+                    )
+                )
+                return
+            pause = _backoff(futile)
+            self._print(child.pod.name, f"{EXITED} {code}; restarting in {pause:.1f} s")
+            await asyncio.sleep(pause)
+            child.restarts += 1
+
+    async def _watch_ready(self, child: PodProcess) -> None:
+        """Set `ready` as soon as the process reports it."""
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            while not child.ready:
+                with contextlib.suppress(httpx.HTTPError):
+                    child.ready = (await client.get(f"{child.pod.http_url}{paths.READYZ}")).status_code == 200
+                await asyncio.sleep(READY_POLL_SECONDS)
+
+    async def keep_nats(self, nats: NatsServer) -> None:
+        """Start nats-server again whenever it ends by itself, on its port and with its data, until cancelled or given up.
+
+        Run it on a thread that lasts: the server ends with the thread that started it.
+        """
+        while True:
+            while not nats.crashed:
+                await asyncio.sleep(READY_POLL_SECONDS)
+            for futile in range(MAX_FUTILE_STARTS):
+                pause = _backoff(futile)
+                self._print(NATS, f"exited; restarting in {pause:.1f} s")
+                await asyncio.sleep(pause)
+                try:
+                    nats.spawn()
+                    await asyncio.to_thread(nats.until_ready)
+                except (PeerLostError, OSError) as error:  # a disk that is full, no process left
+                    reason = str(error)
+                    self._print(NATS, reason)
+                else:
+                    self._print(NATS, f"available again at {nats.url}")
+                    break
+            else:
+                self.gave_up(
+                    GaveUpError(
+                        f"{NATS} exited and did not recover within {MAX_FUTILE_STARTS} starts; no pod works without it; last error: {reason}"
+                    )
+                )
+                return
+
+    async def _run_once(self, child: PodProcess) -> int:
+        pod = child.pod
+        try:
+            child.process = await self._server_for(pod).start(
+                pod.command, pod.environment, pod.nice, MAX_LINE_BYTES
+            )
+        except (PeerLostError, OSError) as error:
+            self._print(pod.name, str(error))
+            return 1
+        while True:
+            try:
+                line = await child.process.output.readline()
+            except ValueError:  # longer than the limit: what was read is dropped
+                self._print(pod.name, f"(a line of more than {MAX_LINE_BYTES} bytes)")
+                continue
+            if not line:
+                break
+            child.last_line = line.decode(errors="replace").rstrip()
+            self._print(pod.name, child.last_line)
+        return await child.process.ended
+
+    def _server_for(self, pod: LocalPod) -> ForkServer:
+        """Pods may share what is imported if all that libraries could read of their environments is the same."""
+        environment = {name: value for name, value in pod.environment.items() if not name.startswith(OWN)}
+        return self._servers.setdefault(frozenset(environment.items()), ForkServer(environment))
+
+    async def close(self) -> None:
+        """Stop all pods, and what started them."""
+        await self.stop()
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+
+    async def stop(self, names: list[str] | None = None) -> None:
+        """SIGTERM, then SIGKILL after each pod's grace period; returns when the processes have ended."""
+        chosen = [self.children[name] for name in (names if names is not None else list(self.children))]
+        await asyncio.gather(*(self._stop(child) for child in chosen))
+        for child in chosen:
+            self.children.pop(child.pod.name, None)
+
+    def _print(self, name: str, line: str) -> None:
+        """Log a line. Where it cannot be written, on a full disk or a closed terminal, the process that printed it goes on."""
+        with contextlib.suppress(OSError):
+            self.log(name, line)
+
+    def kill(self) -> None:
+        """SIGKILL for every pod that still runs; `stop` and `close` then return at once."""
+        for child in self.children.values():
+            child.stopping = True
+            self._signal(child, signal.SIGKILL)
+
+    async def _stop(self, child: PodProcess) -> None:
+        child.stopping = True
+        assert child.task is not None
+        if child.process is None or child.process.returncode is not None:
+            child.task.cancel()
+        else:
+            self._signal(child, signal.SIGTERM)
+            done, _ = await asyncio.wait([child.task], timeout=child.pod.grace_seconds)
+            if not done:
+                self._print(child.pod.name, f"still running after {child.pod.grace_seconds:.0f} s; killed")
+                self._signal(child, signal.SIGKILL)
+        await asyncio.wait([child.task])
+
+    @staticmethod
+    def _signal(child: PodProcess, number: signal.Signals) -> None:
+        if child.process is not None and child.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, number)
+
+
+def _backoff(futile: int) -> float:
+    """Seconds before the next start, after this many futile ones in a row."""
+    return float(min(BACKOFF_SECONDS[0] * 2**futile, BACKOFF_SECONDS[1]))

@@ -1,0 +1,296 @@
+"""`mmd up`: the pods that the operator would make, as processes of this machine, around an embedded NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mmd_api import resource
+from mmd_api.contract import paths
+from mmd_api.contract.errors import MmdError
+from mmd_api.contract.pools import PoolName
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_cli.local import state
+from mmd_cli.local.follow import FileFollower
+from mmd_cli.local.pods import LocalPod, component_of, local_pods
+from mmd_cli.local.scale import LocalScaler
+from mmd_cli.local.supervisor import GaveUpError, Supervisor
+from mmd_operator.plan import plan_objects
+from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
+from mmd_workers.wire.server import NatsServer
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+NAMESPACE = "default"
+
+
+class StartError(MmdError, code="start_failed"):
+    """A pod did not become routable in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodProgress:
+    """How far a pod has come: starting, loading, ready or restarting."""
+
+    pod: LocalPod
+    state: str
+    seconds: float
+    restarts: int
+
+
+@dataclass(slots=True)
+class LocalDeployment:
+    """A deployment that runs on this machine; every pod was routable when it was returned."""
+
+    name: str
+    model: str
+    gateway_url: str
+    admin_url: str
+    pods: list[LocalPod]
+    supervisor: Supervisor
+    nats: NatsServer
+
+    def pod(self, component: str, ordinal: int = 0) -> LocalPod:
+        """A pod by component (gateway, encoder, prefill, decode) and number."""
+        return [pod for pod in self.pods if pod.component == component][ordinal]
+
+
+def load(path: Path) -> MultimodalDeployment:
+    """Read the resource; a relative model path is taken from the file's folder."""
+    deployment = resource.load(path)
+    model = deployment.spec.model
+    if model.id.startswith(("./", "../")):
+        absolute = str((path.parent / model.id).resolve())
+        spec = deployment.spec.model_copy(update={"model": model.model_copy(update={"id": absolute})})
+        return deployment.model_copy(update={"spec": spec})
+    return deployment
+
+
+@asynccontextmanager
+async def running(
+    deployment: MultimodalDeployment,
+    *,
+    port: int = 0,
+    admin_port: int = 0,
+    threads: int = 0,
+    log_line: Callable[[str, str], None],
+    progress: Callable[[list[PodProgress]], None] = lambda _: None,
+    ready_seconds: float = 600.0,
+    follow: Path | None = None,
+) -> AsyncIterator[LocalDeployment]:
+    """Run a deployment; leaves no process and no port behind, however the block ends.
+
+    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime.
+
+    Raises:
+        StartError: a pod was not routable within `ready_seconds`.
+        GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
+    """
+    _stop_in_good_order_on_sigterm()
+    name = deployment.metadata.name
+    objects = objects_of(deployment)
+    with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
+        nats = _nats(Path(folder) / "nats", deployment, objects)
+        task, faults = asyncio.current_task(), list[GaveUpError]()
+
+        def give_up(fault: GaveUpError) -> None:
+            faults.append(fault)
+            if task is not None and len(faults) == 1:
+                task.cancel()
+
+        supervisor = Supervisor(log_line, give_up)
+        keeping: asyncio.Task[None] | None = None
+        try:
+            nats.start()  # on this thread, which lasts: the server ends with the thread that started it
+            keeping = asyncio.create_task(supervisor.keep_nats(nats), name="keep-nats")
+            threads = threads or _threads_per_worker(objects)
+            fraction = 1 / max(1, most_workers(deployment.spec))
+            pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port)
+            gateway = next(pod for pod in pods if pod.component == "gateway")
+            local = LocalDeployment(
+                name,
+                deployment.spec.model.names[0],
+                gateway.http_url,
+                gateway.admin_url,
+                pods,
+                supervisor,
+                nats,
+            )
+
+            def tell(decisions: Mapping[PoolName, str]) -> Path:
+                shown = [state.RunningPod(pod.name, pod.component, pod.admin_url) for pod in pods]
+                return state.write(
+                    state.Running(
+                        name,
+                        os.getpid(),
+                        gateway.http_url,
+                        gateway.admin_url,
+                        shown,
+                        {str(pool): words for pool, words in decisions.items()},
+                    )
+                )
+
+            for pod in pods:
+                supervisor.start(pod)
+            note = tell({})  # from now on `mmd status` shows how far each pod is
+            try:
+                await _until_ready(pods, supervisor, progress, ready_seconds)
+                scaler = LocalScaler(
+                    deployment,
+                    objects,
+                    pods,
+                    supervisor,
+                    Path(folder),
+                    nats.url,
+                    threads,
+                    fraction,
+                    log_line,
+                    tell,
+                )
+                beside = [asyncio.create_task(scaler.run(), name="autoscaler")] if scaler.needed else []
+                if follow is not None:
+                    namespace = deployment.metadata.namespace or NAMESPACE
+                    follower = FileFollower(follow, load, deployment, namespace, Path(folder), log_line)
+                    beside.append(asyncio.create_task(follower.run(), name="follow-file"))
+                try:
+                    yield local
+                finally:
+                    for one in beside:
+                        one.cancel()
+                    await asyncio.gather(*beside, return_exceptions=True)
+            finally:
+                note.unlink(missing_ok=True)
+        except asyncio.CancelledError:
+            if task is None or not faults:
+                raise
+            task.uncancel()
+            raise faults[0] from None
+        finally:
+            supervisor.gave_up = lambda _: None
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+            _kill_on_a_second_signal(supervisor)
+            # Gateways first, which may take as long as a request: requests under way still find their workers.
+            gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
+            await supervisor.stop(gateways)
+            await supervisor.close()
+            await asyncio.to_thread(nats.stop)
+
+
+def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
+    """What the operator would apply; Secrets that it would make have their passwords."""
+    planned = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
+    return [with_passwords(o) if o["kind"] == "Secret" else o for o in planned]
+
+
+def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:
+    """The server that a managed one would be, with its users; an external one is replaced by an open one."""
+    passwords = next((o["stringData"] for o in objects if o["kind"] == "Secret"), None)
+    if passwords is None:
+        return NatsServer(folder)
+    metadata = deployment.metadata
+    return NatsServer(
+        folder,
+        configuration=users_configuration(metadata.namespace or NAMESPACE, metadata.name),
+        environment={f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()},
+    )
+
+
+def _stop_in_good_order_on_sigterm() -> None:
+    """SIGTERM ends the block like Ctrl-C does; only the main thread may handle signals."""
+    if (task := asyncio.current_task()) is not None:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _kill_on_a_second_signal(supervisor: Supervisor) -> None:
+    """A second interrupt kills the pods without waiting for requests under way."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(number, supervisor.kill)
+
+
+def _threads_per_worker(objects: list[dict[str, Any]]) -> int:
+    """Compute threads of each worker process: the cores shared among those that compute."""
+    workers = sum(
+        int(o["spec"].get("replicas", 1))
+        for o in objects
+        if o["kind"] == "StatefulSet" and component_of(o) != "nats"
+    )
+    return max(1, (os.cpu_count() or 1) // max(1, workers))
+
+
+def most_workers(spec: MultimodalDeploymentSpec) -> int:
+    """Worker processes with every pool at its largest size: each may take that share of the machine's memory."""
+    pools = (pool for pool in (spec.encoder, spec.prefill, spec.decode) if pool is not None)
+    return sum(
+        pool.min_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas for pool in pools
+    )
+
+
+async def _until_ready(
+    pods: list[LocalPod],
+    supervisor: Supervisor,
+    progress: Callable[[list[PodProgress]], None],
+    ready_seconds: float,
+) -> None:
+    begin = time.monotonic()
+    seconds: dict[str, float] = {}
+    states: dict[str, str] = {}
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        while len(seconds) < len(pods):
+            for pod in pods:
+                if pod.name in seconds:
+                    continue
+                states[pod.name] = await _state(client, pod)
+                if states[pod.name] == "ready":
+                    seconds[pod.name] = time.monotonic() - begin
+            progress(
+                [
+                    PodProgress(
+                        pod,
+                        states[pod.name],
+                        seconds.get(pod.name, time.monotonic() - begin),
+                        supervisor.children[pod.name].restarts,
+                    )
+                    for pod in pods
+                ]
+            )
+            if time.monotonic() - begin > ready_seconds:
+                late = [pod.name for pod in pods if pod.name not in seconds]
+                words = "; ".join(f"{name}: {supervisor.children[name].last_line}" for name in late)
+                raise StartError(f"not routable within {ready_seconds:.0f} s: {words}")
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _state(client: httpx.AsyncClient, pod: LocalPod) -> str:
+    try:
+        response = await client.get(f"{pod.http_url}{paths.READYZ}")
+    except httpx.HTTPError:
+        return "starting"
+    return "ready" if response.status_code == 200 else "loading"
+
+
+async def until_stopped() -> None:
+    """Wait for Ctrl-C or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+    await stop.wait()

@@ -1,0 +1,339 @@
+"""`mmd plan-memory`: what a deployment's pods need of memory and how many requests fit, from settings files alone.
+
+Models are built on PyTorch's meta device: no weights are read, nothing is computed, only sizes count. On CPUs the activations are
+an upper bound: attention on the meta device keeps its scores. Towers run on a few small media without content, on the CPU and with
+one layer's memory for all layers of a stack; what the largest batch needs is extrapolated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmd_api.contract.errors import MemoryBudgetError, MmdError, UnsupportedInputError
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.pipeline import roles_of
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import EncoderSpec, PrefillSpec
+from mmd_workers.encoder.profile import tower_bytes
+from mmd_workers.engine.profile import activation_bytes, fused_kernel
+from mmd_workers.media.types import MediumInfo
+from mmd_workers.memory import CPU_PERCENT, GPU_PERCENT, MEBIBYTE, MemoryBudget
+from mmd_workers.model import requirements, source
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.encoder import HfEncoderModel
+from mmd_workers.model.frontend import load_frontend, load_processor
+from mmd_workers.model.language import HfLanguageModel
+from mmd_workers.model.roles import ModelPart, architecture_class, sliced_class
+
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+META = torch.device("meta")
+SAMPLE_TEXT_TOKENS = 1000
+SAMPLE_IMAGE_PIXELS = (1024, 768)
+SAMPLE_VIDEO_SECONDS = 30
+SAMPLE_AUDIO_SECONDS = 30
+PROCESS_BYTES = 1024 * MEBIBYTE  # interpreter, libraries and, on a GPU, the CUDA context
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One request of a kind: its tokens, and the KV they take."""
+
+    name: str
+    tokens: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Budget of one pod of a pool. `kv_bytes` is None where the pool holds no KV or no memory size was given; `refusal`: why a pod
+    of this pool would not start."""
+
+    pool: PoolName
+    roles: tuple[str, ...]
+    weights_bytes: int
+    activation_bytes: int
+    total_bytes: int | None
+    kv_bytes: int | None = None
+    refusal: str = ""
+    tower_bytes: int = 0  # activations of the largest tower run, where this pod encodes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `mmd plan-memory` prints."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    kv_bytes_per_token: int
+    pools: list[PoolPlan]
+    examples: list[Example]
+
+    def requests(self, pool: PoolPlan, example: Example) -> int:
+        """How many such requests a pod holds at once."""
+        return (pool.kv_bytes or 0) // example.kv_bytes
+
+
+def plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
+    """Budgets of all pools. `memory`: bytes of a pod's device, by pool; where there are none, only needs are computed.
+
+    Raises:
+        UnsupportedModelError: the model is missing or cannot be served.
+    """
+    folder = source.resolve(spec.model, weights=False)
+    config = source.load_config(folder)
+    dtype = source.resolve_dtype(spec.model, config)
+    empty, adapter = on_meta(config, "language", dtype), adapter_for(config)
+    requirements.check(empty, adapter)
+    language = HfLanguageModel(empty, adapter, META, dtype, 0, frozenset())
+    max_model_len = source.resolve_max_model_len(spec.model, config)
+    prefill = spec.prefill or PrefillSpec()
+
+    def activations(gpus: int) -> int:
+        return activation_bytes(
+            language,
+            chunk_tokens=prefill.chunk_tokens,
+            max_sequences=spec.decode.max_sequences,
+            block_tokens=spec.decode.kv_block_tokens,
+            max_model_len=max_model_len,
+            kernel=fused_kernel if gpus else None,
+        )
+
+    block_bytes = language.kv_layout.bytes_per_token() * spec.decode.kv_block_tokens
+    pools = []
+    for pool in POOL_NAMES:
+        pool_spec = {"encoder": spec.encoder, "prefill": spec.prefill, "decode": spec.decode}[pool]
+        if pool_spec is None:
+            continue
+        roles = roles_of(spec, pool)
+        weights = tower = 0
+        if "encode" in roles and language.model.base_model is not language.decoder:
+            weights += bytes_of(on_meta(config, "encoder", dtype), dtype)
+            tower = _tower_bytes(spec, config, folder, dtype)
+        holds_kv = roles != ("encode",)
+        if holds_kv:
+            weights += bytes_of(language.model, dtype)
+        total = memory.get(pool)
+        step = activations(pool_spec.gpus) if holds_kv else 0
+        planned = PoolPlan(pool, roles, weights, step, total, tower_bytes=tower)
+        if holds_kv:
+            planned = _with_kv(planned, spec, language, max_model_len)
+        elif total is not None and weights + PROCESS_BYTES + tower > total:
+            planned = replace(planned, refusal=_too_small(planned))
+        pools.append(planned)
+
+    def kv_of(tokens: int) -> int:
+        return -(-tokens // spec.decode.kv_block_tokens) * block_bytes
+
+    kinds = [("longest request (maxModelLen)", max_model_len), *_example_tokens(spec)]
+    return Plan(
+        spec.model.id,
+        str(dtype).removeprefix("torch."),
+        max_model_len,
+        language.kv_layout.bytes_per_token(),
+        pools,
+        [Example(name, tokens, kv_of(tokens)) for name, tokens in kinds],
+    )
+
+
+def memory_of(spec: MultimodalDeploymentSpec, text: str | None) -> dict[PoolName, int]:
+    """Bytes of a pod's device by pool: as given, else the memory limit of pools on CPUs. A GPU's size is in no resource.
+
+    Raises:
+        UnsupportedInputError: `text` is no quantity.
+    """
+    known: dict[PoolName, int] = {}
+    for pool in POOL_NAMES:
+        pool_spec = {"encoder": spec.encoder, "prefill": spec.prefill, "decode": spec.decode}[pool]
+        if pool_spec is None:
+            continue
+        if text is not None:
+            known[pool] = quantity_bytes(text)
+        elif not pool_spec.gpus and pool_spec.resources.memory is not None:
+            known[pool] = quantity_bytes(str(pool_spec.resources.memory))
+    return known
+
+
+def quantity_bytes(text: str) -> int:
+    """Bytes of a Kubernetes quantity: 80Gi, 512M, 1e9.
+
+    Raises:
+        UnsupportedInputError: it is none.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?", text)
+    try:
+        number = float(found.group(1)) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if not found or not number > 0:
+        raise UnsupportedInputError(
+            f"--memory: {text!r} is not a quantity of memory; use a form such as 80Gi or 24G"
+        )
+    return int(number * _UNITS[found.group(2) or ""])
+
+
+def lines_of(plan: Plan) -> list[str]:
+    """The plan as text."""
+    lines = [
+        f"model {plan.model} in {plan.dtype}, context {plan.max_model_len} tokens, KV {plan.kv_bytes_per_token / 1024:.1f} KiB a token",
+        "",
+        "A request's KV:",
+        *(
+            f"  {example.name:<34}{example.tokens:>9} tokens {_mebibytes(example.kv_bytes):>12}"
+            for example in plan.examples
+        ),
+    ]
+    for pool in plan.pools:
+        total = "unknown; give --memory" if pool.total_bytes is None else _mebibytes(pool.total_bytes).strip()
+        lines += [
+            "",
+            f"{pool.pool} pod ({'+'.join(pool.roles)}), memory {total}:",
+            f"  weights                           {_mebibytes(pool.weights_bytes):>12}",
+        ]
+        if "encode" in pool.roles:
+            lines.append(f"  activations of the tower          {_mebibytes(pool.tower_bytes):>12}")
+        if pool.roles != ("encode",):
+            lines.append(f"  activations of the largest step   {_mebibytes(pool.activation_bytes):>12}")
+        if pool.refusal:
+            lines.append(f"  does not {'start' if pool.roles != ('encode',) else 'fit'}: {pool.refusal}")
+        if pool.kv_bytes is None:
+            continue
+        lines.append(f"  KV pool                           {_mebibytes(pool.kv_bytes):>12}")
+        lines += [f"  holds {plan.requests(pool, example):>7} x {example.name}" for example in plan.examples]
+    return lines
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / MEBIBYTE:,.1f} MiB"
+
+
+def on_meta(config: Any, role: ModelPart, dtype: torch.dtype) -> Any:
+    """The model of a role as `load_role` builds it, without weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with META:
+            model = sliced_class(architecture_class(config), role)(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def bytes_of(model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the parameters, shared ones counted once."""
+    return sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
+
+
+def _with_kv(
+    planned: PoolPlan, spec: MultimodalDeploymentSpec, language: HfLanguageModel, max_model_len: int
+) -> PoolPlan:
+    pool_spec = spec.prefill if planned.pool == "prefill" and spec.prefill is not None else spec.decode
+    override = pool_spec.kv_cache_mebibytes
+    if planned.total_bytes is None and override is None:
+        return planned
+    budget = MemoryBudget(
+        planned.total_bytes or 0,
+        planned.weights_bytes + PROCESS_BYTES,
+        planned.activation_bytes,
+        pool_spec.kv_cache_percent or (GPU_PERCENT if pool_spec.gpus else CPU_PERCENT),
+        override and override * MEBIBYTE,
+        planned.tower_bytes,
+    )
+    kv_bytes, refusal = None, ""
+    try:
+        kv_bytes = budget.kv_bytes(
+            bytes_per_token=language.kv_layout.bytes_per_token(),
+            block_tokens=spec.decode.kv_block_tokens,
+            max_model_len=max_model_len,
+            max_sequences=spec.decode.max_sequences,
+            pool=planned.pool,
+        )
+    except MemoryBudgetError as error:
+        refusal = error.message
+    return replace(planned, kv_bytes=kv_bytes, refusal=refusal)
+
+
+def _too_small(planned: PoolPlan) -> str:
+    needed = planned.weights_bytes + PROCESS_BYTES + planned.tower_bytes
+    return (
+        f"weights, process and the largest tower run need {_mebibytes(needed)}: lower the limits of spec.gateway.media or "
+        "spec.encoder.batching.maxWork, or give the pod more memory"
+    )
+
+
+def _tower_bytes(spec: MultimodalDeploymentSpec, config: Any, folder: Path, dtype: torch.dtype) -> int:
+    """What a worker measures on a CPU, without the weights."""
+    adapter = adapter_for(config)
+    _, processor = load_processor(folder, adapter)
+    if processor is None or not adapter.modalities(processor):
+        return 0
+    model = with_shared_layers(on_meta(config, "encoder", dtype))
+    encoder = HfEncoderModel(model, processor, adapter, torch.device("cpu"), dtype, 0)
+    batching = (spec.encoder or EncoderSpec()).batching
+    return tower_bytes(encoder, spec.gateway.media, batching)
+
+
+def with_shared_layers(model: torch.nn.Module) -> Any:
+    """A model from the meta device with zeros for weights; the tensors of equal layers are the same ones."""
+    made: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
+            for own, tensor in list(tensors.items()):
+                if tensor is None or not tensor.is_meta:
+                    continue
+                key = (kind + re.sub(r"\.\d+", "", name) + "." + own, tensor.shape, tensor.dtype)
+                if key not in made:
+                    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    made[key] = torch.nn.Parameter(zeros, requires_grad=False) if kind == "p" else zeros
+                tensors[own] = made[key]
+    return model
+
+
+def _example_tokens(spec: MultimodalDeploymentSpec) -> list[tuple[str, int]]:
+    """Tokens of a typical request of each modality that the model takes."""
+    examples = [(f"text of {SAMPLE_TEXT_TOKENS} tokens", SAMPLE_TEXT_TOKENS)]
+    frontend = load_frontend(spec.model, spec.gateway.media)
+    width, height = SAMPLE_IMAGE_PIXELS
+    size = {"width": width, "height": height}
+    fps, rate = 30.0, 16_000
+    media: list[tuple[str, MediumInfo]] = [
+        (f"image of {width} x {height} pixels", MediumInfo("image", "0" * 64, 1, "png", **size)),
+        (
+            f"video of {SAMPLE_VIDEO_SECONDS} s",
+            MediumInfo(
+                "video",
+                "0" * 64,
+                1,
+                "mp4",
+                **size,
+                num_frames=int(SAMPLE_VIDEO_SECONDS * fps),
+                fps=fps,
+                duration_seconds=float(SAMPLE_VIDEO_SECONDS),
+            ),
+        ),
+        (
+            f"audio of {SAMPLE_AUDIO_SECONDS} s",
+            MediumInfo(
+                "audio",
+                "0" * 64,
+                1,
+                "wav",
+                duration_seconds=float(SAMPLE_AUDIO_SECONDS),
+                num_samples=SAMPLE_AUDIO_SECONDS * rate,
+                sample_rate_hz=rate,
+            ),
+        ),
+    ]
+    for name, info in media:
+        message = {"role": "user", "content": [{"type": info.modality}]}
+        try:
+            examples.append((name, len(frontend.layout([message], [info]).token_ids)))
+        except MmdError:
+            continue  # the model does not take this modality, or not this size
+    return examples

@@ -1,0 +1,88 @@
+"""The root of the `mmd` program: it finds commands by their entry points and knows none of them.
+
+Pods start through it too (`mmd worker`, `mmd gateway`, `mmd operator`), so it imports only the command that was asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+
+import typer
+from typer.core import TyperGroup
+
+COMMANDS_GROUP = "mmd.commands"
+"""Entry points of this group: the name of a command and the function that runs it."""
+_EXTRA_OF = {
+    "operator": "operator",
+    "explain": "operator",
+    "simulate": "simulate",
+}  # by command; of the others: `worker`
+
+
+@dataclass(slots=True)
+class Program:
+    """The `mmd` program, and a line for each group of commands that it had to leave out."""
+
+    app: typer.Typer
+    left_out: list[str] = field(default_factory=list)
+
+    def commands(self) -> set[str]:
+        """Names of the commands that can be run."""
+        click_group = typer.main.get_command(self.app)
+        return set(click_group.commands) if isinstance(click_group, TyperGroup) else set()
+
+
+def build(only: str | None = None) -> Program:
+    """The program with the commands of all entry points of the group `mmd.commands`, or with `only` one if that exists.
+
+    A command whose libraries are not installed is left out, and the rest still work.
+    """
+    app = typer.Typer(
+        name="mmd",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def root() -> None:
+        """Encoder, prefill and decode pools for multimodal models, from one file."""
+
+    found = sorted(entry_points(group=COMMANDS_GROUP), key=lambda e: e.name)
+    missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for entry_point in [e for e in found if e.name == only] or found:
+        try:
+            command = entry_point.load()
+        except ImportError as error:
+            missing[_EXTRA_OF.get(entry_point.name, "worker"), str(error)].append(entry_point.name)
+        else:
+            app.command(name=entry_point.name)(command)
+    return Program(
+        app,
+        [_unavailable(", ".join(names), error, extra) for (extra, error), names in missing.items()],
+    )
+
+
+def _unavailable(names: str, error: str, extra: str) -> str:
+    return f"mmd: not available: {names} ({error}); install with: pip install 'multimodal-operator[{extra}]'"
+
+
+def main() -> None:
+    """Entry point of the `mmd` program. Missing libraries are reported in help and to those who ask for a missing command."""
+    wanted = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    program = build(wanted)
+    if wanted not in program.commands():
+        for line in program.left_out:
+            typer.echo(line, err=True)
+    try:
+        program.app()
+    except ModuleNotFoundError as error:
+        if (error.name or "mmd_").startswith("mmd_"):
+            raise
+        name = wanted or "mmd"
+        typer.echo(_unavailable(name, str(error), _EXTRA_OF.get(name, "worker")), err=True)
+        raise SystemExit(1) from error

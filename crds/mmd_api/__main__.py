@@ -1,5 +1,0 @@
-"""`python -m mmd_api` is `mmd`."""
-
-from mmd_api.cli import main
-
-main()

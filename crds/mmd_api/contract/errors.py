@@ -1,0 +1,277 @@
+"""The one table of errors: each type has a stable code, the HTTP status that clients see, whether a retry can help, and a remedy.
+
+An error that one process raises and another reads is defined here, so that every process knows all of them. The message of an error
+names the object, the fact with its numbers, and the remedy for this case; `remedy` is the general one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+
+class MmdError(Exception):
+    """A defect, or a failure without a code of its own. Base of every error that this project raises on purpose.
+
+    A subclass with a `code` is a row of the table, and then no other field of the row is inherited. `status` None: it is between
+    pods alone, and a client that it reaches all the same sees `internal`.
+    """
+
+    code: str = "internal"
+    status: int | None = 500
+    retryable: bool = False
+    remedy: str = "read the last lines of the log of the pod that failed"
+
+    def __init_subclass__(
+        cls,
+        *,
+        code: str | None = None,
+        status: int | None = None,
+        retryable: bool = False,
+        remedy: str = "",
+    ) -> None:
+        super().__init_subclass__()
+        if code is not None:
+            cls.code, cls.status, cls.retryable, cls.remedy = code, status, retryable, remedy
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+# --- what clients see -----------------------------------------------------------------------------------------
+
+
+class UnsupportedInputError(
+    MmdError,
+    code="unsupported_input",
+    status=400,
+    remedy="remove the part, or send a medium that the model accepts",
+):
+    """The model or the policy does not take this input (modality, size, count)."""
+
+
+class BadMediaError(
+    MmdError,
+    code="bad_media",
+    status=400,
+    remedy="send a complete file of a supported format, within the limits of spec.gateway.media",
+):
+    """The bytes are not what they claim to be, or exceed a limit: the job is poison and must not be retried."""
+
+
+class FetchError(
+    MmdError, code="fetch_failed", status=400, remedy="check the URL, or send the file as a data URL"
+):
+    """A media URL could not be fetched: refused address, status, size, time."""
+
+
+class CapacityError(
+    MmdError, code="too_large", status=400, remedy="shorten the request, or give the pods more memory for KV"
+):
+    """The request can never fit (longer than the model's context or than the whole KV pool)."""
+
+
+class UnprocessableMediumError(
+    MmdError, code="unprocessable_medium", status=422, remedy="send a smaller or re-encoded file"
+):
+    """Several encoders tried this medium, each on its own, and all failed on it: the job is poison and must not be retried."""
+
+
+class OverloadedError(
+    MmdError,
+    code="overloaded",
+    status=503,
+    retryable=True,
+    remedy="retry after the time in retry-after, or add replicas",
+):
+    """No room now; try elsewhere or later: after `retry_after_seconds`, where whoever refused can estimate it."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class PeerLostError(
+    MmdError,
+    code="peer_lost",
+    status=503,
+    retryable=True,
+    remedy="retry; if it lasts, check the events of the pods and NATS",
+):
+    """A worker that held the request is lost."""
+
+
+class LinkError(
+    MmdError,
+    code="link_failed",
+    status=503,
+    retryable=True,
+    remedy="retry; if it lasts, check the network between prefill and decode pods",
+):
+    """A transfer to a peer failed: deadline, lost peer, digest or order. The pair must be linked again."""
+
+
+class DeadlineError(
+    MmdError,
+    code="deadline_exceeded",
+    status=504,
+    remedy="request fewer tokens, or raise spec.gateway.requestTimeoutSeconds",
+):
+    """The request's deadline passed."""
+
+
+class StepFailedError(
+    MmdError,
+    code="step_failed",
+    status=500,
+    remedy="read the log of the pod; do not send the same request again",
+):
+    """The model raised an error for this sequence, also when it ran alone: it would break the next batch as well."""
+
+
+class BadLogitsError(
+    MmdError,
+    code="bad_logits",
+    status=500,
+    remedy="check the weights and spec.model.dtype; do not send the same request again",
+):
+    """The model returned no finite logit for this sequence: its weights or its features are broken."""
+
+
+class CountMismatchError(
+    MmdError, code="count_mismatch", status=500, remedy="report the model and the request: this is a defect"
+):
+    """A worker arrived at another number of tokens than the layout: the request fails, nothing is guessed."""
+
+
+# --- between pods: the request goes on elsewhere ---------------------------------------------------------------
+
+
+class PreemptedError(
+    MmdError,
+    code="preempted",
+    retryable=True,
+    remedy="if it is frequent, give decode more memory for KV or more replicas",
+):
+    """The KV pool was full and this was the youngest sequence: place it again, tokens so far included."""
+
+
+class LeaseError(
+    MmdError,
+    code="lease_ended",
+    retryable=True,
+    remedy="if it is frequent, raise spec.transfer.kv.leaseSeconds",
+):
+    """A lease on KV blocks is over: its blocks may belong to another sequence. The request must be offered again."""
+
+
+class DrainingError(
+    MmdError, code="draining", retryable=True, remedy="none: the request is placed on another pod"
+):
+    """The pod leaves: it takes nothing more. It is not full, another comes in its place."""
+
+
+class RequestCancelledError(
+    MmdError,
+    code="cancelled",
+    retryable=True,
+    remedy="none: the client disconnected, or another pod has the request",
+):
+    """The attempt was cancelled before this message about it arrived."""
+
+
+class LayoutMismatchError(
+    MmdError,
+    code="layout",
+    retryable=True,
+    remedy="report it: pods of one revision have the same layout, so this is a defect",
+):
+    """The KV layouts of two pods differ: no KV can go from one to the other."""
+
+
+class DrainedError(
+    MmdError, code="drained", retryable=True, remedy="none: the request is placed on another pod"
+):
+    """The pod that worked on this request is leaving: place it again, tokens so far included."""
+
+
+class FeatureLostError(
+    MmdError, code="feature_lost", retryable=True, remedy="none: the feature is requested again"
+):
+    """A feature that was to be shared has been lost."""
+
+
+class MediaGoneError(
+    MmdError, code="media_gone", remedy="none: the request brings its media again, or has ended"
+):
+    """The gateway no longer holds the medium: its request has ended, or the gateway was restarted."""
+
+
+class ReceiverGoneError(MmdError, code="receiver_gone", remedy="none: the job is dropped"):
+    """Nobody waits for this feature any more."""
+
+
+class WireError(
+    MmdError,
+    code="bad_message",
+    remedy="report it: pods of one revision run the same code, so this is a defect",
+):
+    """A message is not what its subject promises: malformed, of wrong types, too deep or too large."""
+
+
+class TooLongError(WireError):
+    """A message exceeds one NATS message."""
+
+
+# --- the pod ends or does not start ----------------------------------------------------------------------------
+
+
+class EngineDeadError(
+    MmdError, code="engine_dead", retryable=True, remedy="read the log of the pod, which restarts"
+):
+    """The engine's thread has ended; this process must be restarted, requests go elsewhere."""
+
+
+class DeviceLostError(
+    MmdError, code="device_lost", retryable=True, remedy="check the GPU of the node; the pod restarts"
+):
+    """The accelerator no longer works in this process: the pod ends, and its work goes to other pods."""
+
+
+class MemoryBudgetError(
+    MmdError, code="memory_budget", remedy="lower spec.model.maxModelLen, or give the pool more memory for KV"
+):
+    """This pod's memory cannot hold the KV of one request of spec.model.maxModelLen."""
+
+
+class UnsupportedModelError(MmdError, code="unsupported_model", remedy="use a model of docs/models.md"):
+    """This architecture cannot be served; the message has the reason."""
+
+
+class RevisionMismatchError(
+    MmdError, code="revision_mismatch", remedy="name the image by its digest and the model by its commit"
+):
+    """This process runs other code or weights than its pipeline revision is pinned to."""
+
+
+class BackendUnavailableError(
+    LinkError,
+    code="kv_backend_unavailable",
+    remedy="set spec.transfer.kv.backend to Gloo, or install NCCL in the image",
+):
+    """This machine cannot run the configured KV backend; trying again does not help."""
+
+
+def _types() -> Iterator[type[MmdError]]:
+    """Every type of this module that is a row, the base first."""
+    rows = (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, MmdError))
+    return (kind for kind in rows if "code" in vars(kind))
+
+
+ERRORS: Mapping[str, type[MmdError]] = {kind.code: kind for kind in _types()}
+"""The table by code. A code from outside that is not here must not become a label of a metric."""
+
+
+def error_of(code: str, message: str) -> MmdError:
+    """The error that another process reported as data; `internal` for a code of another version."""
+    return ERRORS.get(code, MmdError)(message)

@@ -1,0 +1,6 @@
+"""The version of what pods send to each other."""
+
+from __future__ import annotations
+
+WIRE_VERSION = 1
+"""Version of the messages and tensors between pods: raise it when pods of before and after must not exchange them."""

@@ -1,0 +1,141 @@
+"""The spec of a deployment, and the rules between its parts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mmd_api.base import ApiModel
+from mmd_api.rule import Rule
+from mmd_api.spec.gateway import GatewaySpec
+from mmd_api.spec.model import ModelSpec
+from mmd_api.spec.nats import NatsSpec
+from mmd_api.spec.observability import ObservabilitySpec, SloSpec
+from mmd_api.spec.pods import ImageSpec
+from mmd_api.spec.pools import DecodeSpec, EncoderSpec, Pool, PrefillSpec
+from mmd_api.spec.transfer import TransferSpec
+
+_CEL_MINIMUM = "(has({p}.autoscaling) ? {p}.autoscaling.minReplicas : has({p}.replicas) ? {p}.replicas : 1)"
+
+
+_CEL_GPUS = f"{_CEL_MINIMUM} * {{p}}.gpus"
+
+
+_CEL_WINDOW = (
+    "(!has({p}.autoscaling) || {p}.autoscaling.panicWindowSeconds == 0"
+    " || {p}.autoscaling.panicWindowSeconds * 1000 >= 2 * self.observability.heartbeatMilliseconds)"
+)
+
+
+def _each_pool(template: str, absent: str, joiner: str) -> str:
+    """One CEL expression over all pools; `absent` stands for the optional ones that are left out."""
+    parts = [f"(has(self.{p}) ? {template.format(p=f'self.{p}')} : {absent})" for p in ("encoder", "prefill")]
+    return joiner.join([*parts, template.format(p="self.decode")])
+
+
+def _pools(s: MultimodalDeploymentSpec) -> list[Pool]:
+    return [p for p in (s.encoder, s.prefill, s.decode) if p is not None]
+
+
+def _zero_from_upstream(s: MultimodalDeploymentSpec) -> bool:
+    return s.decode.min_replicas > 0 or all(p.min_replicas == 0 for p in _pools(s))
+
+
+def _budget_covers_minima(s: MultimodalDeploymentSpec) -> bool:
+    return s.gpu_budget is None or sum(p.min_replicas * p.gpus for p in _pools(s)) <= s.gpu_budget
+
+
+def _nccl_has_gpus(s: MultimodalDeploymentSpec) -> bool:
+    return s.prefill is None or s.transfer.kv.backend != "Nccl" or min(s.prefill.gpus, s.decode.gpus) >= 1
+
+
+def _job_outlives_transfer(s: MultimodalDeploymentSpec) -> bool:
+    return s.encoder is None or s.encoder.job_timeout_seconds >= s.transfer.embedding.timeout_seconds
+
+
+def _job_outlives_decoding(s: MultimodalDeploymentSpec) -> bool:
+    return s.encoder is None or s.encoder.job_timeout_seconds >= s.gateway.media.decode_timeout_seconds
+
+
+def _windows_see_samples(s: MultimodalDeploymentSpec) -> bool:
+    heartbeat = s.observability.heartbeat_milliseconds
+    windows = [p.autoscaling.panic_window_seconds for p in _pools(s) if p.autoscaling is not None]
+    return all(w == 0 or w * 1000 >= 2 * heartbeat for w in windows)
+
+
+SPEC = (
+    Rule(
+        field="decode",
+        cel=f"{_CEL_MINIMUM.format(p='self.decode')} > 0"
+        f" || ({_each_pool(_CEL_MINIMUM + ' == 0', 'true', ' && ')})",
+        holds=_zero_from_upstream,
+        problem="decode may scale to zero, but a pool upstream of it may not",
+        remedy="set minReplicas: 0 for encoder and prefill as well, or at least 1 for decode",
+    ),
+    Rule(
+        field="gpuBudget",
+        cel=f"!has(self.gpuBudget) || {_each_pool(_CEL_GPUS, '0', ' + ')} <= self.gpuBudget",
+        holds=_budget_covers_minima,
+        problem="the pools' minimum sizes need more GPUs than gpuBudget",
+        remedy="raise gpuBudget, or lower replicas, minReplicas or gpus",
+    ),
+    Rule(
+        field="transfer.kv.backend",
+        cel="!has(self.prefill) || self.transfer.kv.backend != 'Nccl'"
+        " || (self.prefill.gpus >= 1 && self.decode.gpus >= 1)",
+        holds=_nccl_has_gpus,
+        problem="Nccl moves KV between GPUs, and prefill or decode has gpus: 0",
+        remedy="set transfer.kv.backend: Gloo, or gpus of at least 1 on both",
+    ),
+    Rule(
+        field="encoder.jobTimeoutSeconds",
+        cel="!has(self.encoder) || self.encoder.jobTimeoutSeconds >= self.transfer.embedding.timeoutSeconds",
+        holds=_job_outlives_transfer,
+        problem="an encode job includes its transfer and would time out before it",
+        remedy="raise jobTimeoutSeconds or lower transfer.embedding.timeoutSeconds",
+    ),
+    Rule(
+        field="encoder.jobTimeoutSeconds",
+        cel="!has(self.encoder) || self.encoder.jobTimeoutSeconds >= self.gateway.media.decodeTimeoutSeconds",
+        holds=_job_outlives_decoding,
+        problem="an encode job includes decoding the medium and would time out before it",
+        remedy="raise jobTimeoutSeconds or lower gateway.media.decodeTimeoutSeconds",
+    ),
+    Rule(
+        field="observability.heartbeatMilliseconds",
+        cel=_each_pool(_CEL_WINDOW, "true", " && "),
+        holds=_windows_see_samples,
+        problem="a pool's autoscaling.panicWindowSeconds is shorter than two heartbeats, so it would see no load",
+        remedy="raise panicWindowSeconds (0 turns it off) or lower heartbeatMilliseconds",
+    ),
+)
+
+
+class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
+    """Desired state of a multimodal pipeline. The work of an omitted pool is done by the next pool downstream."""
+
+    model: ModelSpec
+    """Model to serve."""
+    image: ImageSpec = ImageSpec()
+    """Container images of the pods."""
+    gateway: GatewaySpec = GatewaySpec()
+    """HTTP gateway, the entry point for clients."""
+    encoder: EncoderSpec | None = None
+    """Encoder pool. If omitted, prefill (or decode) encodes media."""
+    prefill: PrefillSpec | None = None
+    """Prefill pool. If omitted, decode computes the KV of prompts."""
+    decode: DecodeSpec
+    """Decode pool, which generates tokens."""
+    transfer: TransferSpec = TransferSpec()
+    """Data transfer between pools."""
+    nats: NatsSpec = NatsSpec()
+    """NATS server that the pods communicate through."""
+    slo: SloSpec = SloSpec()
+    """Service level objectives."""
+    gpu_budget: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    """Maximum number of GPUs used by all pools together."""
+    observability: ObservabilitySpec = ObservabilitySpec()
+    """Logging, tracing and heartbeats."""
+    paused: bool = False
+    """Whether reconciliation is suspended."""

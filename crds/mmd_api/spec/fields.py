@@ -1,0 +1,33 @@
+"""Types of fields that several parts of the spec have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Name = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+
+
+CpuQuantity = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]{1,3})?|[0-9]+m)$")]
+
+
+Quantity = Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+
+
+QualifiedName = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    ),
+]
+
+
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
+
+
+Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32)]
+
+
+Annotations = Annotated[dict[QualifiedName, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]

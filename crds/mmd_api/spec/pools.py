@@ -1,0 +1,226 @@
+"""Pools, their sizes and their autoscaling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mmd_api.base import ApiModel
+from mmd_api.rule import Rule
+from mmd_api.spec.fields import Labels
+from mmd_api.spec.pods import PodTemplate, Resources, Toleration
+
+SCHEDULING_DEADLINE_SECONDS = 900
+"""Cluster autoscalers take minutes to add a GPU node; the common ones give up on a node after a quarter of an hour."""
+
+
+START_DEADLINE_SECONDS = 600
+"""Long enough for an image pull, or for weights of some 100 GB from a disk; more of them need more."""
+
+
+def _min_below_max(a: Autoscaling) -> bool:
+    return a.min_replicas <= a.max_replicas
+
+
+def _schedules_below_max(a: Autoscaling) -> bool:
+    return all(s.min_replicas <= a.max_replicas for s in a.schedules)
+
+
+def _replicas_or_autoscaling(p: Pool) -> bool:
+    return p.replicas is None or p.autoscaling is None
+
+
+def _tensor_parallel_fits(p: Pool) -> bool:
+    return p.gpus % p.tensor_parallel_size == 0 if p.gpus else p.tensor_parallel_size == 1
+
+
+def _tensor_parallel_served(p: Pool) -> bool:
+    return p.tensor_parallel_size == 1
+
+
+AUTOSCALING = (
+    Rule(
+        field="minReplicas",
+        cel="self.minReplicas <= self.maxReplicas",
+        holds=_min_below_max,
+        problem="minReplicas is above maxReplicas",
+        remedy="lower minReplicas or raise maxReplicas",
+    ),
+    Rule(
+        field="schedules",
+        cel="self.schedules.all(s, s.minReplicas <= self.maxReplicas)",
+        holds=_schedules_below_max,
+        problem="a schedule's minReplicas is above maxReplicas",
+        remedy="lower its minReplicas or raise maxReplicas",
+    ),
+)
+
+
+POOL = (
+    Rule(
+        field="replicas",
+        cel="!(has(self.replicas) && has(self.autoscaling))",
+        holds=_replicas_or_autoscaling,
+        problem="replicas and autoscaling are mutually exclusive",
+        remedy="keep one of them (autoscaling has minReplicas and maxReplicas)",
+    ),
+    Rule(
+        field="tensorParallelSize",
+        cel="self.gpus > 0 ? self.gpus % self.tensorParallelSize == 0 : self.tensorParallelSize == 1",
+        holds=_tensor_parallel_fits,
+        problem="tensorParallelSize must equal or divide gpus, and be 1 where gpus is 0",
+        remedy="change gpus or tensorParallelSize",
+    ),
+    Rule(
+        field="tensorParallelSize",
+        cel="self.tensorParallelSize == 1",
+        holds=_tensor_parallel_served,
+        problem="tensorParallelSize above 1 is not served yet: a worker runs its model on one device",
+        remedy="set it to 1",
+    ),
+)
+
+
+class Schedule(ApiModel):
+    """Recurring window with a higher minimum size. `cron` has five numeric fields and is evaluated in UTC."""
+
+    cron: Annotated[str, Field(max_length=64, pattern=r"^[0-9*/,-]+( [0-9*/,-]+){4}$")]
+    """Start of the window: minute, hour, day of month, month, day of week."""
+    duration_minutes: Annotated[int, Field(ge=1, le=10_080)]
+    """Length of the window."""
+    min_replicas: Annotated[int, Field(ge=0, le=1000)]
+    """Minimum number of replicas during the window."""
+
+
+class Autoscaling(ApiModel, rules=AUTOSCALING):
+    """Bounds, targets and behaviour of the autoscaler of a pool."""
+
+    min_replicas: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Minimum number of replicas. 0 enables scale to zero."""
+    max_replicas: Annotated[int, Field(ge=1, le=1000)]
+    """Maximum number of replicas."""
+    mode: Literal["Active", "Shadow"] = "Active"
+    """Active scales the pool; Shadow only reports its decisions."""
+    target_backlog_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = 1000
+    """Target backlog per replica, as time to process it. Applies to encoder and prefill."""
+    target_utilization_percent: Annotated[int, Field(ge=1, le=100)] = 75
+    """Target utilization: KV blocks in use for decode, busy time for encoder."""
+    scale_up_stabilization_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
+    """Window over which the lowest recommendation is used when scaling up."""
+    scale_down_stabilization_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
+    """Window over which the highest recommendation is used when scaling down."""
+    scale_up_cooldown_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
+    """Minimum time between two scale-ups."""
+    scale_down_cooldown_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+    """Minimum time between two scale-downs."""
+    max_scale_up_percent: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Maximum scale-up step, relative to the current size."""
+    max_scale_down_percent: Annotated[int, Field(ge=1, le=100)] = 50
+    """Maximum scale-down step, relative to the current size."""
+    panic_window_seconds: Annotated[int, Field(ge=0, le=600)] = 6
+    """Short window for detecting bursts. 0 disables panic mode."""
+    panic_threshold_percent: Annotated[int, Field(ge=100, le=10_000)] = 200
+    """Load over the panic window, relative to the capacity of the pool, that starts panic mode."""
+    scale_to_zero_after_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
+    """How long a pool must be idle before it is scaled to zero."""
+    schedules: Annotated[list[Schedule], Field(max_length=16)] = []
+    """Recurring windows with a higher minimum size."""
+
+
+class Pool(ApiModel, rules=POOL):
+    """Fields common to all pools. `replicas` and `autoscaling` are mutually exclusive; without either, the pool has one replica."""
+
+    replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Fixed number of replicas."""
+    autoscaling: Autoscaling | None = None
+    """Autoscaling by load."""
+    gpus: Annotated[int, Field(ge=0, le=16)] = 1
+    """Number of GPUs (nvidia.com/gpu) per pod. 0 runs the pool on CPU."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=16)] = 1
+    """Number of GPUs across which one copy of the model is partitioned."""
+    resources: Resources = Resources()
+    """CPU and memory of each pod."""
+    node_selector: Labels = {}
+    """Labels that a node must have to run the pods."""
+    tolerations: Annotated[list[Toleration], Field(max_length=16)] = []
+    """Taints that the pods tolerate."""
+    scheduling_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = SCHEDULING_DEADLINE_SECONDS
+    """How long a pod may wait for a node, such as one that a cluster autoscaler adds, before that is reported as a problem."""
+    start_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = START_DEADLINE_SECONDS
+    """How long a container may take from its start until the pod is Ready, before it counts as not starting."""
+    template: PodTemplate = PodTemplate()
+    """Overrides for the pods."""
+
+    @property
+    def min_replicas(self) -> int:
+        """Minimum number of replicas, and without autoscaling the only one. Neither `replicas` nor `autoscaling` means one."""
+        if self.autoscaling is not None:
+            return self.autoscaling.min_replicas
+        return 1 if self.replicas is None else self.replicas
+
+    @property
+    def grace_seconds(self) -> int:
+        """From the deletion of a pod to SIGKILL."""
+        return self.template.termination_grace_period_seconds
+
+    @property
+    def drain_seconds(self) -> int:
+        """From SIGTERM to SIGKILL."""
+        return self.grace_seconds
+
+
+class EncoderBatching(ApiModel):
+    """Batching of encode jobs."""
+
+    max_items: Annotated[int, Field(ge=1, le=256)] = 8
+    """Maximum number of media items per tower run."""
+    max_work: Annotated[int, Field(ge=1, le=2**31)] = 32_768
+    """Maximum number of patches or audio frames per tower run. A larger media item runs alone."""
+    max_wait_milliseconds: Annotated[int, Field(ge=0, le=1000)] = 2
+    """How long a media item waits for others to form a batch."""
+
+
+class EncoderSpec(Pool):
+    """Encoder pool, which runs the vision and audio towers."""
+
+    batching: EncoderBatching = EncoderBatching()
+    """Batching of encode jobs."""
+    cache_mebibytes: Annotated[int, Field(ge=0, le=1_048_576)] = 512
+    """Size of the content-addressed embedding cache in host memory."""
+    media_mebibytes: Annotated[int, Field(ge=16, le=1_048_576)] = 2048
+    """Host memory for media that are being encoded: files, pixels and samples. Larger media are rejected."""
+    max_deliveries: Annotated[int, Field(ge=1, le=20)] = 3
+    """Maximum number of encoders that may fail on a media item before its request is rejected."""
+    job_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 120
+    """Deadline of an encode job, including the transfer of its result."""
+
+
+class PrefillSpec(Pool):
+    """Prefill pool, which computes the KV of prompts."""
+
+    chunk_tokens: Annotated[int, Field(ge=16, le=131_072)] = 512
+    """Maximum number of prompt tokens per engine step."""
+    prefix_cache: bool = True
+    """Whether requests with a common prompt prefix share KV blocks."""
+    feature_budget_mebibytes: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
+    """Maximum size of the embeddings that a pod holds. Further embeddings wait in the encoder."""
+    max_waiting_requests: Annotated[int, Field(ge=1, le=65_536)] = 512
+    """Maximum number of requests that a pod queues before it rejects new ones."""
+    kv_cache_percent: Annotated[int, Field(ge=1, le=95)] | None = None
+    """Percentage of the memory left by weights and activations used for the KV pool. Defaults to 90 on GPUs and 50 on CPUs."""
+    kv_cache_mebibytes: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
+    """Size of the KV pool of a pod. Overrides kvCachePercent."""
+
+
+class DecodeSpec(Pool):
+    """Decode pool, which generates tokens with continuous batching."""
+
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Maximum number of sequences per engine step."""
+    kv_block_tokens: Literal[16, 32, 64, 128, 256] = 16
+    """Number of tokens per KV block."""
+    kv_cache_percent: Annotated[int, Field(ge=1, le=95)] | None = None
+    """Percentage of the memory left by weights and activations used for the KV pool. Defaults to 90 on GPUs and 50 on CPUs."""
+    kv_cache_mebibytes: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
+    """Size of the KV pool of a pod. Overrides kvCachePercent."""

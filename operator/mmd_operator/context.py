@@ -1,0 +1,38 @@
+"""What all parts of a reconcile pass use: the cluster, Events, metrics, and which deployment it is. Knows no part."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from mmd_operator.cluster import Cluster, RefusedError
+from mmd_operator.events import EventRecorder
+from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.observed import Body, Child
+from mmd_operator.problems import Problem, refusal
+
+logger = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 60.0
+MOVING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """What the parts of a pass share, for one deployment."""
+
+    cluster: Cluster
+    events: EventRecorder
+    metrics: OperatorMetrics
+    namespace: str
+    name: str
+
+    def report_contest(self, body: Body, problem: Problem) -> None:
+        """Log and report that another client keeps changing something."""
+        logger.warning("%s/%s: %s", self.namespace, self.name, problem)
+        self.events.report(body, problem.reason, str(problem), warning=True)
+
+    def refused(self, child: Child | None, error: RefusedError) -> Problem:
+        """The problem with one object that the API server refused; the other objects are still processed."""
+        self.metrics.objects.labels("refused").inc()
+        return refusal((child and child.component) or "pool", str(error), child.revision if child else None)

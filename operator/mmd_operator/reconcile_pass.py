@@ -1,0 +1,177 @@
+"""What a pass over one deployment does, as a list of steps, and what it remembers for the next: see the parts that it joins.
+
+Knows no loop and no kopf: it is given the deployment, and returns when to look again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_api.resource import MultimodalDeployment
+from mmd_operator.ask import Asker
+from mmd_operator.conditions import Facts
+from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
+from mmd_operator.execution import Execution
+from mmd_operator.finalizer import FINALIZER, Finalizer
+from mmd_operator.observed import Body, Observed
+from mmd_operator.pinning import Pins
+from mmd_operator.plan import plan_objects
+from mmd_operator.pool_sizes import pools_in
+from mmd_operator.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
+from mmd_operator.reading import Reading, read
+from mmd_operator.removal import Removal
+from mmd_operator.resources.naming import Manifest
+from mmd_operator.rollout import Step, next_step
+from mmd_operator.scaling import PoolScaling
+from mmd_operator.shortage import Shortage
+from mmd_operator.status_writer import StatusWriter
+
+
+class ReconcilePass:
+    """Reconciles one deployment (one UID). `not_scaled`: why the autoscaler's last tick could not scale."""
+
+    def __init__(
+        self,
+        context: PassContext,
+        asker: Asker,
+        observe: Callable[[], Observed],
+        wake: Callable[[], None],
+        body: Body | None = None,
+    ) -> None:
+        self.uid = body["metadata"]["uid"] if body is not None else ""
+        self.not_scaled: Problem | None = None
+        self.scaling = PoolScaling(context.cluster, asker, context.metrics, context.namespace)
+        self.status = StatusWriter(context)
+        self._context = context
+        self._observe = observe
+        self._wake = wake
+        self._planned: tuple[object, Reading, list[Manifest]] | None = None
+        self._pins = Pins(asker)
+        self._shortage = Shortage(context)
+        self._finalizer = Finalizer(context)
+        self._execution = Execution(context, self.uid)
+        self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
+        if body is not None:
+            self.scaling.remember(body.get("status", {}))
+            self._pins.remember(body.get("status", {}))
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a pass has read the spec."""
+        return self._planned is not None
+
+    @property
+    def deployment(self) -> MultimodalDeployment | None:
+        """The deployment as the last pass read it."""
+        return self._planned[1].deployment if self._planned is not None else None
+
+    async def run(self, body: Body, *, failing: bool) -> float:
+        """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
+        if await self.removal.namespace_ends(failing=failing):
+            return await self.removal.let_go(body)
+        if "deletionTimestamp" in body["metadata"]:
+            if FINALIZER not in body["metadata"].get("finalizers", ()):
+                return RESYNC_SECONDS
+            return await self.removal.remove(body)
+        if await self._finalizer.ensure(body):
+            return RESYNC_SECONDS  # the change comes back as an event
+        reading, planned = self._plan(body)
+        observed = self._observe()
+        if reading.deployment is None:
+            await self._report_faults(body, reading, observed)
+            return RESYNC_SECONDS
+        return await self._towards(body, reading, reading.deployment, planned, observed)
+
+    def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
+        """The objects of the spec; recomputed only for a new generation, and when its revision has been pinned."""
+        pins = tuple((pin.revision, pin.identity, pin.image) for pin in self._pins.status)
+        key = (body["metadata"].get("generation"), pins)
+        if self._planned is None or self._planned[0] != key:
+            reading = read(body)
+            objects: list[Manifest] = []
+            if (deployment := reading.deployment) is not None:
+                pinned = self._pins.of(pipeline_revision(deployment.spec))
+                objects = plan_objects(deployment, self._context.namespace, pinned)
+            self._planned = (key, reading, objects)
+        return self._planned[1], self._planned[2]
+
+    async def _report_faults(self, body: Body, reading: Reading, observed: Observed) -> None:
+        """Report why no plan can be made; existing objects stay unchanged."""
+        faults = tuple(
+            Problem("InvalidSpec", f.field or "spec", f.message, "fix the field", revision=None)
+            for f in reading.faults
+        )
+        await self.status.publish(body, self._facts(body, observed, reading, None, faults))
+
+    async def _towards(
+        self,
+        body: Body,
+        reading: Reading,
+        deployment: MultimodalDeployment,
+        planned: list[Manifest],
+        observed: Observed,
+    ) -> float:
+        spec, uid = deployment.spec, body["metadata"]["uid"]
+        secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
+        applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
+        step = next_step(spec, pipeline_revision(spec), applied, observed, uid, time.time())
+        now = time.time()
+        deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
+        problems = _pod_problems(observed, now, deadlines)
+        await self._pin(body, observed, pipeline_revision(spec))
+        problems += self._pins.moved(observed)
+        if not spec.paused:
+            found, settled = await self._execution.carry_out(body, step, secrets, observed)
+            problems += found
+            if not settled and step.stage == "Complete":
+                step = replace(step, stage="Updating")
+        problems += await self._shortage.problems(observed)
+        problems += [self.not_scaled] if self.not_scaled else []
+        problems += [*self._finalizer.problems(), *self.status.problems()]
+        facts = self._facts(body, observed, reading, step, tuple(problems))
+        await self.status.publish(
+            body, replace(facts, waiting=waiting_for_nodes(observed.pods, now, deadlines))
+        )
+        return RESYNC_SECONDS if step.stage == "Complete" and not self._shortage.lasts else MOVING_SECONDS
+
+    async def _pin(self, body: Body, observed: Observed, revision: str) -> None:
+        """Pin a revision to what its first Ready pod runs; the next pass plans with it."""
+        if (pin := await self._pins.look(observed, revision)) is not None:
+            parts = [pin.identity, f"model commit {pin.commit}" if pin.commit else "", pin.image or ""]
+            names = ", ".join(part for part in parts if part)
+            self._context.events.report(body, "Pinned", f"revision {pin.revision} is pinned to {names}")
+            self._wake()
+
+    def _facts(
+        self,
+        body: Body,
+        observed: Observed,
+        reading: Reading,
+        step: Step | None,
+        problems: tuple[Problem, ...],
+    ) -> Facts:
+        spec = reading.deployment.spec if reading.deployment else None
+        return Facts(
+            name=self._context.name,
+            namespace=self._context.namespace,
+            pools=pools_in(spec) if spec else (),
+            managed_nats=spec.nats.managed if spec else False,
+            observed=observed,
+            problems=gathered(problems),
+            step=step,
+            paused=bool(body.get("spec", {}).get("paused")),
+            unknown_fields=reading.unknown,
+            scaling=self.scaling.report,
+            pinned=tuple(self._pins.status),
+        )
+
+
+def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
+    return [
+        p
+        for pod in observed.pods
+        if (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
+    ]

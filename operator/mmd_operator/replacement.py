@@ -1,0 +1,95 @@
+"""Which pods of a pool are replaced now because what they were made from has changed. Pure.
+
+The StatefulSets of pools have the update strategy OnDelete: a changed template reaches pods that start later, and a running pod is
+replaced only here, when the part of the spec that it reads has changed (see `mmd_api.readers`). A template that a newer operator
+writes differently, or that names the image by its digest, therefore replaces no pod. A pod that is deleted drains on SIGTERM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from mmd_operator.observed import Child, Observed, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What to do about one pool now. `outdated`: pods still to be replaced, if any."""
+
+    outdated: tuple[str, ...] = ()
+    delete: tuple[PodView, ...] = ()
+    replicas: int | None = None
+    waiting: str = ""
+
+
+def pods_of(child: Child, observed: Observed) -> tuple[PodView, ...]:
+    """Pods of a StatefulSet, the lowest ordinal first."""
+    prefix = f"{child.name}-"
+    found = [p for p in observed.pods if p.name.startswith(prefix) and p.name[len(prefix) :].isdigit()]
+    return tuple(sorted(found, key=_ordinal))
+
+
+def outdated_pods(child: Child, observed: Observed) -> tuple[PodView, ...]:
+    """Pods that were made from other inputs than the StatefulSet's template now has."""
+    if child.workload is None:
+        return ()
+    return tuple(pod for pod in pods_of(child, observed) if pod.inputs != child.workload.inputs)
+
+
+def gpus_held(observed: Observed, revisions: Collection[str | None] | None = None) -> int:
+    """GPUs that StatefulSets ask for, of some revisions or (None) of all."""
+    return sum(
+        child.workload.replicas * child.workload.gpus
+        for child in observed.children.values()
+        if child.kind == "StatefulSet"
+        and child.workload is not None
+        and (revisions is None or child.revision in revisions)
+    )
+
+
+def replacement(
+    child: Child,
+    wanted: int,
+    observed: Observed,
+    gpu_budget: int | None,
+    now: float,
+    scheduling_deadline_seconds: float,
+) -> Replacement:
+    """The next step for one pool, whose size should be `wanted`. `now`: Unix seconds.
+
+    At most one pod is away at any time. The only pod of a pool goes when another is Ready, unless the GPU budget has no room for
+    one or no node takes it before its deadline: it may well be waiting for what the others hold.
+    """
+    outdated = outdated_pods(child, observed)
+    workload = child.workload
+    if not outdated or workload is None:
+        return Replacement()
+    names = tuple(pod.name for pod in outdated)
+    pods = pods_of(child, observed)
+    if len(pods) < workload.replicas or not workload.seen or any(pod.deleting for pod in pods):
+        ready = sum(pod.ready and not pod.deleting for pod in pods)
+        return Replacement(names, waiting=f"{ready} of {workload.replicas} pods are Ready")
+    if useless := [pod for pod in outdated if not pod.ready]:
+        return Replacement(names, (useless[-1],))  # takes no work, and what it lacks may be what has changed
+    away = [pod for pod in pods if not pod.ready and not pod.unplaced(now, scheduling_deadline_seconds)]
+    if away:
+        return Replacement(names, waiting=f"pod {away[0].name} is not Ready")
+    room = gpu_budget is None or gpus_held(observed) + workload.gpus <= gpu_budget
+    if workload.replicas == wanted == 1 and room:
+        return Replacement(names, replicas=2)
+    return Replacement(names, (outdated[-1],))
+
+
+def waiting_words(pools: Mapping[str, Replacement]) -> str:
+    """What pools with pods to replace wait for."""
+    parts = [
+        f"{pool} pods to replace: {len(r.outdated)}" + (f" ({r.waiting})" if r.waiting else "")
+        for pool, r in pools.items()
+        if r.outdated
+    ]
+    return ", ".join(parts)
+
+
+def _ordinal(pod: PodView) -> int:
+    return int(pod.name.rpartition("-")[2])

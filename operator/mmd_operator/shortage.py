@@ -1,0 +1,73 @@
+"""Workloads with fewer pods than they should have, and why: quota and admission show nowhere but in Events."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mmd_operator.cluster import BusyError, RefusedError
+from mmd_operator.context import PassContext
+from mmd_operator.observed import Observed
+from mmd_operator.problems import Problem, refusal
+
+logger = logging.getLogger(__name__)
+
+SHORT_OF_PODS_SECONDS = 3.0
+WARNINGS_SECONDS = 30.0
+
+
+class Shortage:
+    """Finds the shortages of one deployment (one UID)."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._short_since: dict[str, float] = {}
+        self._warned: dict[str, tuple[float, Problem | None]] = {}
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a workload was short of pods when `problems` was last called."""
+        return bool(self._short_since)
+
+    async def problems(self, observed: Observed) -> list[Problem]:
+        """Why a workload has fewer pods than it should, in its controller's words: quota and admission show nowhere else."""
+        now = time.monotonic()
+        short = {
+            child.name: child
+            for child in observed.children.values()
+            if child.workload is not None
+            and child.workload.seen
+            and not child.deleting
+            and child.workload.current < child.workload.replicas
+        }
+        self._short_since = {name: self._short_since.get(name, now) for name in short}
+        self._warned = {name: seen for name, seen in self._warned.items() if name in short}
+        problems = []
+        for name, child in short.items():
+            component = child.component or child.kind
+            if child.workload is not None and child.workload.failure:
+                problems.append(refusal(component, child.workload.failure, child.workload.template_revision))
+                continue
+            if now - self._short_since[name] < SHORT_OF_PODS_SECONDS:
+                continue
+            asked, problem = self._warned.get(name, (float("-inf"), None))
+            if now - asked >= WARNINGS_SECONDS:
+                try:
+                    warnings = await self._context.cluster.warnings_about(
+                        self._context.namespace, child.kind, name
+                    )
+                except (BusyError, RefusedError) as error:  # the explanation is missing, the work goes on
+                    logger.warning(
+                        "%s/%s: Events about %s not read: %s",
+                        self._context.namespace,
+                        self._context.name,
+                        name,
+                        error,
+                    )
+                else:
+                    words = [w.get("message", "") for w in warnings if w.get("reason") == "FailedCreate"]
+                    problem = refusal(component, words[-1], child.revision) if words else None
+                self._warned[name] = (now, problem)
+            if problem is not None:
+                problems.append(problem)
+        return problems

@@ -1,0 +1,110 @@
+"""How a pod's memory is divided, and what is refused because one request would not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmd_api.contract.errors import MemoryBudgetError
+from mmd_workers import memory
+from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
+from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from tests.support.engine_oracle import TextModel, llama
+
+GIB = 1024 * MEBIBYTE
+POOL = {
+    "bytes_per_token": 57_344,
+    "block_tokens": 16,
+    "max_model_len": 32_768,
+    "max_sequences": 128,
+    "pool": "decode",
+}
+
+
+def test_the_kv_pool_takes_its_share_of_what_weights_and_activations_leave():
+    budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90)
+    assert budget.kv_bytes(**POOL) == 54 * GIB
+    assert budget.kv_bytes(**POOL) > 30 * 32_768 * 57_344, "30 requests of the longest kind and more"
+
+
+def test_the_override_is_taken_as_it_is():
+    budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90, override_bytes=2 * GIB)
+    assert budget.kv_bytes(**POOL) == 2 * GIB
+
+
+def test_no_more_is_taken_than_all_sequences_can_use():
+    budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90)
+    assert budget.kv_bytes(**{**POOL, "max_model_len": 1000, "max_sequences": 2}) == 2 * 1008 * 57_344
+
+
+def test_a_share_that_holds_no_request_of_full_length_is_refused_with_the_numbers_and_the_remedy():
+    budget = MemoryBudget(20 * GIB, 16 * GIB, 3 * GIB, percent=90)
+    with pytest.raises(MemoryBudgetError) as caught:
+        budget.kv_bytes(**POOL)
+    message = caught.value.message
+    for part in ("20480 MiB", "16384 MiB", "3072 MiB", "90 %", "922 MiB", "1792 MiB", "32768"):
+        assert part in message
+    fits = 921 * MEBIBYTE // (16 * 57_344) * 16  # tokens
+    named = int(message.partition("maxModelLen to ")[2].split()[0])
+    assert fits <= named
+    assert budget.kv_bytes(**{**POOL, "max_model_len": named}) <= budget.left_bytes * 90 // 100
+
+
+def test_an_override_too_small_for_one_request_is_refused_with_the_size_it_needs():
+    budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90, override_bytes=512 * MEBIBYTE)
+    with pytest.raises(MemoryBudgetError, match=r"512 MiB hold KV for 9360 tokens.*needs 1792 MiB"):
+        budget.kv_bytes(**POOL)
+
+
+def test_weights_larger_than_the_memory_are_refused_and_not_divided():
+    with pytest.raises(MemoryBudgetError, match="0 MiB, enough KV for 0 tokens"):
+        MemoryBudget(10 * GIB, 16 * GIB, 4 * GIB, percent=90).kv_bytes(**POOL)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_count_what_lives_at_once_and_not_what_was_there_before(device):
+    before = torch.zeros(1000, device=device)
+    with LiveBytes() as live:
+        first = before + 1  # 4000 bytes
+        del first
+        second = before.view(10, 100) * 2  # 4000
+        third = torch.cat([second, second])  # 8000 more
+        third.flatten()[0:10].add_(1)
+        del second, third
+    assert live.peak == 12_000
+
+
+def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch):
+    """The figure of `plan-memory` (meta device) and that of a worker at its start."""
+    from mmd_workers.engine import attention
+
+    monkeypatch.setattr(attention.cpu_library, "load", lambda: None)  # the same kernels on both devices
+    sizes = {"block_tokens": 8, "max_model_len": 256}
+    real, planned = TextModel(llama()), TextModel(llama().to("meta"))
+    for chunk, sequences in ((16, 4), (128, 4), (16, 64)):
+        work = {"chunk_tokens": chunk, "max_sequences": sequences, **sizes}
+        measured = activation_bytes(real, **work)
+        assert measured <= activation_bytes(planned, **work) < 3 * measured, "it also counts attention scores"
+        assert 0 < activation_bytes(planned, kernel=fused_kernel, **work) <= measured
+    small = activation_bytes(real, chunk_tokens=16, max_sequences=4, **sizes)
+    assert activation_bytes(real, chunk_tokens=128, max_sequences=4, **sizes) > 2 * small
+    assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small
+
+
+def test_pods_that_share_a_machine_count_on_no_more_than_it_has():
+    total, used = memory.measure(torch.device("cpu"), 1.0)
+    quarter, _ = memory.measure(torch.device("cpu"), 0.25)
+    assert used > 0
+    assert quarter == pytest.approx(total / 4, rel=0.1)
+    machine = memory._meminfo("MemTotal")
+    assert total <= machine
+
+
+def test_a_containers_limit_is_taken_as_the_memory_of_its_pod(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (str(limit),))
+    assert memory.container_limit() is None
+    limit.write_text("max\n")
+    assert memory.container_limit() is None
+    limit.write_text(f"{64 * MEBIBYTE}\n")
+    assert memory.measure(torch.device("cpu"), 1.0)[0] == 64 * MEBIBYTE

@@ -1,0 +1,152 @@
+"""docs/api.md and the gateway agree: routes, parameters, content parts, limits, headers, statuses and codes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from mmd_api.contract.errors import ERRORS, error_of
+from mmd_workers.gateway import admin, app, body, chat_request, completions
+from mmd_workers.gateway.api_errors import api_error
+from mmd_workers.gateway.parts import PART_TYPES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text()
+SOURCES = sorted((ROOT / "workers" / "mmd_workers" / "gateway").glob("*.py"))
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the rows of every table in the text, heads aside."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [cells for at, cells in enumerate(tables) if not is_head(tables, at)]
+
+
+def is_head(table: list[list[str]], at: int) -> bool:
+    def rules(cells: list[str]) -> bool:
+        return set("".join(cells)) == {"-"}
+
+    return rules(table[at]) or (at + 1 < len(table) and rules(table[at + 1]))
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def documented_routes(text: str) -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for cells in rows(text):
+        method = quoted(cells[0])[0].split()[0]
+        found |= {(method, name.split()[-1]) for name in quoted(cells[0])}
+    return found
+
+
+def documented_codes() -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for statuses, codes, _ in rows(section("Errors")):
+        for code in quoted(codes):
+            found.setdefault(code, set()).update(int(status) for status in statuses.split(","))
+    return found
+
+
+def raised() -> set[tuple[int, str]]:
+    """Statuses and codes of every ApiError in the sources that gives both literally."""
+    found: set[tuple[int, str]] = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ApiError":
+                code = next(word.value for word in node.keywords if word.arg == "code")
+                status = node.args[0]
+                if isinstance(code, ast.Constant) and isinstance(status, ast.Constant):
+                    found.add((cast(int, status.value), cast(str, code.value)))
+    return found
+
+
+def served(application: Starlette) -> set[tuple[str, str]]:
+    return {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in application.routes
+        if isinstance(route, Route) and route.path != "/" and not route.path.startswith("/page/")
+        for method in (route.methods or {"POST"}) - {"HEAD"}
+    }
+
+
+def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
+    for_clients = documented_routes(PAGE.split("\n## ")[0])
+    assert served(app.build_app(cast(Any, None))) == for_clients
+    besides = documented_routes(section("The admin port"))
+    assert served(admin.build_admin_app(cast(Any, None), cast(Any, None))) == for_clients | besides
+
+
+def test_the_page_lists_the_parameters_that_are_taken() -> None:
+    text = section("Parameters").split("| limit |")[0]
+    named = {word.split(".")[0].split(":")[0] for word in quoted(text)}
+    assert named - {"token_ids", "x-mmd-timings", "usage"} == set(chat_request.ChatRequest.model_fields)
+
+
+def test_the_page_shows_every_type_of_content_part() -> None:
+    example = section("Content parts").split("```")[1]
+    assert sorted(re.findall(r'"type": "(\w+)"', example)) == sorted(PART_TYPES)
+
+
+def test_the_page_has_the_limits_of_the_code() -> None:
+    fields = chat_request.ChatRequest.model_json_schema()["properties"]
+
+    def most(name: str, key: str) -> int:
+        return next(int(kind[key]) for kind in fields[name]["anyOf"] if key in kind)
+
+    kinds = next(kind["oneOf"] for kind in fields["stop"]["anyOf"] if "oneOf" in kind)
+    stop = next(kind for kind in kinds if kind["type"] == "array")
+    limits = {
+        "messages": [chat_request.MAX_MESSAGES],
+        "parts of a message": [chat_request.MAX_PARTS],
+        "`n`": [most("n", "maximum")],
+        "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
+        "`top_logprobs`": [most("top_logprobs", "maximum")],
+        "`temperature`": [most("temperature", "maximum")],
+        "depth of the JSON body": [body.MAX_DEPTH],
+        "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
+    }
+    table = {
+        cells[0]: [int(n) for n in re.findall(r"\d+", cells[1])] for cells in rows(section("Parameters"))
+    }
+    assert {name: numbers for name, numbers in table.items() if numbers} == limits
+
+
+def test_the_page_lists_the_headers_that_are_read_and_sent() -> None:
+    table = {quoted(cells[0])[0]: cells[1] for cells in rows(section("Headers"))}
+    sources = "\n".join(path.read_text() for path in SOURCES)
+    own = set(re.findall(r'"(x-[a-z-]+)"', sources)) - {"x-accel-buffering", "x-content-type-options"}
+    assert table.keys() == own | {"retry-after", "traceparent"}
+    assert str(completions.MAX_CLIENT_REQUEST_ID) in table["x-client-request-id"]
+
+
+def test_the_page_lists_every_status_with_its_codes() -> None:
+    documented = documented_codes()
+    pairs = {(status, code) for code, statuses in documented.items() for status in statuses}
+    assert raised() <= pairs
+    reach_clients = {code for code, error in ERRORS.items() if error.status is not None}
+    literal = {code for _, code in raised()} | {"unknown_parameter", "missing_required_parameter"}
+    literal |= {"forbidden"}  # by the server, before the gateway sees the request
+    assert documented.keys() == literal | reach_clients
+
+
+@pytest.mark.parametrize("code", sorted(documented_codes()))
+def test_an_error_that_a_worker_reports_reaches_the_client_as_the_page_says(code: str) -> None:
+    if code not in ERRORS:
+        return
+    answer = api_error(error_of(code, "why"))
+    assert answer.code == code
+    assert answer.status in documented_codes()[code]
+    assert (answer.retry_after is not None) == (answer.status == 503)
+    assert answer.body()["error"].get("retry_after_seconds") == answer.retry_after

@@ -1,0 +1,168 @@
+"""Settings of a running gateway change with its configuration file; what cannot be used is rejected and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mmd_api.pipeline import PipelineConfig
+from mmd_api.resource import MultimodalDeployment
+from mmd_cli.local.pods import free_port
+from mmd_workers.gateway import service
+from mmd_workers.settings import WorkerSettings
+from mmd_workers.wire.server import NatsServer
+
+
+def text(name: str = "live", **spec) -> str:
+    """The gateway's configuration file, as the operator writes it."""
+    body = {
+        "apiVersion": "serving.multimodal.dev/v1alpha1",
+        "kind": "MultimodalDeployment",
+        "metadata": {"name": name},
+        "spec": {"model": {"id": "builtin/demo"}, "decode": {"gpus": 0}, **spec},
+    }
+    return PipelineConfig.text_for(MultimodalDeployment.parse(body).spec, "test", name, "gateway")
+
+
+@pytest.fixture
+async def gateway(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[httpx.AsyncClient, Path]]:
+    """A gateway, and the file that it follows."""
+    monkeypatch.setattr("mmd_workers.live.CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    level = logging.getLogger().level
+    file = tmp_path / "gateway.json"
+    file.write_text(text())
+    settings = WorkerSettings(
+        PipelineConfig.load(file),
+        "gateway-0",
+        "127.0.0.1",
+        free_port(),
+        nats_server.url,
+        1,
+        config_file=str(file),
+        admin_port=free_port(),
+    )
+    stop = asyncio.Event()
+    task = asyncio.create_task(service.serve(settings, stop))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30) as client:
+        await until(client, lambda seen: seen["ready"] == 200)
+        yield client, file
+    stop.set()
+    async with asyncio.timeout(20):
+        await task
+    logging.getLogger().setLevel(level)
+
+
+async def look(client: httpx.AsyncClient) -> dict[str, object]:
+    state = (await client.get("/debug/state")).json()
+    metrics = (await client.get("/metrics")).text
+    lines = (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    return {
+        "ready": (await client.get("/readyz")).status_code,
+        "page": (await client.get("/")).status_code,
+        **state["limits"],
+        "metrics": {name: float(value) for name, value in lines},
+    }
+
+
+async def until(client: httpx.AsyncClient, holds) -> dict[str, object]:
+    seen: dict[str, object] = {}
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                seen = await look(client)
+                if holds(seen):
+                    return await look(client)  # again: the first was not read all at once
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+async def test_limits_promises_page_and_log_level_change_without_a_restart(gateway) -> None:
+    client, file = gateway
+    before = await look(client)
+    assert before["page"] == 200
+    assert 'mmd_slo_target_seconds{signal="ttft"}' not in before["metrics"]
+    file.write_text(
+        text(
+            gateway={"webPage": False, "maxConcurrentRequests": 3, "maxBodyMebibytes": 7},
+            slo={"ttftMilliseconds": 250, "percentile": 99},
+            observability={"logLevel": "Warning"},
+        )
+    )
+    seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 3)
+    assert seen["max_body_bytes"] == 7 << 20
+    assert seen["page"] == 404
+    assert seen["metrics"]['mmd_slo_target_seconds{signal="ttft"}'] == 0.25
+    assert seen["metrics"]['mmd_slo_objective_ratio{signal="ttft"}'] == 0.99
+    assert seen["metrics"]['mmd_config_reloads_total{result="applied"}'] == 1
+    assert logging.getLogger().level == logging.WARNING
+    file.write_text(text())
+    seen = await until(client, lambda seen: seen["page"] == 200)
+    assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
+    assert 'mmd_slo_target_seconds{signal="ttft"}' not in seen["metrics"]
+
+
+def broken(change) -> str:
+    config = json.loads(text())
+    change(config)
+    return json.dumps(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (broken(lambda c: c["spec"].update(gateway={"maxConcurrentRequests": 0})), "maxConcurrentRequests"),
+        (broken(lambda c: c["spec"].update(gateway={"webPages": False})), "webPages"),
+        (text()[:40], "char 40"),
+        (text("another", gateway={"maxRetries": 1}), "another"),
+    ],
+    ids=["out of bounds", "unknown field", "cut off", "of another deployment"],
+)
+async def test_a_configuration_that_cannot_be_used_is_rejected_and_the_old_one_stays(
+    gateway, caplog: pytest.LogCaptureFixture, content: str, reason: str
+) -> None:
+    client, file = gateway
+    before = await look(client)
+    with caplog.at_level(logging.ERROR, logger="mmd_workers.live"):
+        logging.getLogger().addHandler(caplog.handler)
+        file.write_text(content)
+        seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 1)
+    assert seen["metrics"]['mmd_config_reloads_total{result="rejected"}'] == 1
+    assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
+    assert any(reason in record.message for record in caplog.records)
+    file.write_text(text(gateway={"maxConcurrentRequests": 5}))
+    seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 0)
+    assert seen["max_concurrent_requests"] == 5
+
+
+async def test_names_of_the_model_change_without_a_restart(gateway) -> None:
+    client, file = gateway
+
+    async def names() -> list[str]:
+        return [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+
+    assert await names() == ["builtin/demo"]
+    file.write_text(text(model={"id": "builtin/demo", "servedName": ["chat", "old"]}))
+    async with asyncio.timeout(30):
+        while await names() != ["chat", "old"]:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_change_of_what_is_read_at_start_is_left_to_the_next_start(gateway) -> None:
+    client, file = gateway
+    file.write_text(
+        text(model={"id": "builtin/demo", "maxModelLen": 64}, gateway={"maxConcurrentRequests": 4})
+    )
+    seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 4)
+    assert seen["metrics"]["mmd_config_rejected_state"] == 0
+    said = (await client.get("/v1/models")).json()["data"][0]
+    assert said["max_model_len"] != 64

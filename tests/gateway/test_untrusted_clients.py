@@ -1,0 +1,453 @@
+"""Clients that send too much, too slowly or never read: each is refused by name or ended at a deadline, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+
+from mmd_api.spec.media import MediaPolicy
+from mmd_cli.samples import draw
+from mmd_workers.gateway import body as body_module
+from mmd_workers.gateway import hold as hold_module
+from mmd_workers.gateway import service
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.body import MAX_MARKS, JsonScanner, read_json
+from mmd_workers.gateway.chat_request import MAX_PARTS, parse_chat_request
+from mmd_workers.gateway.hold import MediaHold
+from mmd_workers.media.fetch import fetch
+from mmd_workers.observe import server as server_module
+
+from .running import Launch, Running
+from .scripted import ScriptedWorker
+
+MEBIBYTE = 1 << 20
+TEXT = "the red circle"
+CHAT = {"model": "builtin/demo", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+WIDE = {
+    "empty objects": (b"[", b"{}", b"]"),
+    "empty arrays": (b"[", b"[]", b"]"),
+    "numbers": (b"[", b"0", b"]"),
+    "keys": (b"{", b'"":0', b"}"),
+    "strings": (b"[", b'""', b"]"),
+    "strings without commas": (b"", b'"" ', b""),
+    "messages": (b'{"messages":[', b"{}", b"]}"),
+}
+
+
+def wide(kind: str, num_bytes: int) -> bytes:
+    start, item, end = WIDE[kind]
+    return start + b",".join([item] * (num_bytes // (len(item) + 1))) + end
+
+
+def arriving(data: bytes, chunk_bytes: int = 65_536) -> Callable[[], Awaitable[dict]]:
+    pieces = iter(range(0, len(data), chunk_bytes))
+
+    async def receive() -> dict:
+        at = next(pieces)
+        return {
+            "type": "http.request",
+            "body": data[at : at + chunk_bytes],
+            "more_body": at + chunk_bytes < len(data),
+        }
+
+    return receive
+
+
+# --- how many elements ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WIDE)
+async def test_a_wide_body_is_refused_when_its_limit_is_passed_not_when_it_is_complete(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, taken, headers = wide(kind, 16 * MEBIBYTE), 0, Headers({"content-type": "application/json"})
+    receive = arriving(data)
+
+    async def counted() -> dict:
+        nonlocal taken
+        message = await receive()
+        taken += len(message["body"])
+        return message
+
+    monkeypatch.setattr(body_module, "DISCARD_BYTES", 0)
+    hold = MediaHold(1 << 40)
+    with pytest.raises(ApiError, match="more than 65536 strings, brackets, commas and colons") as refused:
+        await read_json(headers, counted, 1 << 40, hold.reservation(), deadline=2**40)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+    assert hold.used_bytes == 0
+    assert taken <= 4 * MAX_MARKS
+
+
+def elements(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(1 + elements(item) for item in value.values())
+    return 1 + sum(map(elements, value)) if isinstance(value, list) else 1
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.text(alphabet='a"\\[{,:\u00e9\U0001f600\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def scanned(data: bytes, cuts: list[int]) -> JsonScanner:
+    scanner, at = JsonScanner(max_depth=10**9, max_marks=10**9), 0
+    for size in [*cuts, len(data)]:
+        scanner.feed(data[at : at + size])
+        at += size
+    return scanner
+
+
+@given(JSON, st.booleans(), st.sampled_from([None, 1]), st.lists(st.integers(0, 7), max_size=30))
+def test_there_are_at_least_as_many_marks_as_keys_and_values_wherever_the_chunks_are_cut(
+    value: object, ascii_only: bool, indent: int | None, cuts: list[int]
+) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    scanner = scanned(data, cuts)
+    assert elements(value) <= 1 + scanner.marks <= 1 + 3 * elements(value)
+    assert scanner._depth == 0
+    assert not scanner._in_string
+    assert scanner.marks == scanned(data, []).marks
+
+
+@given(st.binary(max_size=40) | st.text(alphabet='a"\\[]{},: 0', max_size=40).map(str.encode))
+@settings(max_examples=500)
+def test_whatever_the_parser_accepts_has_no_more_elements_than_were_counted(data: bytes) -> None:
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError:
+        return
+    assert elements(value) <= 1 + scanned(data, [1] * len(data)).marks
+
+
+@given(JSON, st.booleans(), st.lists(st.integers(0, 7), max_size=30))
+def test_every_string_beyond_ascii_is_reserved_at_its_full_width(
+    value: object, ascii_only: bool, cuts: list[int]
+) -> None:
+    def wide_strings(item: object) -> list[str]:
+        if isinstance(item, str):
+            return [item] if not item.isascii() else []
+        if isinstance(item, dict):
+            return [s for pair in item.items() for one in pair for s in wide_strings(one)]
+        return [s for one in item for s in wide_strings(one)] if isinstance(item, list) else []
+
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert scanned(data, cuts).wide_bytes >= sum(len(s.encode()) for s in wide_strings(value))
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -> None:
+    data = wide(kind, 60_000)
+    scanner = JsonScanner()
+    scanner.feed(data)
+    tracemalloc.start()
+    with contextlib.suppress(ValueError, ApiError):
+        parse_chat_request(from_json(data))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 2 * len(data) + scanner.parsed_bytes + 65_536
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """How often the event loop comes round to another request until `work` is done."""
+    turns, ended = 0, asyncio.Event()
+
+    async def other() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(other())
+    await work
+    ended.set()
+    await counting
+    return turns
+
+
+async def test_others_have_their_turn_while_a_chunk_of_many_elements_is_scanned() -> None:
+    data, headers = wide("numbers", MAX_MARKS), Headers({"content-type": "application/json"})
+    receive = arriving(data, len(data))
+    reading = read_json(headers, receive, 1 << 40, MediaHold(1 << 40).reservation(), deadline=2**40)
+    assert await turns_during(reading) >= 16
+
+
+async def test_others_have_their_turn_while_a_data_url_is_decoded() -> None:
+    async def unbounded(_: int) -> None:
+        """There is always room."""
+
+    assert await turns_during(fetch("data:," + "%41" * MEBIBYTE, MediaPolicy(), "image", unbounded)) > 1
+
+
+UNKNOWN = {f"field{n}": 0 for n in range(16_000)}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        UNKNOWN,
+        {"stream": True, "stream_options": UNKNOWN},
+        {"messages": [{"role": "user", "content": "x", **UNKNOWN}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **UNKNOWN}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": UNKNOWN}]}]},
+        {"stop": [1] * 30_000},
+        {"messages": [{}] * 4097},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 6000}]},
+    ],
+)
+def test_a_body_of_thousands_of_faults_costs_no_more_than_one(more: dict) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_chat_request({**CHAT, **more})
+    faults = refused.value.__cause__
+    assert isinstance(faults, ValidationError)
+    assert faults.error_count() <= 2
+    assert len(refused.value.message) < 200
+
+
+def test_a_string_of_escapes_is_one_element() -> None:
+    scanner = JsonScanner()
+    text = json.dumps('\\"' * MEBIBYTE).encode()
+    for at in range(0, len(text), 65_537):
+        scanner.feed(text[at : at + 65_537])
+    assert scanner.marks == 1
+    assert not scanner._in_string
+
+
+def test_the_longest_message_of_parts_has_few_enough_elements() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "u"}}] * MAX_PARTS
+    scanner = JsonScanner()
+    scanner.feed(json.dumps({**CHAT, "messages": [{"role": "user", "content": parts}]}).encode())
+    assert scanner.marks <= MAX_MARKS
+
+
+# --- memory of those who do not send --------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def upload(
+    gateway: Running, declared: int, sent: bytes = b"", *, wait: bool = True
+) -> AsyncIterator[asyncio.StreamReader]:
+    """A request whose body begins and does not go on."""
+    address = gateway.http.base_url
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {declared}\r\n\r\n"
+    writer.write(head.encode() + sent)
+    if wait:
+        await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def ask(gateway: Running) -> str:
+    answer = await gateway.http.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def test_uploads_that_declare_much_and_send_nothing_do_not_block_others(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(upload(gateway, 256 * MEBIBYTE, b'{"model": "'))
+        await gateway.until_metric("mmd_requests_running", 8)
+        assert await ask(gateway) == TEXT
+        assert await gateway.metric("mmd_media_held_bytes") == 0
+
+
+async def test_text_is_answered_while_the_memory_for_media_is_full(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold_module, "WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(service, "MIN_HOLD_BYTES", 8 * MEBIBYTE)
+    gateway = await launch(maxBodyMebibytes=2)
+    await gateway.worker(TEXT)
+    filler = b'{"model": "' + b"x" * (MEBIBYTE * 15 // 8)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(upload(gateway, 2 * MEBIBYTE, filler, wait=False))
+        async with asyncio.timeout(30):
+            while await gateway.metric("mmd_media_waiting_requests") < 2:
+                await asyncio.sleep(0.02)
+        assert await ask(gateway) == TEXT
+        long = {**CHAT, "messages": [{"role": "user", "content": "circle " * 50_000}]}
+        refused = await gateway.http.post("/v1/chat/completions", json=long)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_body_that_stalls_or_trickles_is_ended_at_its_deadline(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_module, "STALL_SECONDS", 0.3)
+    gateway = await launch()
+    address = gateway.http.base_url
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: 1000000\r\n\r\n{")
+
+    async def trickle() -> None:
+        while True:
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+
+    sending = asyncio.create_task(trickle())
+    async with asyncio.timeout(20):
+        answer = await reader.read(65_536)
+    sending.cancel()
+    writer.close()
+    assert b"408" in answer.split(b"\r\n")[0]
+    assert b"send it faster" in answer
+    await gateway.until_metric("mmd_requests_running", 0)
+
+
+async def test_a_body_must_be_complete_at_the_deadline_of_its_request(launch: Launch) -> None:
+    gateway = await launch(requestTimeoutSeconds=1)
+    async with upload(gateway, 1000, b"{") as reader, asyncio.timeout(20):
+        answer = await reader.read(65_536)
+    assert b"requestTimeoutSeconds" in answer
+
+
+async def test_a_head_that_is_not_finished_ends_the_connection(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
+    gateway = await launch()
+    address = gateway.http.base_url
+    for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: "):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(sent)
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(20):
+                assert await reader.read() == b""
+        writer.close()
+
+
+# --- those who do not read ------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_frees_what_it_holds(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    gateway = await launch()
+
+    async def talk_on(worker: ScriptedWorker, request: object) -> None:
+        for first in range(0, 20_000, 50):
+            await worker.tokens(request, list(range(first, first + 50)))
+            await asyncio.sleep(0.01)
+
+    worker = await gateway.worker(list(range(300, 400)) * 200, talk_on)
+    address = gateway.http.base_url
+    quiet = socket.socket()
+    quiet.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    quiet.connect((address.host, address.port))
+    data = json.dumps(
+        {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    ).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    quiet.sendall(head.encode() + data)
+    await worker.until(lambda: bool(worker.requests))
+    await worker.until(lambda: bool(worker.cancels), 60)
+    await gateway.until_metric("mmd_gateway_sequences", 0)
+    await gateway.until_metric("mmd_requests_running", 0)
+    quiet.close()
+
+
+# --- media by URL ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def slow_files(seconds_of: Callable[[str], asyncio.Event], data: bytes) -> AsyncIterator[str]:
+    """A server whose files begin at once and end when an event comes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = f"HTTP/1.1 200 OK\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+            writer.write(length.encode() + data[:100])
+            await writer.drain()
+            await seconds_of(head).wait()
+            writer.write(data[100:])
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def with_videos(url: str, count: int) -> dict:
+    parts = [{"type": "video_url", "video_url": {"url": f"{url}/{n}"}} for n in range(count)]
+    return {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
+
+
+async def test_small_videos_by_url_need_only_the_room_of_what_arrives_and_come_side_by_side(
+    launch: Launch,
+) -> None:
+    """Five times the largest video would not fit, and none ends before all have begun."""
+    gateway = await launch(maxBodyMebibytes=64, media={"allowPrivateAddresses": True})
+    worker = await gateway.worker(TEXT)
+    video = draw("video", 1).bytes
+    begun: list[str] = []
+    go = asyncio.Event()
+
+    def arrived(head: str) -> asyncio.Event:
+        begun.append(head)
+        if len(begun) == 5:
+            go.set()
+        return go
+
+    async with slow_files(arrived, video) as url:
+        answer = await gateway.http.post("/v1/chat/completions", json=with_videos(url, 5))
+    assert answer.status_code == 200, answer.text
+    assert len(worker.requests[0].features) == 5
+
+
+async def test_slow_urls_do_not_hold_up_text(launch: Launch) -> None:
+    gateway = await launch(media={"allowPrivateAddresses": True})
+    await gateway.worker(TEXT)
+    begun, go = asyncio.Semaphore(0), asyncio.Event()
+
+    def arrived(_: str) -> asyncio.Event:
+        begun.release()
+        return go
+
+    async with slow_files(arrived, draw("video", 1).bytes) as url, asyncio.TaskGroup() as group:
+        slow = [
+            group.create_task(gateway.http.post("/v1/chat/completions", json=with_videos(url, 2)))
+            for _ in range(4)
+        ]
+        for _ in range(8):
+            await begun.acquire()
+        assert await ask(gateway) == TEXT
+        go.set()
+    assert [task.result().status_code for task in slow] == [200] * 4
+
+
+async def test_a_file_that_never_ends_costs_no_more_than_the_deadline(launch: Launch) -> None:
+    gateway = await launch(media={"allowPrivateAddresses": True}, requestTimeoutSeconds=1)
+    await gateway.worker(TEXT)
+    async with slow_files(lambda _: asyncio.Event(), draw("video", 1).bytes) as url:
+        answer = await gateway.http.post("/v1/chat/completions", json=with_videos(url, 1))
+    assert answer.status_code == 504, answer.text
+    assert "requestTimeoutSeconds" in answer.json()["error"]["message"]

@@ -1,0 +1,40 @@
+"""docs/models.md, the architectures under test and the recipes of their random checkpoints name the same architectures."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+from mmd_workers.model.adapters import ADAPTERS
+from tests.support import model_zoo as zoo
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+
+
+def documented() -> dict[str, tuple[str, ...]]:
+    """Architecture -> modalities, of the first table."""
+    found: dict[str, tuple[str, ...]] = {}
+    lines = [line for line in PAGE.split("\n## ")[1].splitlines() if line.startswith("|")]
+    modalities = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
+    for line in lines[2:]:
+        names, *ticks = [cell.strip() for cell in line.strip("|").split("|")]
+        takes = tuple(m for m, tick in zip(modalities, ticks, strict=True) if tick)
+        words = [name.split(" (")[0] for name in names.split(", ")]
+        found |= dict.fromkeys([word for word in words if re.fullmatch(r"[a-z0-9_]+", word)], takes)
+    return found
+
+
+def test_the_page_lists_the_architectures_under_test_with_their_modalities() -> None:
+    assert documented() == zoo.MODALITIES
+
+
+def test_every_architecture_under_test_has_a_random_checkpoint_and_the_other_way_round() -> None:
+    recipes = runpy.run_path(str(ROOT / "examples" / "random_model.py"))["ARCHITECTURES"]
+    assert recipes.keys() == zoo.MODALITIES.keys()
+
+
+def test_every_adapter_is_of_an_architecture_that_is_tested_or_checked() -> None:
+    checked = runpy.run_path(str(ROOT / "bench" / "check_models.py"))["BUILDERS"]
+    assert {name.removesuffix("_thinker") for name in ADAPTERS} <= zoo.MODALITIES.keys() | checked.keys()

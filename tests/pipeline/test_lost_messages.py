@@ -1,0 +1,219 @@
+"""One message of each kind is lost, or the message server is killed the moment it is sent: every request still ends as it
+should, and within seconds no pod holds anything for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mmd_api.contract.pools import MODALITIES
+from mmd_cli.client import media_part
+from mmd_cli.local import up
+from mmd_cli.samples import draw
+from mmd_workers.wire import messages
+from mmd_workers.wire.server import NatsServer
+from tests.support.local_deployment import Deployment, until, write
+
+from . import redundant
+from .lossy_proxy import MESSAGES, LossyProxy, Match
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("lost"), pytest.mark.timeout(600)]
+
+FREE_SECONDS = 20.0  # after the last answer: a report, an engine step, a crowded machine
+POOL = {"replicas": 1, "gpus": 0}
+SPEC = redundant.SPEC | {
+    "encoder": {**POOL, "cacheMebibytes": 16},
+    "prefill": {**POOL, "kvCacheMebibytes": 64, "featureBudgetMebibytes": 64, "chunkTokens": 64},
+    "decode": {**POOL, "kvCacheMebibytes": 64, "maxSequences": 32},
+    "gateway": {"requestTimeoutSeconds": 120},
+}
+_seeds = itertools.count(40_000)
+
+
+class BehindProxy(NatsServer):
+    """A server whose clients come through the proxy."""
+
+    proxy: LossyProxy
+
+    @property
+    def url(self) -> str:
+        if not hasattr(self, "proxy"):
+            self.proxy = LossyProxy(super().url)
+        return self.proxy.url
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One worker of each kind: nobody else can step in for it."""
+    original = up._nats
+
+    def behind_proxy(*arguments: Any) -> NatsServer:
+        server = original(*arguments)
+        server.__class__ = BehindProxy
+        return server
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(up, "_nats", behind_proxy)
+        file = write(tmp_path_factory.mktemp("lost") / "lost.yaml", SPEC, name="lost")
+        with Deployment(file) as running:
+            yield running
+
+
+@pytest.fixture
+def proxy(deployment: Deployment) -> Iterator[LossyProxy]:
+    for pod in redundant.workers(deployment):
+        deployment.wait_ready(pod)
+    server = deployment.local.nats
+    assert isinstance(server, BehindProxy)
+    yield server.proxy
+    server.proxy.disarm()
+
+
+# --- what makes pods send it ---------------------------------------------------------------------------------------
+
+
+def ask_new_questions(deployment: Deployment) -> None:
+    """A picture, a video and a sound that nobody has seen, side by side."""
+    asked = [draw(kind, next(_seeds)) for kind in MODALITIES]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        texts = list(threads.map(lambda sample: redundant.ask(deployment, sample), asked))
+    assert texts == [redundant.expected(sample) for sample in asked]
+
+
+def leave_in_the_middle(deployment: Deployment, seconds: float = 0.5) -> None:
+    """The prompt takes many steps of prefill, and the client leaves during one of them or soon after."""
+    text = f"{next(_seeds)} " + "Tell me about the red circle and the blue square. " * 60
+    body = {
+        "model": redundant.MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 1500,
+        "ignore_eos": True,
+    }
+    with contextlib.suppress(httpx.TimeoutException):
+        httpx.post(
+            f"{deployment.local.gateway_url}/v1/chat/completions",
+            json=body,
+            timeout=httpx.Timeout(30, read=seconds),
+        )
+
+
+def ask_about_a_broken_picture(deployment: Deployment) -> None:
+    """Its header is good, so that only an encoder finds the end missing."""
+    picture = draw("image", next(_seeds), "image/png")
+    broken = media_part("image", picture.bytes[:-40], picture.mime)
+    parts: Any = [broken, {"type": "text", "text": "What is it?"}]
+    with pytest.raises(openai.BadRequestError):
+        deployment.client().chat.completions.create(
+            model=redundant.MODEL, messages=[{"role": "user", "content": parts}], max_tokens=4
+        )
+
+
+def ask_while_the_encoder_stands_still(deployment: Deployment) -> None:
+    """Its jobs wait for longer than a second, so that it asks whether they are still wanted."""
+    (encoder,) = deployment.pods("encoder")
+    with ThreadPoolExecutor(1) as threads:
+        redundant.send(deployment, encoder, signal.SIGSTOP)
+        try:
+            asking = threads.submit(ask_new_questions, deployment)
+            time.sleep(1.5)
+        finally:
+            redundant.send(deployment, encoder, signal.SIGCONT)
+        asking.result()
+
+
+def ask_again_after_a_restart(deployment: Deployment) -> None:
+    """The restarted prefill worker has lost the feature that the encoder has kept."""
+    (prefill,) = deployment.pods("prefill")
+    sample = draw("image", next(_seeds))
+    assert redundant.ask(deployment, sample) == redundant.expected(sample)
+    deployment.kill(prefill)
+    until(lambda: not deployment.is_ready(prefill), 30, "the prefill worker is gone")
+    deployment.wait_ready(prefill, redundant.RESTORE_SECONDS)
+    assert redundant.ask(deployment, sample) == redundant.expected(sample)
+
+
+PROVOKED_BY: dict[type, Callable[[Deployment], None]] = {
+    messages.Cancel: leave_in_the_middle,
+    messages.KvRelease: leave_in_the_middle,
+    messages.RequestFailed: ask_about_a_broken_picture,
+    messages.EncodeFailed: ask_about_a_broken_picture,
+    messages.EncodeTaken: ask_again_after_a_restart,
+    messages.EncodeCheck: ask_while_the_encoder_stands_still,
+    messages.EncodeWanted: ask_while_the_encoder_stands_still,
+}
+
+
+def provoke(deployment: Deployment, proxy: LossyProxy, kind: type) -> None:
+    """Until a message of this kind has come by: some depend on the moment."""
+    seconds = 0.1
+    end = time.monotonic() + 120
+    while not proxy.struck.is_set():
+        assert time.monotonic() < end, f"no {kind.__name__} was sent"
+        if kind is messages.KvRelease:
+            leave_in_the_middle(deployment, seconds)
+            seconds = 0.1 if seconds > 1.0 else seconds + 0.07
+        else:
+            PROVOKED_BY.get(kind, ask_new_questions)(deployment)
+        proxy.struck.wait(2.0)
+
+
+def is_a(kind: type) -> Match:
+    return lambda found, _: found is kind
+
+
+def ends_a_sequence(found: type, fields: dict[str, Any]) -> bool:
+    return found is messages.TokenBatch and any(item["finish_reason"] for item in fields["items"])
+
+
+CASES = [pytest.param(kind, is_a(kind), id=kind.__name__) for kind in MESSAGES]
+CASES.append(pytest.param(messages.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
+WORST = (
+    messages.GenerateRequest,
+    messages.EncodeJob,
+    messages.EmbeddingChunk,
+    messages.EncodeFailed,
+    messages.KvChunk,
+    messages.KvCommit,
+    messages.KvCommitted,
+    messages.Cancel,
+    messages.RequestFailed,
+    messages.SequenceReport,
+)
+WORST_CASES = [pytest.param(kind, is_a(kind), id=kind.__name__) for kind in WORST]
+WORST_CASES.append(pytest.param(messages.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
+
+
+@pytest.mark.parametrize(("kind", "match"), CASES)
+def test_a_lost_message_costs_no_request_and_nothing_stays_held(
+    deployment: Deployment, proxy: LossyProxy, kind: type, match: Match
+) -> None:
+    proxy.arm(match)
+    provoke(deployment, proxy, kind)
+    until(lambda: not redundant.held(deployment), FREE_SECONDS, f"nothing held: {redundant.held(deployment)}")
+
+
+@pytest.mark.parametrize(("kind", "match"), WORST_CASES)
+def test_a_message_server_killed_at_that_message_costs_no_request_and_nothing_stays_held(
+    deployment: Deployment, proxy: LossyProxy, kind: type, match: Match
+) -> None:
+    server = deployment.local.nats
+    pid = server.pid
+    assert pid is not None
+    proxy.arm(match, lambda: os.kill(pid, signal.SIGKILL))
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(provoke, deployment, proxy, kind)
+        assert proxy.struck.wait(150), f"no {kind.__name__} was sent"
+        deployment.restart_nats()
+        asking.result()
+    until(lambda: not redundant.held(deployment), FREE_SECONDS, f"nothing held: {redundant.held(deployment)}")

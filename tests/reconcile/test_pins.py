@@ -1,0 +1,50 @@
+"""Which pods run another image than their revision began with: state in, problems out."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from mmd_operator.observed import Observed
+from mmd_operator.pinning import Pins
+
+from .bodies import NEW, OLD, pod
+
+FIRST, SECOND = "registry.example/worker@sha256:aa", "registry.example/worker@sha256:bb"
+
+
+def moved(image: str | None, *, pinned: str | None = FIRST, revision: str = NEW) -> list[str]:
+    """What is reported about one pod with this image."""
+    pins = Pins(cast(Any, None))  # nobody is asked
+    pins.remember({"pinned": [{"revision": NEW, "identity": "0123456789", "image": pinned}]})
+    seen = pod(revision=revision, container={"restartCount": 0, "imageID": image, "state": {}})
+    return [f"{p.reason}: {p.seen}; {p.remedy}" for p in pins.moved(Observed({}, (seen,)))]
+
+
+def test_a_pod_of_another_image_is_reported_with_both_and_the_remedy() -> None:
+    (problem,) = moved(SECOND)
+    for part in ("ImageMoved", "demo-decode-0", FIRST, SECOND, NEW, f"set it to a digest ({FIRST} to keep"):
+        assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (FIRST, "the same"),
+        ("mirror.example/worker@sha256:aa", "the same digest from another registry"),
+        ("sha256:cc", "loaded by hand, which cannot be compared"),
+        (None, "not pulled yet"),
+    ],
+)
+def test_what_may_be_the_same_image_is_not_reported(image: str | None, why: str) -> None:
+    assert moved(image) == [], why
+
+
+def test_images_loaded_by_hand_are_compared_with_each_other() -> None:
+    assert moved("sha256:aa", pinned="sha256:aa") == []
+    assert len(moved("sha256:bb", pinned="sha256:aa")) == 1
+
+
+def test_pods_of_other_revisions_have_images_of_their_own() -> None:
+    assert moved(SECOND, revision=OLD) == []

@@ -1,0 +1,103 @@
+"""Which pods of a pool are replaced, and when: one at a time, and the only one after its successor is Ready."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmd_operator.observed import Child, Observed, PodView, child_of
+from mmd_operator.replacement import Replacement, replacement
+
+from .bodies import NEW, pod, workload
+
+CREATED = "2026-01-01T00:00:00Z"
+DEADLINE = 900.0
+LONG_AFTER = 1767225600.0 + DEADLINE + 1
+SET = f"demo-decode-{NEW}"
+
+
+def one(ordinal: int, inputs: str = "old", *, ready: bool = True, **more) -> PodView:
+    return pod("decode", NEW, name=f"{SET}-{ordinal}", inputs=inputs, ready=ready, created=CREATED, **more)
+
+
+def next_of(
+    *pods: PodView,
+    wanted: int,
+    replicas: int | None = None,
+    gpus: int = 1,
+    budget: int | None = None,
+    now: float = 0.0,
+) -> Replacement:
+    size = len(pods) if replicas is None else replicas
+    child: Child = child_of(
+        "StatefulSet", workload("StatefulSet", "decode", NEW, replicas=size, inputs="new", gpus=gpus)
+    )
+    return replacement(child, wanted, Observed({child.key: child}, pods), budget, now, DEADLINE)
+
+
+def names(found: Replacement) -> list[str]:
+    return [p.name.removeprefix(f"{SET}-") for p in found.delete]
+
+
+def test_pods_created_from_the_current_template_stay():
+    found = next_of(one(0, "new"), one(1, "new"), wanted=2)
+    assert found == Replacement()
+
+
+def test_the_highest_ordinal_goes_first_while_all_are_ready():
+    assert names(next_of(one(0), one(1), one(2), wanted=3)) == ["2"]
+
+
+@pytest.mark.parametrize(
+    "away",
+    [one(2, "new", ready=False), one(2, deleting=True), one(2, "new", deleting=True)],
+    ids=["starting", "draining", "deleted"],
+)
+def test_no_second_pod_goes_while_one_is_away(away: PodView):
+    found = next_of(one(0), one(1), away, wanted=3)
+    assert not found.delete
+    assert found.replicas is None
+    assert "Ready" in found.waiting
+
+
+def test_no_pod_goes_before_the_one_that_was_replaced_is_seen_again():
+    found = next_of(one(0), one(1), wanted=3, replicas=3)
+    assert not found.delete
+    assert found.waiting == "2 of 3 pods are Ready"
+
+
+def test_pods_that_take_no_work_go_first_and_one_at_a_time():
+    assert names(next_of(one(0, ready=False), one(1, ready=False), one(2), wanted=3)) == ["1"]
+
+
+def test_the_only_pod_is_joined_by_its_successor_before_it_goes():
+    assert next_of(one(0), wanted=1).replicas == 2
+    joined = next_of(one(0), one(1, "new", ready=False), wanted=1)
+    assert (joined.delete, joined.replicas) == ((), None)
+    assert names(next_of(one(0), one(1, "new"), wanted=1)) == ["0"]
+
+
+def test_the_only_pod_goes_at_once_where_the_budget_has_no_room_for_another():
+    found = next_of(one(0), wanted=1, gpus=2, budget=3)
+    assert found.replicas is None
+    assert names(found) == ["0"]
+    assert next_of(one(0), wanted=1, gpus=2, budget=4).replicas == 2
+
+
+def test_a_successor_that_no_node_takes_holds_nothing_up_for_good():
+    successor = one(1, "new", ready=False, scheduling="0/3 nodes: insufficient nvidia.com/gpu")
+    assert not next_of(one(0), successor, wanted=1, now=LONG_AFTER - 10).delete
+    assert names(next_of(one(0), successor, wanted=1, now=LONG_AFTER)) == ["0"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_a_pool_is_replaced_to_its_end_and_never_more_than_one_below_its_size(size: int):
+    pods = [one(n) for n in range(size)]
+    for _ in range(size):
+        found = next_of(*pods, wanted=size)
+        (gone,) = found.delete
+        at = pods.index(gone)
+        pods[at] = one(at, "new", ready=False)
+        assert not next_of(*pods, wanted=size).delete
+        assert sum(p.ready for p in pods) == size - 1
+        pods[at] = one(at, "new")
+    assert next_of(*pods, wanted=size) == Replacement()

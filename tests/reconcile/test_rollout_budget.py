@@ -1,0 +1,84 @@
+"""A rollout keeps to the GPU budget: the new revision starts with what the serving one leaves it, or waits and says for what."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.observed import Observed, child_of
+from mmd_operator.plan import plan_objects
+from mmd_operator.rollout import Step, next_step
+from tests.support.deployments import deployment
+
+from .bodies import UID, workload
+
+BASE = {
+    "model": {"id": "builtin/demo", "dtype": "Float32"},
+    "prefill": {"gpus": 1, "replicas": 2},
+    "decode": {"gpus": 2, "replicas": 4},
+}
+OLD = pipeline_revision(deployment(BASE).spec)
+GPUS = {"prefill": 1, "decode": 2}
+
+
+def step(
+    budget: int | None, old: dict[str, int], new: dict[str, int] | None = None, serving: str = OLD
+) -> Step:
+    """The step towards another dtype while `old` pods of each pool serve; the old revision's GPUs are 1 and 2 a pod."""
+    wanted = deployment({**BASE, "model": {"id": "builtin/demo", "dtype": "BFloat16"}, "gpuBudget": budget})
+    revision = pipeline_revision(wanted.spec)
+    made = {OLD: old, revision: new or {}}
+    bodies = [
+        workload("StatefulSet", pool, r, replicas=n, gpus=GPUS[pool])
+        for r, sizes in made.items()
+        for pool, n in sizes.items()
+    ]
+    bodies.append(workload("StatefulSet", "nats", None))
+    children = [child_of("StatefulSet", body) for body in bodies]
+    template = revision if serving == "new" else serving
+    children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=template)))
+    seen = Observed({c.key: c for c in children})
+    return next_step(wanted.spec, revision, plan_objects(wanted, "default"), seen, UID)
+
+
+def sizes(found: Step) -> dict[str, int]:
+    return {
+        m["metadata"]["labels"]["app.kubernetes.io/component"]: m["spec"]["replicas"]
+        for m in found.apply
+        if m["kind"] == "StatefulSet" and "nats" not in m["metadata"]["name"]
+    }
+
+
+def test_a_new_revision_has_its_full_size_where_the_budget_has_room_for_both():
+    found = step(20, {"prefill": 2, "decode": 4})
+    assert sizes(found) == {"prefill": 2, "decode": 4}
+    assert not found.waits_for
+    assert sizes(step(None, {"prefill": 2, "decode": 4})) == {"prefill": 2, "decode": 4}
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(13, {"prefill": 1, "decode": 1}), (15, {"prefill": 1, "decode": 2}), (18, {"prefill": 2, "decode": 3})],
+)
+def test_a_new_revision_starts_with_what_the_budget_leaves_it(budget: int, expected: dict[str, int]):
+    found = step(budget, {"prefill": 2, "decode": 4})
+    assert sizes(found) == expected
+    assert sum(n * GPUS[pool] for pool, n in expected.items()) + 10 <= budget
+    assert f"{expected['decode']} of 4 decode pods" in found.waits_for
+    assert f"holds 10 of spec.gpuBudget {budget}" in found.waits_for
+
+
+def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_what():
+    found = step(12, {"prefill": 2, "decode": 4})
+    assert found.blocked
+    assert not sizes(found)
+    assert [m["metadata"]["name"] for m in found.apply if m["kind"] == "StatefulSet"] == ["demo-nats"]
+    assert "needs 3 GPUs" in found.waits_for
+    assert "raise spec.gpuBudget to 13" in found.waits_for
+
+
+def test_started_pods_are_kept_and_pools_grow_when_the_old_revision_is_removed():
+    beside = step(15, {"prefill": 2, "decode": 4}, {"prefill": 1, "decode": 2})
+    assert not beside.sizes
+    alone = step(15, {}, {"prefill": 1, "decode": 2}, serving="new")
+    assert {name.split("-")[1]: n for name, n in alone.sizes.items()} == {"prefill": 2, "decode": 4}

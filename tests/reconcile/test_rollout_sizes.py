@@ -1,0 +1,113 @@
+"""Sizes of pools that scale, while a new revision comes up beside the one that serves: within their bounds, and within the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.observed import Observed, child_of
+from mmd_operator.plan import plan_objects
+from mmd_operator.pool_sizes import wanted_replicas
+from mmd_operator.rollout import Step, next_step
+from tests.support.deployments import deployment
+
+from .bodies import UID, workload
+
+FIXED = {"gpus": 1, "replicas": 2}
+MODEL = {"id": "builtin/demo", "dtype": "Float32"}
+
+
+def scaled(low: int, high: int, gpus: int = 1) -> dict:
+    return {"gpus": gpus, "autoscaling": {"minReplicas": low, "maxReplicas": high}}
+
+
+def step(
+    old: dict[str, int], new: dict[str, int] | None = None, *, dtype="BFloat16", budget=None, **pools
+) -> Step:
+    """The step towards `dtype` while pods of Float32 serve: so many of each pool."""
+    pools = {"prefill": scaled(1, 5), "decode": FIXED, **pools}
+    spec = {"model": MODEL, **pools}
+    serving = pipeline_revision(deployment(spec).spec)
+    wanted = deployment({**spec, "model": {**MODEL, "dtype": dtype}, "gpuBudget": budget})
+    revision = pipeline_revision(wanted.spec)
+    sizes = [(serving, old), (revision, new or {})]
+    bodies = [
+        workload("StatefulSet", pool, of, replicas=n, gpus=pools[pool]["gpus"])
+        for of, found in sizes
+        for pool, n in found.items()
+    ]
+    children = [child_of("StatefulSet", body) for body in (*bodies, workload("StatefulSet", "nats", None))]
+    children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=serving)))
+    seen = Observed({c.key: c for c in children})
+    return next_step(wanted.spec, revision, plan_objects(wanted, "default"), seen, UID)
+
+
+def started(found: Step) -> dict[str, int | None]:
+    return {
+        m["metadata"]["labels"]["app.kubernetes.io/component"]: m["spec"].get("replicas")
+        for m in found.apply
+        if m["kind"] == "StatefulSet" and "nats" not in m["metadata"]["name"]
+    }
+
+
+def sized(found: Step) -> dict[str, int]:
+    return {name.split("-")[1]: size for name, size in found.sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("pool", "present", "size"),
+    [
+        (FIXED, 7, 2),
+        ({"gpus": 1}, 7, 1),
+        (scaled(2, 5), 1, 2),
+        (scaled(2, 5), 2, 2),
+        (scaled(2, 5), 4, 4),
+        (scaled(2, 5), 5, 5),
+        (scaled(2, 5), 6, 5),
+        (scaled(0, 5), 0, 0),
+    ],
+)
+def test_a_pool_that_scales_keeps_its_size_within_its_bounds(pool, present, size):
+    assert (
+        wanted_replicas(deployment({"model": MODEL, "prefill": pool, "decode": FIXED}).spec.prefill, present)
+        == size
+    )
+
+
+@pytest.mark.parametrize(("present", "size"), [(0, 1), (1, 1), (3, 3), (5, 5), (9, 5)])
+def test_a_pool_that_scales_starts_a_new_revision_at_the_size_it_has(present, size):
+    found = step({"prefill": present, "decode": 2}, prefill=scaled(0, 5))
+    assert started(found)["prefill"] == size
+    assert started(found)["decode"] == 2
+
+
+def test_only_a_size_beyond_the_bounds_is_set_again():
+    assert sized(step({"prefill": 3, "decode": 2}, dtype="Float32")) == {}
+    assert sized(step({"prefill": 7, "decode": 1}, dtype="Float32")) == {"prefill": 5, "decode": 2}
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        (10, {"prefill": 3, "decode": 2}),  # 5 are held, 5 left: the whole of both
+        (9, {"prefill": 2, "decode": 2}),
+        (8, {"prefill": 2, "decode": 1}),  # a third of prefill is less than half of decode
+        (7, {"prefill": 1, "decode": 1}),
+    ],
+)
+def test_the_pool_that_is_furthest_from_its_size_gets_the_next_gpu(budget, sizes):
+    found = step({"prefill": 3, "decode": 2}, budget=budget, decode={"gpus": 1, "replicas": 2})
+    assert started(found) == sizes
+    assert not found.blocked
+
+
+def test_a_rollout_waits_when_one_gpu_is_missing_and_starts_with_it():
+    pools = {"prefill": scaled(1, 5, gpus=2), "decode": {"gpus": 1, "replicas": 1}}
+    assert step({"prefill": 1, "decode": 1}, budget=5, **pools).blocked
+    assert not step({"prefill": 1, "decode": 1}, budget=6, **pools).blocked
+
+
+def test_a_large_pod_that_does_not_fit_leaves_the_rest_of_the_budget_to_smaller_ones():
+    pools = {"prefill": scaled(1, 5, gpus=4), "decode": {"gpus": 1, "replicas": 3}}
+    found = step({"prefill": 2, "decode": 3}, budget=11 + 7, **pools)
+    assert started(found) == {"prefill": 1, "decode": 3}

@@ -1,0 +1,50 @@
+"""The sweep goes on for all kinds while one cannot be listed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+
+from mmd_operator import sweep as module
+from mmd_operator.cluster import BusyError, Listing, Resource
+from mmd_operator.sweep import Sweep
+
+FORBIDDEN, HEALTHY = Resource("", "v1", "configmaps"), Resource("", "v1", "services")
+
+
+class Cluster:
+    """Lists one kind and not the other."""
+
+    def __init__(self) -> None:
+        self.lists: Counter[str] = Counter()
+        self.enough = asyncio.Event()
+
+    async def uids(self, resource: Resource, *_: object) -> Listing:
+        self.lists[resource.plural] += 1
+        if self.lists["services"] >= 3:
+            self.enough.set()
+        if resource == FORBIDDEN:
+            raise BusyError("no")
+        return Listing({"u"}, "7")
+
+
+async def test_a_kind_that_cannot_be_listed_does_not_end_the_sweeps_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+    cluster = Cluster()
+    kinds = {kind: (None, lambda: [("u", "5")]) for kind in (FORBIDDEN, HEALTHY)}
+    sweep = Sweep(cluster, (), kinds, lambda _: None)  # type: ignore[arg-type]
+    running = asyncio.create_task(sweep.run())
+    try:
+        async with asyncio.timeout(30):
+            await cluster.enough.wait()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    assert cluster.lists["configmaps"] > cluster.lists["services"]

@@ -1,0 +1,58 @@
+"""The sender of KV on a real bus, with links that nobody uses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mmd_workers.kv.links import LinkManager, PairLink
+from mmd_workers.model.types import KvLayout
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.messages import GenerateRequest, KvRelease, Sampling
+
+Connect = Callable[[str], Awaitable[Bus]]
+
+
+class HeldLink:
+    """A link that is there and is asked for nothing."""
+
+    @contextmanager
+    def held(self) -> Any:
+        yield
+
+
+class NoLinks:
+    """The manager of links that nobody asks for."""
+
+    endpoint = "127.0.0.1:1"
+
+    def failed_epoch(self, pod: str, incarnation: str) -> int:
+        return -1
+
+    def connect(self, *_: object) -> PairLink:
+        return cast(PairLink, HeldLink())
+
+
+def sender_of(bus: Bus, there: dict[str, str] | None = None) -> KvSender:
+    decoders = {"decode-0": "i1"} if there is None else there
+    layout = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
+    engine, links = cast(Any, SimpleNamespace(kv_layout=layout)), cast(LinkManager, NoLinks())
+    return KvSender(*(bus, "prefill-0", "i1", engine, links, 5.0, lambda: decoders, Metrics()))
+
+
+def request(seconds: float) -> GenerateRequest:
+    now = time.time()
+    return GenerateRequest("r", 0, "gateway-0", [1] * 8, [], Sampling(4), ["decode-0"], now + seconds, now)
+
+
+async def released(bus: Bus) -> tuple[asyncio.Queue[KvRelease], Subscription]:
+    heard: asyncio.Queue[KvRelease] = asyncio.Queue()
+    subscription = await bus.subscribe(bus.subjects.kv_release("decode-0"), KvRelease, heard.put)
+    await bus.flush()
+    return heard, subscription

@@ -1,0 +1,406 @@
+"""The encode pipeline and its service with a tower that breaks: only the culprit fails, dead devices keep no work, bytes are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmd_api.contract.errors import CapacityError, DeviceLostError
+from mmd_api.pipeline import PipelineConfig
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.pools import EncoderBatching, EncoderSpec
+from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.encoder.role import EncoderRole
+from mmd_workers.encoder.service import EncoderService
+from mmd_workers.features.cache import FeatureCache
+from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.model.types import Feature, ProcessedMedium
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
+from mmd_workers.settings import WorkerSettings
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
+from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
+from mmd_workers.worker import Worker
+from tests.support.waiting import until
+
+Connect = Callable[[str], Awaitable[Bus]]
+SIDE = 16
+LIMITS = QueueLimits(memory_storage=True, ack_wait_seconds=2.0, max_attempts=3)
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((SIDE, SIDE, 3), shade, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ref(shade: int, work: int = 16) -> FeatureRef:
+    data = png(shade)
+    return FeatureRef(
+        *(f"feature-{shade}", f"digest-{shade}", "image", len(data), 4, [[0, 4]], {}, {}, work),
+        host_bytes=8192,
+    )
+
+
+class Tower:
+    """An encoder model whose feature of a plain image is its shade. Raises `fault(shades)` where that returns an error."""
+
+    modalities = frozenset({"image"})
+    loaded_bytes = 0
+    device = torch.device("cpu")
+
+    def __init__(self, fault: Callable[[list[int]], Exception | None] = lambda _: None) -> None:
+        self.batches: list[list[int]] = []
+        self.fault = fault
+        self.gate = asyncio.Event()
+
+    def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+        shade = torch.tensor([[float(decoded.pixels[0, 0, 0])]])
+        return ProcessedMedium("image", {"pixel_values": shade}, {}, 4, ("image",))
+
+    def encode(self, batch: Any) -> list[Feature]:
+        shades = [int(medium.tensors["pixel_values"]) for medium in batch]
+        self.batches.append(shades)
+        if (error := self.fault(shades)) is not None:
+            raise error
+        return [Feature("image", {"embeddings": torch.full((4, 8), float(shade))}) for shade in shades]
+
+
+class Encoding:
+    """A pipeline with real decode processes."""
+
+    def __init__(self, tower: Any, **spec: Any) -> None:
+        self.decoders = DecodePool(2, 20, 1 << 28)
+        self.metrics = Metrics()
+        self.spec = EncoderSpec(**spec)
+        self.pipeline = EncodePipeline(
+            tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics
+        )
+
+    async def __aenter__(self) -> Encoding:
+        await self.decoders.start()
+        self.running = asyncio.create_task(self.pipeline.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        self.pipeline.close()
+        await self.decoders.close()
+
+    async def encode(self, *shades: int, work: int = 16) -> list[Any]:
+        async def read(shade: int) -> bytes:
+            return png(shade)
+
+        async with asyncio.timeout(60):
+            return await asyncio.gather(
+                *(self.pipeline.encode(ref(s, work), lambda s=s: read(s)) for s in shades),  # type: ignore[misc]
+                return_exceptions=True,
+            )
+
+
+def breaks_on(shade: int) -> Callable[[list[int]], Exception | None]:
+    return lambda shades: RuntimeError(f"shape mismatch at {shade}") if shade in shades else None
+
+
+async def test_a_medium_that_breaks_the_tower_fails_alone_and_its_batch_succeeds() -> None:
+    tower = Tower(breaks_on(5))
+    async with Encoding(tower, batching=EncoderBatching(max_wait_milliseconds=1000)) as encoding:
+        results = await encoding.encode(*range(8))
+    assert max(map(len, tower.batches)) > 1
+    assert isinstance(results[5], RuntimeError)
+    shades = [float(r[0].tensors["embeddings"][0, 0]) for n, r in enumerate(results) if n != 5]
+    assert shades == [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
+
+
+async def test_a_batch_too_large_for_the_memory_runs_in_parts() -> None:
+    tower = Tower(lambda shades: torch.OutOfMemoryError("60 GiB") if len(shades) > 2 else None)
+    async with Encoding(tower, batching=EncoderBatching(max_wait_milliseconds=1000)) as encoding:
+        results = await encoding.encode(*range(8))
+    assert [float(r[0].tensors["embeddings"][0, 0]) for r in results] == [float(n) for n in range(8)]
+    assert max(map(len, tower.batches)) > 2
+
+
+async def test_batches_are_bounded_by_their_work() -> None:
+    tower = Tower()
+    batching = EncoderBatching(max_items=8, max_work=40, max_wait_milliseconds=1000)
+    async with Encoding(tower, batching=batching) as encoding:
+        await encoding.encode(*range(6), work=16)
+        await encoding.encode(9, work=100)
+    assert max(map(len, tower.batches)) == 2
+    assert [9] in tower.batches, "a medium larger than a batch runs alone"
+
+
+async def test_decoded_media_are_bounded_in_bytes_and_what_never_fits_is_refused() -> None:
+    async with Encoding(Tower(), media_mebibytes=16) as encoding:
+        pipeline, peak, active = encoding.pipeline, 0, 0
+        gate = asyncio.Event()
+
+        async def read(shade: int) -> bytes:
+            nonlocal peak, active
+            active += 1
+            peak = max(peak, active)
+            await gate.wait()
+            active -= 1
+            return png(shade)
+
+        def large(shade: int, host_bytes: int) -> FeatureRef:
+            return FeatureRef(*(f"f{shade}", "d", "image", 1, 4, [[0, 4]], {}, {}, 16), host_bytes=host_bytes)
+
+        tasks = [
+            asyncio.create_task(pipeline.encode(large(n, 6 << 20), lambda n=n: read(n))) for n in range(6)
+        ]
+        while active < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert peak == 2, "two of six MiB each fit into 16 MiB"
+        gate.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+        assert pipeline._memory.used_bytes == 0
+        with pytest.raises(CapacityError, match=r"20 MiB of host memory.*spec\.encoder\.mediaMebibytes"):
+            await pipeline.encode(large(9, 20 << 20), lambda: read(9))
+
+
+async def test_a_lost_device_fails_its_batch_and_ends_the_pipeline() -> None:
+    tower = Tower(lambda _: torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    async with Encoding(tower) as encoding:
+        (result,) = await encoding.encode(1)
+        assert isinstance(result, DeviceLostError)
+        with pytest.raises(DeviceLostError, match="device-side assert"):
+            await asyncio.shield(encoding.running)
+    assert len(tower.batches) == 1
+
+
+class Pod:
+    """An encoder pod over a real server, with a receiver that keeps what it hears of failures."""
+
+    def __init__(self, bus: Bus, tower: Tower, receivers: dict[str, str]) -> None:
+        self.encoding = Encoding(tower, batching=EncoderBatching(max_wait_milliseconds=100))
+        self.queue = EncodeQueue(bus, LIMITS)
+        self.service = EncoderService(
+            *(bus, self.queue, self.encoding.pipeline, ["image"], receivers.get),
+            metrics=self.encoding.metrics,
+            tracing=Tracing("t", "t", "t", None),
+        )
+        self.sent: list[str] = []
+
+        async def encode(job: EncodeJob, times: dict[str, float]) -> Any:
+            async def read() -> bytes:
+                return png(int(job.feature.feature_id.split("-")[1]))
+
+            feature, steps = await self.encoding.pipeline.encode(job.feature, read)
+            return feature, steps | {"encoded": time.time()}
+
+        async def send(job: EncodeJob, *_: Any, **__: Any) -> str:
+            self.sent.append(job.feature.feature_id)
+            return "sent"
+
+        self.service._encode = encode  # type: ignore[method-assign]  # no gateway holds the bytes
+        self.service._sender.send = send  # type: ignore[method-assign,assignment]
+
+    async def __aenter__(self) -> Pod:
+        await self.encoding.__aenter__()
+        self.running = asyncio.create_task(self.service.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.encoding.__aexit__()
+
+
+def job(shade: int) -> EncodeJob:
+    now = time.time()
+    return EncodeJob(f"job-{shade}", ref(shade), "gateway-0", "prefill-0", "i1", now + 60, now, "r")
+
+
+async def listen(bus: Bus) -> list[EncodeFailed]:
+    failures: list[EncodeFailed] = []
+
+    async def keep(failure: EncodeFailed) -> Acknowledged:
+        failures.append(failure)
+        return Acknowledged()
+
+    await bus.serve(bus.subjects.encode_failed("prefill-0"), EncodeFailed, keep)
+    await bus.flush()
+    return failures
+
+
+async def test_a_medium_that_fails_on_every_encoder_becomes_a_client_error_and_affects_no_other(
+    connect: Connect,
+) -> None:
+    bus = await connect("prefill-0")
+    failures, queue = await listen(bus), EncodeQueue(bus, LIMITS)
+    await queue.ensure()
+    for shade in range(8):
+        await queue.publish(job(shade))
+    towers = [Tower(breaks_on(3)), Tower(breaks_on(3))]
+    alive = {"prefill-0": "i1"}
+    async with (
+        Pod(await connect("e-0"), towers[0], alive) as a,
+        Pod(await connect("e-1"), towers[1], alive) as b,
+    ):
+        await until(lambda: failures and len(a.sent) + len(b.sent) >= 7)
+        async with asyncio.timeout(30):
+            while (await queue.depth())["image"].jobs:
+                await asyncio.sleep(0.02)
+    (failure,) = failures
+    assert (failure.job_id, failure.code, failure.retryable) == ("job-3", "unprocessable_medium", False)
+    assert "3 encoders failed" in failure.message
+    assert "shape mismatch at 3" in failure.message
+    assert sorted(a.sent + b.sent) == [f"feature-{n}" for n in range(8) if n != 3]
+    alone = [batch for tower in towers for batch in tower.batches if batch == [3]]
+    assert len(alone) >= 3
+
+
+async def test_the_jobs_of_an_encoder_that_lost_its_device_go_to_others_at_once_and_uncounted(
+    connect: Connect,
+) -> None:
+    bus = await connect("prefill-0")
+    failures, queue = await listen(bus), EncodeQueue(bus, LIMITS)
+    await queue.ensure()
+    alive = {"prefill-0": "i1"}
+    dead = Tower(lambda shades: torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    dying = Pod(await connect("e-0"), dead, alive)
+    for shade in range(8):
+        await queue.publish(job(shade))
+    async with dying:
+        with pytest.raises(DeviceLostError):
+            async with asyncio.timeout(30):
+                await asyncio.shield(dying.encoding.running)
+        await dying.service.abandon()
+    assert dying.sent == []
+    async with Pod(await connect("e-1"), Tower(), alive) as heir:
+        await until(lambda: len(heir.sent) == 8)
+        redelivered = heir.encoding.metrics.redeliveries.labels("image")._value.get()
+    assert failures == []
+    assert redelivered == sum(map(len, dead.batches)), "only the batch that was on the device counts"
+
+
+async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_culprit_is_found(
+    connect: Connect,
+) -> None:
+    """Processes that end without a word: everything in hand is delivered again, and counted. Only the culprit is given up."""
+    bus = await connect("prefill-0")
+    failures, queue = await listen(bus), EncodeQueue(bus, LIMITS)
+    await queue.ensure()
+    for shade in range(6):
+        await queue.publish(job(shade))
+    alive, sent, deaths = {"prefill-0": "i1"}, [], 0
+    loop = asyncio.get_running_loop()
+    while len(sent) < 5 or not failures:
+        died = asyncio.Event()
+
+        def fatal(shades: list[int], died: asyncio.Event = died) -> None:
+            if 2 in shades:
+                loop.call_soon_threadsafe(died.set)
+                time.sleep(0.5)  # the event loop ends this pod meanwhile, as a signal would
+
+        pod = Pod(await connect(f"e-{deaths}"), Tower(fatal), alive)
+        async with pod:
+            async with asyncio.timeout(60):
+                while not died.is_set() and (len(sent) + len(pod.sent) < 5 or not failures):
+                    await asyncio.sleep(0.02)
+            deaths += died.is_set()
+            for task in pod.service._jobs:
+                task.cancel()  # no acknowledgement, no give-back
+        sent += pod.sent
+        assert deaths <= 3
+    (failure,) = failures
+    assert (failure.job_id, failure.code) == ("job-2", "unprocessable_medium")
+    assert sorted(set(sent)) == [f"feature-{n}" for n in range(6) if n != 2]
+    assert deaths == 3
+
+
+async def test_throughput_and_busy_time_are_those_of_the_slowest_stage_not_of_the_tower() -> None:
+    class SlowPreprocessing(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            time.sleep(0.05)
+            return super().process(decoded, layout)
+
+    async with Encoding(SlowPreprocessing()) as encoding:
+        await encoding.encode(*range(6), work=1000)
+        stages = {stage.name: stage for stage in encoding.pipeline.stages.all}
+        slowest = encoding.pipeline.stages.work_per_second()["image"]
+        assert slowest <= 1000 / 0.05
+        assert slowest < stages["tower"].work_per_second["image"]
+        assert encoding.pipeline.stages.busy_fraction() > stages["tower"].busy_fraction()
+    exposed = encoding.metrics.expose()[0].decode()
+    for stage in ("fetch", "decode", "process", "tower"):
+        assert f'mmd_encode_busy_seconds_total{{stage="{stage}"}}' in exposed
+
+
+def worker_of_an_encoder() -> Worker:
+    spec = {"model": {"id": "builtin/demo"}, "encoder": {}, "decode": {}}
+    config = {"namespace": "test", "name": "encoding", "revision": "r1", "spec": spec}
+    pipeline = PipelineConfig.model_validate(config)
+    settings = WorkerSettings(pipeline, "encoder-0", "127.0.0.1", 0, "nats://unused", threads=1)
+    return Worker(settings, "encoder", ("encode",))
+
+
+def role_in(worker: Worker, encoding: Encoding) -> EncoderRole:
+    """The encode role of this worker, which has started with this pipeline."""
+    role = EncoderRole(worker.pod, torch.device("cpu"))
+    role._pipeline = encoding.pipeline
+    worker._parts = [role]
+    return role
+
+
+async def test_a_hanging_processor_counts_as_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    class Hangs(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            entered.set()
+            release.wait(120)
+            return super().process(decoded, layout)
+
+    async with Encoding(Hangs()) as encoding:
+        age = role_in(worker_of_an_encoder(), encoding).progress()["processor"].age_seconds
+        encoded = asyncio.create_task(encoding.encode(7))
+        try:
+            await until(entered.is_set, 60)
+            await until(lambda: age() > 3, 60)
+        finally:
+            release.set()
+        (outcome,) = await encoded
+        assert not isinstance(outcome, BaseException)
+        await until(lambda: age() < 3, 60)
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(600, 600), (30, 60)])
+async def test_a_medium_may_be_processed_for_as_long_as_its_job_may_take(timeout: int, limit: int) -> None:
+    """A large one on a busy CPU takes minutes; a restart would only bring it to the next encoder."""
+    encoding = Encoding(Tower(), job_timeout_seconds=timeout)
+    role = role_in(worker_of_an_encoder(), encoding)
+    assert role.progress()["processor"].limit_seconds == limit
+    encoding.pipeline.close()
+
+
+async def test_a_changed_job_timeout_holds_for_what_is_being_processed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    encoding = Encoding(Tower())
+    worker = worker_of_an_encoder()
+    role_in(worker, encoding)
+    spec = MultimodalDeploymentSpec.model_validate(
+        {"model": {"id": "a"}, "encoder": {"jobTimeoutSeconds": 900}, "decode": {}}
+    )
+    with caplog.at_level(logging.INFO):  # puts the level back that this sets
+        worker._reconfigure(spec)
+    assert worker._progress()["processor"].limit_seconds == 900
+    encoding.pipeline.close()

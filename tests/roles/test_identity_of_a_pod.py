@@ -1,0 +1,130 @@
+"""What a process runs is named by content: equal for equal code and weights, another for anything else, and checked against the pin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from mmd_api.contract.errors import RevisionMismatchError
+from mmd_api.pipeline import PipelineConfig
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.spec.model import ModelSpec
+from mmd_api.status import PinnedRevision
+from mmd_workers import identity
+from mmd_workers.identity import check_pinned, code_fingerprint, identified, of_model, weights_fingerprint
+from mmd_workers.model import source
+from mmd_workers.settings import WorkerSettings
+
+DEMO = Path(str(resources.files("mmd_workers.model"))) / "demo"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+def settings(model: Path, pinned: PinnedRevision | None = None) -> WorkerSettings:
+    body = {
+        "apiVersion": "serving.multimodal.dev/v1alpha1",
+        "kind": "MultimodalDeployment",
+        "metadata": {"name": "sample"},
+        "spec": {"model": {"id": str(model)}, "decode": {"gpus": 0}},
+    }
+    spec = MultimodalDeployment.parse(body).spec
+    text = PipelineConfig.text_for(spec, "default", "sample", "decode", pinned)
+    return WorkerSettings(
+        PipelineConfig.parse(text), "sample-decode-0", "127.0.0.1", 1, "nats://127.0.0.1:1", 1
+    )
+
+
+def pin(name: str, revision: str = "0123456789") -> PinnedRevision:
+    return PinnedRevision(revision=revision, identity=name, image="registry/worker@sha256:1")
+
+
+def test_equal_code_and_weights_have_one_name_wherever_they_lie(model: Path):
+    assert identified(settings(model)).identity == of_model(ModelSpec(id=str(DEMO)))
+    assert identified(settings(model)).mesh.endswith(f"-{identified(settings(model)).identity}")
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.5, 0.999])
+def test_weights_that_were_trained_on_have_another_name(model: Path, at: float):
+    before = weights_fingerprint(model)
+    (weights,) = model.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    position = int(at * (len(content) - 1))
+    content[position] ^= 1
+    weights.write_bytes(content)
+    assert weights_fingerprint(model) != before
+
+
+def test_of_large_files_pieces_are_read_and_their_ends_are_among_them(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    size = 3 * identity.PIECES * identity.PIECE_BYTES
+    with file.open("wb") as content:
+        content.truncate(size)
+    names = {weights_fingerprint(tmp_path)}
+    for position in (0, size - 1):
+        with file.open("r+b") as content:
+            content.seek(position)
+            content.write(b"x")
+        names.add(weights_fingerprint(tmp_path))
+    assert len(names) == 3
+
+
+def test_settings_files_count(model: Path):
+    before = weights_fingerprint(model)
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "another": 1}))
+    assert weights_fingerprint(model) != before
+
+
+def test_another_version_of_any_library_is_other_code(monkeypatch: pytest.MonkeyPatch):
+    code_fingerprint.cache_clear()
+    before = code_fingerprint()
+    found = list(identity.distributions())
+    monkeypatch.setattr(identity, "distributions", lambda: [d for d in found if d.name != "msgpack"])
+    code_fingerprint.cache_clear()
+    assert code_fingerprint() != before
+    code_fingerprint.cache_clear()
+
+
+def test_a_process_that_differs_from_its_pin_exits_with_a_remedy(model: Path):
+    own = identified(settings(model)).identity
+    assert identified(settings(model, pin(own))).identity == own
+    with pytest.raises(
+        RevisionMismatchError, match=r"spec.image.worker to a digest \(registry/worker@sha256:1"
+    ):
+        identified(settings(model, pin("ffffffffff")))
+
+
+def test_a_pin_that_comes_later_ends_a_process_that_is_something_else(model: Path):
+    running = identified(settings(model))
+    check_pinned(running, settings(model, pin(running.identity)).pipeline)
+    with pytest.raises(RevisionMismatchError):
+        check_pinned(running, settings(model, pin("ffffffffff")).pipeline)
+
+
+def test_a_hub_model_is_named_by_its_commit_and_later_pods_take_the_pinned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commits = {None: "a" * 40, "b" * 40: "b" * 40}
+
+    def fetched(model_id: str, revision: str | None, **_: object) -> str:
+        folder = tmp_path / "models--org--m" / "snapshots" / commits[revision]
+        if not folder.exists():
+            shutil.copytree(DEMO, folder)
+        return str(folder)
+
+    monkeypatch.setattr(source, "snapshot_download", fetched)
+    first = identified(settings(Path("org/m")))
+    assert (first.commit, first.pipeline.spec.model.revision) == ("a" * 40, "a" * 40)
+    commits[None] = "c" * 40  # the branch has moved
+    monkeypatch.setitem(commits, "a" * 40, "a" * 40)
+    pinned = PinnedRevision(revision="0123456789", identity=first.identity, commit=first.commit)
+    later = identified(settings(Path("org/m"), pinned))
+    assert (later.commit, later.mesh) == (first.commit, first.mesh)
+    assert identified(settings(Path("org/m"))).identity != first.identity

@@ -1,0 +1,200 @@
+"""A medium whose tokens are all in the prefix cache is not encoded, and one that turns out to be needed still is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.engine.types import StepOutput
+from mmd_workers.features.store import FeatureStore
+from mmd_workers.model.types import Feature
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
+from mmd_workers.prefill.service import PrefillService
+from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.sequences.native import NativeEngine
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
+from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of
+
+Connect = Callable[[str], Awaitable[Bus]]
+NEW_TOKENS = 6
+TOKENS = prompt_of(40, 1)  # in blocks of 8
+FIRST, SECOND = (8, 8), (24, 8)  # placeholders: start, length
+
+
+class MediaModel(TextModel):
+    """Media are runs of tokens, and their features what the text model would have embedded there: `generate` stays the oracle."""
+
+    def feature_bytes(self, modality: str, num_tokens: int) -> int:
+        return num_tokens * self.hidden_size * 4
+
+    @torch.inference_mode()
+    def lower(self, token_ids: Any, media: Any = (), output_token_ids: Any = ()) -> Any:
+        prompt = super().lower(token_ids, media, output_token_ids)
+        for number, medium in enumerate(media):
+            ((start, length),) = medium.ranges
+            prompt.embeds[start : start + length] = 0
+            prompt.missing[number] = (start, start + length)
+        return prompt
+
+    def feature(self, start: int, length: int) -> Feature:
+        with torch.inference_mode():
+            return Feature(
+                "image", {"embeddings": self.embed(torch.tensor(TOKENS[start : start + length]))[0]}
+            )
+
+
+class Source:
+    """Features come at once; which ones were asked for is kept."""
+
+    encodes_here = True
+
+    def __init__(self, model: MediaModel, store: FeatureStore) -> None:
+        self.model, self.store = model, store
+        self.asked: list[str] = []
+
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+        self.asked.append(ref.feature_id)
+        ((start, length),) = ref.ranges
+        asyncio.get_running_loop().call_soon(
+            self.store.deliver, ref.feature_id, self.model.feature(start, length)
+        )
+
+    def times(self, feature_id: str) -> dict[str, float]:
+        return {}
+
+
+class Pod:
+    """A pod that prefills and decodes, as the worker joins its parts."""
+
+    def __init__(self, bus: Bus, **engine: Any) -> None:
+        metrics = Metrics()
+        self.model = MediaModel(llama())
+        self.runner = EngineRunner(make_engine(self.model, **engine), self.take)
+        self.book = SequenceBook(bus, "p-0", metrics, Tracing("t", "t", "t", None))
+        self.store = FeatureStore(1 << 20, lambda *_: None)
+        self.source = Source(self.model, self.store)
+        self.tokens: dict[str, list[int]] = {}
+        self.done: dict[str, asyncio.Event] = {}
+        self.failed: list[Any] = []
+        self.service = PrefillService(
+            *(bus, "p-0", NativeEngine(self.runner, self.model), self.store, self.source, self.book, None),  # type: ignore[arg-type]
+            max_waiting=8,
+            max_in_engine=8,
+            overlap_tokens=4,
+            metrics=metrics,
+        )
+
+    def take(self, output: StepOutput) -> None:
+        for sequence, cached in output.admitted.items():
+            self.service.on_admitted(sequence, cached)
+        for token in output.tokens:
+            self.tokens.setdefault(token.sequence_id, []).append(token.token_id)
+            self.service.on_token(token)
+            if token.finish_reason is not None:
+                self.book.forget(token.sequence_id)
+                self.done[token.sequence_id].set()
+        self.failed += output.failed
+        self.runner.taken()
+
+    async def serve(self, name: str, max_tokens: int = NEW_TOKENS) -> list[int]:
+        now = time.time()
+        refs = [
+            FeatureRef(f"feature-{start}", "d", "image", 1, length, [[start, length]], {}, {}, 1)
+            for start, length in (FIRST, SECOND)
+        ]
+        request = GenerateRequest(
+            name, 0, "g", TOKENS, refs, Sampling(max_tokens, ignore_eos=True), [], now + 60, now
+        )
+        sequence = f"{name}#0"
+        self.done[sequence] = asyncio.Event()
+        assert (await self.service._place(request)).accepted
+        async with asyncio.timeout(25):
+            await self.done[sequence].wait()
+        return self.tokens[sequence]
+
+    def forget_features(self) -> None:
+        """What the store keeps as cache would hide what the prefix cache saves."""
+        for feature in list(self.store._entries):
+            self.store._discard(feature)
+
+
+@pytest.fixture
+async def pod(connect: Connect) -> AsyncIterator[Pod]:
+    pod = Pod(await connect("p-0"))
+    pod.runner.start()
+    yield pod
+    assert await pod.runner.stop(10)
+
+
+def answer(max_tokens: int = NEW_TOKENS) -> list[int]:
+    return generate(llama(), TOKENS, max_tokens)
+
+
+async def test_a_medium_whose_tokens_are_all_cached_is_not_encoded(pod: Pod) -> None:
+    assert await pod.serve("first") == answer()
+    assert pod.source.asked == ["feature-8", "feature-24"]
+    pod.forget_features()
+    assert await pod.serve("again") == answer()
+    assert pod.source.asked == ["feature-8", "feature-24"], "nothing is encoded the second time"
+    assert pod.failed == []
+
+
+async def test_a_medium_that_is_cached_in_part_is_encoded(pod: Pod) -> None:
+    assert await pod.serve("first") == answer()
+    pod.forget_features()
+
+    def forget_from(engine: Any) -> None:
+        identities, cached = engine.prefix(TOKENS, [(*FIRST, "feature-8"), (*SECOND, "feature-24")])
+        assert cached == 32
+        del engine.blocks._block_of[identities[3]]
+
+    await pod.runner.call(forget_from)
+    assert await pod.serve("again") == answer()
+    assert pod.source.asked == ["feature-8", "feature-24", "feature-24"]
+
+
+async def test_media_whose_blocks_are_evicted_before_their_admission_are_encoded_after_all(pod: Pod) -> None:
+    assert await pod.serve("first") == answer()
+    pod.forget_features()
+    blocks, lower = pod.runner._engine.blocks, pod.model.lower
+
+    def evicted_first(
+        *arguments: Any, **more: Any
+    ) -> Any:  # in the very turn in which the engine gets the sequence
+        blocks.release(blocks.allocate(blocks.num_blocks))
+        return lower(*arguments, **more)
+
+    pod.model.lower = evicted_first  # type: ignore[method-assign]
+    assert await pod.serve("again") == answer()
+    assert sorted(pod.source.asked) == sorted(2 * ["feature-8", "feature-24"])
+    assert pod.store.used_bytes == sum(e.num_bytes for e in pod.store._entries.values())
+    assert all(not entry.users for entry in pod.store._entries.values())
+
+
+async def test_a_preempted_sequence_gets_the_media_that_were_skipped_at_its_first_admission(pod: Pod) -> None:
+    assert await pod.serve("first") == answer()
+    pod.forget_features()
+    preempted = asyncio.Event()
+
+    def preempt(engine: Any) -> None:
+        running = [s for s in engine.scheduler.running if s.num_outputs > 2]
+        if running and not preempted.is_set():
+            engine.scheduler._preempt(running[0])
+            engine.blocks.release(engine.blocks.allocate(engine.blocks.available))
+            loop.call_soon_threadsafe(preempted.set)
+
+    loop = asyncio.get_running_loop()
+    serving = asyncio.create_task(pod.serve("again", 60))
+    async with asyncio.timeout(25):
+        while not preempted.is_set():
+            await pod.runner.call(preempt)
+    assert await serving == answer(60)
+    assert sorted(pod.source.asked) == sorted(2 * ["feature-8", "feature-24"])

@@ -1,0 +1,162 @@
+"""Two worker processes of one pipeline revision, one of which has other weights: that one ends, and the other serves on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mmd_api.pipeline import PipelineConfig, pipeline_revision, roles_of
+from mmd_api.readers import Component
+from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
+from mmd_api.status import PinnedRevision
+from mmd_cli.local.pods import free_port
+from mmd_workers.wire.server import NatsServer
+from tests.support.local_deployment import until
+
+pytestmark = pytest.mark.processes
+DEMO = Path(str(resources.files("mmd_workers.model"))) / "demo"
+ENDS_SECONDS = 120
+
+
+@dataclass
+class Pipeline:
+    """Processes as containers run them, each with a configuration file of its own and the model in one folder."""
+
+    server: NatsServer
+    folder: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = Path(shutil.copytree(DEMO, self.folder / "model"))
+        spec = {"model": {"id": str(self.model)}, "decode": {"gpus": 0}}
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "two"}, "spec": spec}
+        self.spec = MultimodalDeployment.parse(body).spec
+
+    def configure(self, pod: str, component: Component, identity: str | None) -> Path:
+        """Write a pod's configuration, as a kubelet does: at once as a whole."""
+        pinned = identity and PinnedRevision(revision=pipeline_revision(self.spec), identity=identity)
+        text = PipelineConfig.text_for(self.spec, "test", self.folder.name, component, pinned or None)
+        (self.folder / "new").write_text(text)
+        return (self.folder / "new").replace(self.folder / f"{pod}.json")
+
+    def start(self, pod: str, component: Component, identity: str | None = None) -> Process:
+        command = ["gateway"] if component == "gateway" else ["worker", "--pool", component]
+        if component != "gateway":
+            command += ["--roles", ",".join(roles_of(self.spec, component))]
+        ports = {"MMD_HTTP_PORT": str(free_port()), "MMD_ADMIN_PORT": str(free_port())}
+        environment = {
+            **os.environ,
+            **ports,
+            "CUDA_VISIBLE_DEVICES": "",
+            "MMD_PIPELINE_CONFIG": str(self.configure(pod, component, identity)),
+            "MMD_POD_NAME": pod,
+            "MMD_POD_IP": "127.0.0.1",
+            "MMD_NATS_URL": self.server.url,
+            "MMD_THREADS": "1",
+        }
+        log = self.folder / f"{pod}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mmd_cli", *command], env=environment, stdout=out, stderr=out
+            )
+        self.started.append(process)
+        return Process(process, f"http://127.0.0.1:{ports['MMD_HTTP_PORT']}", log)
+
+    def train_on(self) -> None:
+        """New weights in the folder; who has loaded the old ones keeps them."""
+        (weights,) = self.model.glob("*.safetensors")
+        content = bytearray(weights.read_bytes())
+        content[-4] ^= 1  # the least bit of the last number
+        (self.folder / "weights").write_bytes(content)
+        (self.folder / "weights").replace(weights)
+
+
+@dataclass
+class Process:
+    """One pod's process."""
+
+    child: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def ready(self) -> Process:
+        until(self.is_ready, 240, f"{self.log.stem} is ready")
+        return self
+
+    def is_ready(self) -> bool:
+        assert self.child.poll() is None, self.log.read_text()
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=10).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def identity(self) -> str:
+        return str(httpx.get(f"{self.url}/state", timeout=10).json()["identity"])
+
+    def ended_because_of(self, identity: str) -> None:
+        assert self.child.wait(ENDS_SECONDS) == 1, self.log.read_text()
+        (line,) = [line for line in self.log.read_text().splitlines() if "cannot serve" in line]
+        assert "revision_mismatch" in line
+        assert f"is pinned to {identity}" in line
+        assert "the files of the model changed after the revision was first seen" in line
+        assert "set spec.image.worker to a digest" in line
+
+
+@pytest.fixture
+def pipeline(nats_server: NatsServer, tmp_path: Path) -> Iterator[Pipeline]:
+    made = Pipeline(nats_server, tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+
+
+def answer(gateway: Process) -> dict[str, Any]:
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0,
+        "max_tokens": 8,
+    }
+    reply = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json()["choices"][0])
+
+
+def test_a_worker_that_starts_with_other_weights_than_the_pinned_ones_ends(pipeline: Pipeline) -> None:
+    first, gateway = pipeline.start("decode-0", "decode"), pipeline.start("gateway-0", "gateway")
+    first.ready()
+    gateway.ready()
+    identity, before = first.identity(), answer(gateway)
+    pipeline.train_on()
+    second = pipeline.start("decode-1", "decode", identity)
+    second.ended_because_of(identity)
+    assert first.is_ready()
+    assert first.identity() == identity
+    assert answer(gateway) == before
+
+
+def test_a_worker_that_runs_with_other_weights_when_the_revision_is_pinned_ends(pipeline: Pipeline) -> None:
+    first, gateway = pipeline.start("decode-0", "decode"), pipeline.start("gateway-0", "gateway")
+    first.ready()
+    gateway.ready()
+    identity, before = first.identity(), answer(gateway)
+    pipeline.train_on()
+    second = pipeline.start("decode-1", "decode").ready()
+    assert second.identity() != identity
+    for pod in ("decode-0", "decode-1", "gateway-0"):
+        pipeline.configure(pod, "gateway" if pod == "gateway-0" else "decode", identity)
+    second.ended_because_of(identity)
+    assert first.is_ready()
+    assert gateway.is_ready()
+    assert answer(gateway) == before

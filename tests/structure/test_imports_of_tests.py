@@ -1,0 +1,68 @@
+"""A suite is a folder: it imports its own helpers and `tests.support`, never another suite or a test module, and nobody edits the path."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests", "e2e", "bench")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(source: Path) -> Iterator[str]:
+    """Absolute names of what a module imports, with one more part for each name of `from … import`."""
+    package = source.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def may_import(source: Path, name: str) -> bool:
+    room, *inside = name.split(".")
+    if room != "tests":
+        return True
+    own = source.relative_to(ROOT).parts[:2]
+    is_test = any(part == "conftest" or part.startswith("test_") for part in inside[:2])
+    return inside[0] in ("support", own[1] if own[0] == "tests" else "support") and not is_test
+
+
+def test_a_suite_imports_only_itself_and_what_suites_share() -> None:
+    assert [(str(s), name) for s in SOURCES for name in imported(s) if not may_import(s, name)] == []
+
+
+def test_nobody_edits_the_path_on_which_modules_are_found() -> None:
+    assert [
+        f"{source}:{node.lineno}"
+        for source in SOURCES
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path"
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("from tests.support.local_deployment import until", True),
+        ("from .fleet import Fleet", True),
+        ("from tests.apiserver.fleet import Fleet", True),
+        ("from ..roles.worker_process import environment_of", False),
+        ("from tests.roles.worker_process import environment_of", False),
+        ("from .test_scaling import says", False),
+        ("from . import test_scaling", False),
+        ("from .conftest import Fleet", False),
+    ],
+)
+def test_the_rule_itself(line: str, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    source = tmp_path / "tests" / "apiserver" / "test_new.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(line)
+    assert all(may_import(source, name) for name in imported(source)) is allowed

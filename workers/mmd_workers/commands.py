@@ -1,0 +1,47 @@
+"""`mmd worker` and `mmd gateway`, the commands that run in pods.
+
+What takes long to import is imported when they run.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, cast
+
+import typer
+
+from mmd_api.contract.pools import POOL_NAMES, ROLES, Role
+from mmd_workers.imports import uncollected
+
+
+def worker(
+    pool: Annotated[str, typer.Option(help="encoder, prefill or decode: the pool this pod belongs to.")],
+    roles: Annotated[str, typer.Option(help="Comma-separated roles out of encode, prefill, decode.")],
+) -> None:
+    """Run one worker pod (what the containers of the pools run)."""
+    _exit_on_sigterm()
+    with uncollected():
+        from mmd_workers.settings import WorkerSettings
+        from mmd_workers.worker import run
+
+    chosen = roles.split(",")
+    if pool not in POOL_NAMES or not set(chosen) <= set(ROLES):
+        raise typer.BadParameter(f"--pool {pool} --roles {roles}: see --help for what each may be")
+    run(WorkerSettings.from_environment(), pool, cast("tuple[Role, ...]", tuple(chosen)))
+
+
+def gateway() -> None:
+    """Run one gateway pod (what the gateway's container runs)."""
+    _exit_on_sigterm()
+    with uncollected():
+        from mmd_workers.gateway.service import run
+        from mmd_workers.settings import WorkerSettings
+
+    run(WorkerSettings.from_environment())
+
+
+def _exit_on_sigterm() -> None:
+    """Exit on SIGTERM until the event loop installs its own handler: Linux does not deliver the signal to a container's first
+    process without one, and a pod deleted during its start would go on, and serve, until its grace period ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,0 +1,36 @@
+"""Which offers of KV wait for room at a decode pod: the oldest request gets it first. Pure: time is an argument.
+
+Offers are refused and repeated, not held open. Without this record every free block would go to whichever request asks next, and
+a long one that had to yield might never find enough of them free at once.
+"""
+
+from __future__ import annotations
+
+REPEAT_SECONDS = 1.0  # an offer not repeated for this long has gone elsewhere
+MAX_WAITING = 4096
+
+
+class OfferQueue:
+    """Requests refused for want of room a moment ago, by id, with the time at which their gateways received them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[float, float]] = {}  # arrived, last refused
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ahead_of(self, request_id: str, arrived: float, now: float) -> int:
+        """How many older requests wait here."""
+        self._waiting = {
+            name: entry for name, entry in self._waiting.items() if now - entry[1] < REPEAT_SECONDS
+        }
+        return sum((entry[0], name) < (arrived, request_id) for name, entry in self._waiting.items())
+
+    def join(self, request_id: str, arrived: float, now: float) -> None:
+        """The request was refused now and is expected to ask again."""
+        if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
+            self._waiting[request_id] = (arrived, now)
+
+    def leave(self, request_id: str) -> None:
+        """The request got its room, here or elsewhere, or has ended."""
+        self._waiting.pop(request_id, None)

@@ -1,0 +1,90 @@
+"""What an exception says about the accelerator, and how a failing batch is split until only its culprit fails.
+
+Knows torch, no model and no network.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from mmd_api.contract.errors import DeviceLostError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+def check_device(error: BaseException, device: torch.device) -> None:
+    """Find out whether `error` leaves the device usable. Most CUDA errors do not: after an illegal access every later call fails.
+
+    Raises:
+        DeviceLostError: it does not; only a new process can use the device again.
+    """
+    if isinstance(error, DeviceLostError):
+        raise error
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return
+    reason = _first_line(error)
+    if isinstance(error, torch.AcceleratorError) and device.type != "cuda":
+        raise _lost(device, reason) from error
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.ones(1, device=device).add_(1).item()
+    except torch.OutOfMemoryError:
+        return
+    except RuntimeError as again:
+        raise _lost(device, reason or _first_line(again)) from error
+
+
+def _lost(device: torch.device, reason: str) -> DeviceLostError:
+    return DeviceLostError(
+        f"the accelerator of this process ({device}) failed and cannot be used again: {reason}; the process ends and its work is "
+        "redistributed. If this repeats on one node, check the node's GPU (dmesg: NVRM Xid) and cordon it"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def run_isolating(
+    items: Sequence[Item],
+    run: Callable[[Sequence[Item]], Sequence[Result]],
+    device: torch.device,
+    expected: tuple[type[Exception], ...] = (Exception,),
+) -> list[Result | Exception]:
+    """`run(items)`; if it raises one of `expected`, run each half, down to single items, whose error is their result.
+
+    So a batch that is too large for the memory runs in parts, and an item that breaks the model fails alone. At most
+    2 · items - 1 runs.
+
+    Raises:
+        DeviceLostError: the accelerator is gone; no result is usable.
+    """
+    try:
+        return list(run(items))
+    except expected as error:
+        check_device(error, device)
+        failure = error
+    # Outside the handler: the frames of the failed run hold its tensors, and the halves need the memory.
+    traceback.clear_frames(failure.__traceback__)
+    failure.with_traceback(None)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if len(items) <= 1:
+        return [failure] * len(items)
+    log.warning("a batch of %d failed (%s); running its halves separately", len(items), _first_line(failure))
+    middle = len(items) // 2
+    return [
+        result
+        for half in (items[:middle], items[middle:])
+        for result in run_isolating(half, run, device, expected)
+    ]

@@ -1,0 +1,273 @@
+"""How much memory a run of the tower takes beside its weights, from runs on media without content. Knows no network and no sandbox.
+
+On a GPU the largest batches are run. On a CPU, where that would take long, a few small runs show how memory grows.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from mmd_api.contract.errors import UnsupportedInputError
+from mmd_api.contract.pools import Modality
+from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.pools import EncoderBatching
+from mmd_workers.device import check_device
+from mmd_workers.engine.profile import LiveBytes
+from mmd_workers.media.types import MediumInfo
+from mmd_workers.model.types import EncoderModel, Frontend, ProcessedMedium
+
+log = logging.getLogger(__name__)
+
+SMALL_SIDE, SMALL_FRAMES, SMALL_SECONDS, SMALL_FPS = 112, 2, 1.0, 2.0
+SHAPES = (1.0, 4 / 3, 3 / 2, 2.0)
+"""Aspect ratios among which the largest image is sought: models that cut tiles cut fewer from a square."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A medium without content, and its encoder work."""
+
+    medium: ProcessedMedium
+    work: int
+
+    @property
+    def elements(self) -> int:
+        """Size of the tower's inputs, padding included."""
+        return sum(tensor.numel() for tensor in self.medium.tensors.values() if tensor.is_floating_point())
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the bytes of a run grow with the size of its media and with their number, from three small runs.
+
+    `smaller`, `small`: (size, bytes) of runs of one medium; `pair_bytes`: of two of the size of `small`.
+    """
+
+    smaller: tuple[int, int]
+    small: tuple[int, int]
+    pair_bytes: int
+
+    def bytes_at(self, size: float, items: int) -> int:
+        """Bytes of a run of `items` media: at least linear in their size, quadratic where attention keeps its scores or a mask, of
+        one medium or of the whole batch."""
+        (before, fewer_bytes), (known, num_bytes) = self.smaller, self.small
+        excess = 0.0
+        if before < known < size:
+            excess = max(0.0, (num_bytes / known - fewer_bytes / before) / (known - before))
+        one = num_bytes * size / known + excess * size * (size - known)
+        shared = max(0, self.pair_bytes - 2 * num_bytes) / 2 * (size / known) ** 2
+        return math.ceil(items * one + shared * items * (items - 1))
+
+
+def tower_bytes(model: EncoderModel, policy: MediaPolicy, batching: EncoderBatching) -> int:
+    """Peak bytes of the largest tower run that the limits on media and batches allow, of all modalities. An estimate on CPUs."""
+    audio = policy.audio.model_copy(update={"too_long": "Truncate"})  # to the model's window
+    frontend = model.frontend(policy.model_copy(update={"audio": audio}))
+    return max(
+        (_of_modality(model, frontend, policy, batching, modality) for modality in sorted(model.modalities)),
+        default=0,
+    )
+
+
+def _of_modality(
+    model: EncoderModel,
+    frontend: Frontend,
+    policy: MediaPolicy,
+    batching: EncoderBatching,
+    modality: Modality,
+) -> int:
+    try:
+        if model.device.type == "cuda":
+            run, least = partial(_bytes_on_gpu, model), small(model, frontend, modality, 1)
+            media = from_largest(model, frontend, policy, modality)
+            return max(measured(run, media, batching), measured(run, [least], batching))
+        large = largest(model, frontend, policy, modality)
+        return estimated(model, frontend, modality, large, batching)
+    except Exception as error:  # noqa: BLE001  a processor that takes none that large, or a model that wants content
+        check_device(error, model.device)
+        log.warning(
+            "no memory reserved for a %s in the tower: measuring it failed (%s: %s); lower kvCachePercent if such media fail",
+            modality,
+            type(error).__name__,
+            str(error)[:300],
+        )
+        return 0
+
+
+def estimated(
+    model: EncoderModel, frontend: Frontend, modality: Modality, large: _Blank, batching: EncoderBatching
+) -> int:
+    """Bytes of the largest batch: few large media, or many small ones, which some models pad to the size of large ones."""
+    first, second = (small(model, frontend, modality, times) for times in (1, 2))
+    one, two = (_live_bytes(model, blank.medium, 1) for blank in (first, second))
+    pair = _live_bytes(model, second.medium, 2) if batching.max_items > 1 else 2 * two
+    # What is padded to one size takes the same memory whatever its work; what is padded and cut again does not.
+    by_work = first.work < second.work and one < two
+
+    def size(blank: _Blank) -> int:
+        return blank.work if by_work else blank.elements
+
+    growth = Growth((size(first), one), (size(second), two), pair)
+    sizes = {1: float(max(size(large), size(second)))}
+    for items in range(2, most_items(first.work, batching) + 1):
+        share = min(1.0, batching.max_work / items / large.work)
+        sizes[items] = max(share * size(large), size(first))
+    return max(growth.bytes_at(each, items) for items, each in sizes.items())
+
+
+def most_items(work: int, batching: EncoderBatching) -> int:
+    """How many media of this work share a batch."""
+    return max(1, min(batching.max_items, batching.max_work // work))
+
+
+def _live_bytes(model: EncoderModel, medium: ProcessedMedium, items: int) -> int:
+    with LiveBytes() as live:
+        model.encode([medium] * items)
+    return int(live.peak)
+
+
+def measured(
+    run: Callable[[ProcessedMedium, int], int], media: Iterable[_Blank], batching: EncoderBatching
+) -> int:
+    """Bytes of the largest batch that runs, of the first of `media` that runs at all; 0 if none does.
+
+    `run(medium, items)`: the bytes of one run; it raises `torch.OutOfMemoryError` if they exceed the memory. A batch that
+    does not run needs no memory: it is halved when it occurs, and a medium that does not run alone fails.
+    """
+    failed = False
+    for blank in media:
+        items, medium = most_items(blank.work, batching), blank.medium
+        while items:
+            try:
+                num_bytes = run(medium, items)
+            except torch.OutOfMemoryError:
+                log.warning(
+                    "device memory is too small for a tower run of %d x %s of %d tokens; lower the limits of "
+                    "spec.gateway.media or spec.encoder.batching.maxWork",
+                    items,
+                    medium.modality,
+                    medium.num_tokens,
+                )
+                items //= 2
+                continue
+            if failed:
+                log.warning(
+                    "memory reserved for a %s of at most %d tokens; larger ones may fail",
+                    medium.modality,
+                    medium.num_tokens,
+                )
+            return num_bytes
+        failed = True
+    return 0
+
+
+def _bytes_on_gpu(model: EncoderModel, medium: ProcessedMedium, items: int) -> int:
+    """Peak bytes of one run.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not hold it.
+    """
+    device = model.device
+    torch.cuda.empty_cache()  # also of an earlier, failed run: the frames that held its tensors are gone only now
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        model.encode([medium] * items)
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    finally:
+        torch.cuda.empty_cache()
+
+
+def from_largest(
+    model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality
+) -> Iterator[_Blank]:
+    """The largest medium, then ever smaller ones, each with at most three quarters of the work of the one before."""
+    if modality == "audio":
+        factor = policy.audio.max_duration_seconds / SMALL_SECONDS
+    else:
+        factor = policy.image.max_pixels / SMALL_SIDE**2
+        if modality == "video":
+            factor *= max(1, policy.video.max_frames / SMALL_FRAMES)
+    blank = largest(model, frontend, policy, modality)
+    yield blank
+    for halvings in range(1, math.ceil(math.log2(max(1.0, factor)))):
+        smaller = largest(model, frontend, policy, modality, halvings)
+        if 4 * smaller.work <= 3 * blank.work:  # else the processor makes nearly the same of both
+            blank = smaller
+            yield blank
+    least = small(model, frontend, modality, 1)
+    if least.work < blank.work:
+        yield least
+
+
+def largest(
+    model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality, halvings: int = 0
+) -> _Blank:
+    """The medium within the limits that makes the tower work most; its size (of a video: all frames together) is halved `halvings` times.
+
+    Raises:
+        UnsupportedInputError: the model takes none of the shapes that were tried.
+    """
+    video, pixels = policy.video, policy.image.max_pixels >> halvings
+    if modality == "audio":
+        return _blank(model, frontend, _sound(policy.audio.max_duration_seconds / 2**halvings))
+    if modality == "video":
+        frames = max(min(SMALL_FRAMES, video.max_frames), video.max_frames >> halvings)
+        pixels = (policy.image.max_pixels * video.max_frames >> halvings) // frames
+        info = _picture("video", pixels, 1.0, frames, video.frames_per_second_milli / 1000)
+        return _blank(model, frontend, info)
+    found, refused = [], None
+    for shape in SHAPES:
+        try:
+            found.append(_blank(model, frontend, _picture("image", pixels, shape)))
+        except UnsupportedInputError as error:
+            refused = error
+    if not found and refused is not None:
+        raise refused
+    return max(found, key=lambda blank: blank.work)
+
+
+def small(model: EncoderModel, frontend: Frontend, modality: Modality, times: int) -> _Blank:
+    """A medium `times` as large in each direction, or as long, as one that runs quickly."""
+    if modality == "audio":
+        return _blank(model, frontend, _sound(SMALL_SECONDS * times))
+    pixels = (SMALL_SIDE * times) ** 2
+    return _blank(model, frontend, _picture(modality, pixels, 1.0, SMALL_FRAMES * times, SMALL_FPS))
+
+
+def _blank(model: EncoderModel, frontend: Frontend, info: MediumInfo) -> _Blank:
+    message = {"role": "user", "content": [{"type": info.modality}]}
+    (layout,) = frontend.layout([message], [info]).media
+    return _Blank(model.blank(info, layout), layout.work)
+
+
+def _picture(
+    modality: Modality, pixels: int, shape: float, frames: int = 0, fps: float = SMALL_FPS
+) -> MediumInfo:
+    height = max(1, math.isqrt(int(pixels / shape)))
+    info = {"width": pixels // height if shape > 1 else height, "height": height}
+    if modality == "image":
+        return MediumInfo("image", "0" * 64, 1, "png", **info)
+    return MediumInfo(
+        "video", "0" * 64, 1, "mp4", **info, num_frames=frames, fps=fps, duration_seconds=frames / fps
+    )
+
+
+def _sound(seconds: float, rate: int = 16_000) -> MediumInfo:
+    return MediumInfo(
+        "audio",
+        "0" * 64,
+        1,
+        "wav",
+        num_samples=int(seconds * rate),
+        sample_rate_hz=rate,
+        duration_seconds=seconds,
+    )

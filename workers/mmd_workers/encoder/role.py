@@ -1,0 +1,198 @@
+"""The encode role of a pod: the tower and, on an encoder pod, the service that takes jobs from the queue.
+
+On a pod that also holds the prefill role nothing comes from the queue: that role asks for features through `local_source`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import torch
+
+from mmd_api.contract.load import PodLoad
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_workers import memory
+from mmd_workers.encoder.local_source import LocalSource
+from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.encoder.profile import tower_bytes
+from mmd_workers.encoder.service import EncoderService
+from mmd_workers.features.cache import FeatureCache
+from mmd_workers.features.store import FeatureStore
+from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.memory import MEBIBYTE
+from mmd_workers.model.encoder import load_encoder
+from mmd_workers.model.types import EncoderModel
+from mmd_workers.observe.server import Progress
+from mmd_workers.pod import ADVERTISED_FEATURES, LIVENESS_SECONDS, Part, Pod
+from mmd_workers.warmup import media_steps, warm_up
+
+log = logging.getLogger(__name__)
+
+DECODE_PROCESSES = 2
+
+
+class EncoderRole(Part):
+    """Owns the tower, its decode processes and its service."""
+
+    def __init__(self, pod: Pod, device: torch.device) -> None:
+        self._pod = pod
+        self._device = device
+        self._takes_jobs = pod.roles == ("encode",)
+        self._model: EncoderModel | None = None
+        self._decoders: DecodePool | None = None
+        self._pipeline: EncodePipeline | None = None
+        self._service: EncoderService | None = None
+        self.tower_bytes = 0  # of its activations: what a KV pool on the same device must leave
+
+    async def load_weights(self) -> None:
+        """Read the tower's weights and nothing else."""
+        pod = self._pod
+        with pod.startup.phase("load_encoder"):
+            self._model = await asyncio.to_thread(load_encoder, pod.spec.model, self._device)
+        pod.metrics.loaded_bytes.inc(self._model.loaded_bytes)
+        log.info("encoder role loaded %d bytes", self._model.loaded_bytes)
+
+    async def start(self) -> None:
+        """Start the decode processes and the tower, and find out what it needs of memory."""
+        assert self._model is not None
+        pod, media, spec = self._pod, self._pod.spec.gateway.media, self._pod.encoder_spec
+        self._decoders = DecodePool(DECODE_PROCESSES, media.decode_timeout_seconds)
+        with pod.startup.phase("sandbox"):
+            await self._decoders.start()
+        for layer, active in self._decoders.layers.items():
+            pod.metrics.sandbox_layers.labels(layer).set(active)
+        cache = FeatureCache(spec.cache_mebibytes * MEBIBYTE)
+        self._pipeline = EncodePipeline(self._model, self._decoders, media, spec, cache, pod.metrics)
+        pod.tasks.spawn(self._pipeline.run(), "tower")
+        await self._measure_tower(self._model)
+
+    async def _measure_tower(self, model: EncoderModel) -> None:
+        """What the KV pool must leave for encoding. On a CPU only where a pool is sized by it: elsewhere it would only cost time."""
+        pod = self._pod
+        sizes_pool = not self._takes_jobs and not pod.kv_spec.kv_cache_mebibytes
+        if model.device.type == "cpu" and not sizes_pool:
+            return
+        media, batching = pod.spec.gateway.media, pod.encoder_spec.batching
+        with pod.startup.phase("memory_encoder"):
+            self.tower_bytes = await asyncio.to_thread(tower_bytes, model, media, batching)
+        total, used = memory.measure(model.device, pod.settings.memory_fraction)
+        log.info("memory: %d bytes, %d in use, up to %d for the tower", total, used, self.tower_bytes)
+        if used + self.tower_bytes > total:
+            log.warning(
+                "memory: the largest tower run needs %d MiB on top of the %d MiB in use, of %d MiB; such media will fail; lower the "
+                "limits of spec.gateway.media or spec.encoder.batching.maxWork, or give the pod more memory",
+                *(number // MEBIBYTE for number in (self.tower_bytes, used, total)),
+            )
+
+    async def warm_up(self) -> None:
+        """Take a medium of each modality through decode processes and tower."""
+        assert self._model is not None
+        assert self._decoders is not None
+        assert self._pipeline is not None
+        frontend = await asyncio.to_thread(self._model.frontend)
+        media = self._pod.spec.gateway.media
+        steps = media_steps(self._decoders, frontend, media, self._pipeline.warm_up)
+        await warm_up(steps, self._pod.startup, self._model.device)
+
+    async def accept(self) -> None:
+        """Take jobs from the queue, on a pod that holds no other role."""
+        if not self._takes_jobs:
+            return
+        assert self._model is not None
+        assert self._pipeline is not None
+        pod = self._pod
+        self._service = EncoderService(
+            pod.bus,
+            pod.encode_queue(),
+            self._pipeline,
+            sorted(self._model.modalities),
+            incarnation_of=self._incarnation_of,
+            metrics=pod.metrics,
+            tracing=pod.tracing,
+        )
+        pod.tasks.spawn(self._service.run(), "encoder")
+
+    def _incarnation_of(self, pod: str) -> str | None:
+        beat = self._pod.directory.get(pod)
+        return None if beat is None else beat.incarnation
+
+    def local_source(self, store: FeatureStore) -> LocalSource:
+        """Features of this tower for the prefill role of this pod."""
+        assert self._pipeline is not None
+        pod = self._pod
+        return LocalSource(pod.bus, self._pipeline, store, pod.encoder_spec.max_deliveries)
+
+    def drain(self) -> None:
+        """Take no more jobs."""
+        if self._service is not None:
+            self._service.drain()
+
+    @property
+    def drained(self) -> bool:
+        """Whether the jobs in progress are done; media of this pod's own requests are the prefill role's."""
+        return self._service is None or self._service.drained
+
+    async def surrender(self) -> None:
+        """Return the jobs in progress to the queue, for other encoders."""
+        if self._service is not None:
+            await self._service.abandon()
+
+    async def stop(self) -> None:
+        """End the threads and the decode processes."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if self._decoders is not None:
+            await self._decoders.close()
+
+    def load(self) -> PodLoad:
+        """What waits for the tower, and how fast it is."""
+        if (pipeline := self._pipeline) is None:
+            return PodLoad()
+        return PodLoad(
+            encode_queued_work=dict(pipeline.queued_work),
+            encode_running=pipeline.running,
+            encode_work_per_second=pipeline.stages.work_per_second(),
+            encode_busy_fraction=pipeline.stages.busy_fraction(),
+        )
+
+    def advertised(self) -> dict[str, list[str]]:
+        """Features in the cache."""
+        return {"features": self._pipeline.newest(ADVERTISED_FEATURES) if self._pipeline is not None else []}
+
+    async def sample(self) -> None:
+        """Rates of the stages, and the backlog in seconds."""
+        if (pipeline := self._pipeline) is None:
+            return
+        metrics = self._pod.metrics
+        backlog, rates = 0.0, pipeline.stages.work_per_second()
+        for modality, rate in rates.items():
+            metrics.encode_rate.labels(modality).set(rate)
+        for stage in pipeline.stages.all:
+            for modality, rate in stage.work_per_second.items():
+                metrics.encode_stage_rate.labels(stage.name, modality).set(rate)
+        for modality, work in pipeline.queued_work.items():
+            metrics.encode_queued.labels(modality).set(work)
+            if modality in rates:
+                backlog += work / rates[modality]
+        metrics.backlog.labels("encode").set(backlog)
+
+    def progress(self) -> dict[str, Progress]:
+        """The tower's turns, and the time on the processor's current medium, which is too long beyond the job's timeout or `LIVENESS_SECONDS`, whichever is longer."""
+        if (pipeline := self._pipeline) is None:
+            return {}
+        return {
+            "encoder": Progress(lambda: time.monotonic() - pipeline.last_progress, LIVENESS_SECONDS),
+            "processor": Progress(
+                lambda: pipeline.processing_seconds, max(LIVENESS_SECONDS, pipeline.job_timeout_seconds)
+            ),
+        }
+
+    def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
+        """Take the media limits and the job timeout."""
+        if self._pipeline is not None:
+            self._pipeline.policy = spec.gateway.media
+            self._pipeline.job_timeout_seconds = self._pod.encoder_spec.job_timeout_seconds
+        if self._decoders is not None:
+            self._decoders.set_timeout(spec.gateway.media.decode_timeout_seconds)

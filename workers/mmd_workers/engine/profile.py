@@ -1,0 +1,156 @@
+"""How much memory a step takes beside weights and KV pool, from one run of the largest step that the engine may schedule.
+
+Runs on any device, meta included: there nothing is computed and only sizes count, so no weights are needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config as fx_config
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmd_api.contract.errors import UnsupportedModelError
+from mmd_workers.engine import attention
+from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.sampler import Draw, choose
+from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.sequence import Sequence
+from mmd_workers.engine.types import SamplingParams
+from mmd_workers.model.types import LanguageModel
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operators make while it is active; `peak` is the most that lived at once.
+
+    Workspaces inside an operator are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live = 0
+        self._sizes: dict[int, int] = {}  # of the storages that have been seen; 0: made by others
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count what it made."""
+        self._note((args, kwargs), made=False)
+        experts = func is torch.ops.aten._grouped_mm.default and args[0].is_meta
+        result = _experts_shape(*args[:2]) if experts else func(*args, **(kwargs or {}))
+        self._note(result, made=True)
+        return result
+
+    def _note(self, tree: Any, *, made: bool) -> None:
+        for leaf in pytree.tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            key = storage._cdata
+            if key in self._sizes:
+                continue
+            self._sizes[key] = size = storage.nbytes() if made else 0
+            weakref.finalize(storage, self._gone, key)
+            self._live += size
+            self.peak = max(self.peak, self._live)
+
+    def _gone(self, key: int) -> None:
+        self._live -= self._sizes.pop(key, 0)
+
+
+def _experts_shape(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What a layer of experts returns for `rows` [rows, in] and `weights` [experts, in, out]: PyTorch knows it on the meta device
+    for bfloat16 only."""
+    return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+def fused_kernel(
+    batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """What fused paged attention, as on GPUs, allocates: its output. Computes nothing."""
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def activation_bytes(
+    model: LanguageModel,
+    *,
+    chunk_tokens: int,
+    max_sequences: int,
+    block_tokens: int,
+    max_model_len: int,
+    kernel: attention.Kernel | None = None,
+) -> int:
+    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, beside `max_sequences` decoding sequences that share
+    a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own.
+
+    Raises:
+        UnsupportedModelError: the decoder cannot be served from a paged KV pool, or a layer of it keeps its state elsewhere.
+    """
+    attention.install(model.decoder)
+    attention.accelerate(model.decoder, model.device, model.dtype)
+    device = model.device
+    step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, max_model_len, kernel)
+    if device.type == "cuda":
+        step()  # libraries set up their workspaces, which stay
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return int(peak)
+    # On the meta device a mask's rows cannot be counted; those of this run are all set.
+    assume_set = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with assume_set, LiveBytes() as live:
+        step()
+    return int(live.peak)
+
+
+def _run_largest_step(
+    model: LanguageModel,
+    chunk_tokens: int,
+    max_sequences: int,
+    block_tokens: int,
+    max_model_len: int,
+    kernel: attention.Kernel | None,
+) -> None:
+    """All sequences share one block: only the amount that they read matters, not its content."""
+    device = model.device
+    pool = KvPool(model.kv_layout, 1, block_tokens, device)
+    chosen, ran = kernel or attention.select_kernel(model.kv_layout, block_tokens, device), set[int]()
+
+    def noting(
+        batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        ran.add(layer)
+        return chosen(batch, layer, query, scale, window, softcap)
+
+    context = min(max_model_len, max(2, max_model_len // max_sequences))
+    chunk = min(chunk_tokens, max_model_len)
+    work = [Work(_sequence(context, block_tokens), context - 1, context) for _ in range(max_sequences - 1)]
+    work.append(Work(_sequence(max_model_len, block_tokens), max_model_len - chunk, max_model_len))
+    batch = Batch(pool, work)
+    rows = batch.num_rows
+    # Not in inference mode: it does not decompose operators, and tensors made inside them are not counted.
+    with torch.no_grad():
+        embeds, extras = model.embed(torch.zeros(rows, dtype=torch.int64, device=device))
+        positions = torch.zeros(rows, dtype=torch.int64, device=device).expand(model.position_axes, -1)
+        with attention.running(batch, noting):
+            hidden = model.forward(embeds, positions, extras)
+        if len(ran) != model.kv_layout.num_layers:
+            raise UnsupportedModelError(
+                f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow their attention to be replaced; choose another "
+                "architecture"
+            )
+        last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]
+        choose(model.logits(last), [Draw(SamplingParams(max_tokens=1, temperature=1.0), 0)] * len(work))
+
+
+def _sequence(tokens: int, block_tokens: int) -> Sequence:
+    blocks = [0] * -(-tokens // block_tokens)
+    return Sequence("profile", 0, [], 0, 0, SamplingParams(max_tokens=1), [], None, blocks=blocks)

@@ -1,0 +1,29 @@
+"""Converts the wire's `FeatureRef` to the model's `MediumLayout`, which holds the same facts."""
+
+from __future__ import annotations
+
+from mmd_api.contract.errors import UnprocessableMediumError
+from mmd_workers.model.types import MediumLayout, SamplingPlan
+from mmd_workers.wire.messages import FeatureRef
+
+
+def layout_of(ref: FeatureRef) -> MediumLayout:
+    """What the model must know of a medium that came over the wire."""
+    return MediumLayout(
+        modality=ref.modality,
+        num_tokens=ref.num_tokens,
+        ranges=[(start, length) for start, length in ref.ranges],
+        geometry=ref.geometry,
+        sampling=SamplingPlan(**ref.sampling),
+        work=ref.work,
+        host_bytes=ref.host_bytes,
+    )
+
+
+def unprocessable(ref: FeatureRef, attempts: int, error: Exception) -> UnprocessableMediumError:
+    """The error that a client gets for a medium on which every encoder failed."""
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    return UnprocessableMediumError(
+        f"{attempts} encoders failed on this {ref.modality} ({ref.num_tokens} tokens, {ref.num_bytes} bytes), each with it alone; "
+        f"the last one with {reason}. Send a smaller or re-encoded one"
+    )

@@ -1,0 +1,133 @@
+"""The paths for those who run the deployment, on a port of their own: metrics, state, demand, recent requests, scrape targets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mmd_api.contract import paths
+from mmd_api.contract.load import WorkerState
+from mmd_api.contract.pools import ROLES
+from mmd_workers.gateway import page
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.app import api_routes, application
+from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.observe.server import scraped
+from mmd_workers.wire.messages import Heartbeat
+
+SHOWN_PODS = 256  # in /debug/state
+
+
+def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
+    """What clients may reach, and what is for those who run the deployment; `heartbeat`: the gateway's state."""
+    return application(
+        gateway,
+        [
+            *api_routes(gateway),
+            *_admin_routes(gateway, heartbeat),
+            *page.routes(lambda: gateway.web_page, admin=True),
+        ],
+        f"POST /v1/chat/completions, GET /v1/models, /health, /ready, {paths.METRICS}, {paths.GATEWAY_DEMAND}, "
+        f"{paths.GATEWAY_REQUESTS}, {paths.GATEWAY_STATE}",
+    )
+
+
+def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[Route]:
+    async def metrics(request: Request) -> Response:
+        _sample(gateway)
+        return scraped(gateway.metrics, request)
+
+    async def requests(request: Request) -> Response:
+        count = request.query_params.get("limit", "100")
+        kept = gateway.dispatcher.timelines.newest(int(count) if count.isdigit() else 100)
+        return JSONResponse({"requests": kept})
+
+    async def one_request(request: Request) -> Response:
+        timeline = gateway.dispatcher.timelines.get(request.path_params["request_id"])
+        if timeline is None:
+            error = ApiError(
+                404, "no such request at this gateway; it keeps the newest 512", code="not_found"
+            )
+            return JSONResponse(error.body(), error.status)
+        return JSONResponse(timeline.to_json())
+
+    async def state(_request: Request) -> Response:
+        pods = gateway.directory.pods(state=None)
+        workers = [beat for beat in pods if beat.roles]
+        return JSONResponse(
+            {
+                **asdict(heartbeat()),
+                "running": gateway.running,
+                "limits": {
+                    "max_body_bytes": gateway.max_body_bytes,
+                    "max_concurrent_requests": gateway.max_concurrent_requests,
+                },
+                "num_pods": len(workers),
+                "pods": [_shown(beat) for beat in workers[:SHOWN_PODS]],
+            }
+        )
+
+    async def demand(_request: Request) -> Response:
+        beat = heartbeat()
+        held = gateway.dispatcher.held_by_role()
+        report = gateway.demand.report(beat.pod, beat.revision, held)
+        return JSONResponse(report.model_dump(mode="json"))
+
+    async def targets(_request: Request) -> Response:
+        """Scrape targets in the format of Prometheus's HTTP service discovery."""
+        common = {"namespace": gateway.bus.subjects.namespace, "deployment": gateway.bus.subjects.name}
+        beats = [*gateway.directory.pods(state=None), heartbeat()]
+        return JSONResponse(
+            [
+                {
+                    "targets": [beat.http_endpoint],
+                    "labels": {**common, "pod": beat.pod, "component": beat.pool},
+                }
+                for beat in {beat.pod: beat for beat in beats}.values()
+            ]
+        )
+
+    return [
+        Route(paths.METRICS, metrics),
+        Route(paths.GATEWAY_DEMAND, demand),
+        Route(paths.GATEWAY_STATE, state),
+        Route(paths.GATEWAY_REQUESTS, requests),
+        Route(paths.GATEWAY_TARGETS, targets),
+        Route(paths.GATEWAY_REQUESTS + "/{request_id}", one_request),
+    ]
+
+
+def _shown(beat: Heartbeat) -> dict[str, Any]:
+    """A heartbeat without its samples of cached contents, which are long and unreadable."""
+    return asdict(replace(beat, prefix_blocks=[], features=[]))
+
+
+def _sample(gateway: Gateway) -> None:
+    """Set the gauges that are computed only at a scrape."""
+    dispatcher, hold, metrics = gateway.dispatcher, gateway.hold, gateway.metrics
+    metrics.requests_running.set(gateway.running)
+    metrics.held_bytes.set(hold.used_bytes)
+    held = dispatcher.held_by_role()
+    pods = Counter((role, beat.state) for beat in gateway.directory.pods(state=None) for role in beat.roles)
+    metrics.gateway_pods.clear()
+    for role in ROLES:
+        metrics.gateway_held.labels(role).set(held.get(role, 0))
+        metrics.gateway_pods.labels(role, "ready").set(0)
+    for (role, state), count in pods.items():
+        metrics.gateway_pods.labels(role, state).set(count)
+    for state in get_args(WorkerState):
+        metrics.pod_state.labels(state).set(state == ("draining" if gateway.draining else "ready"))
+    metrics.gateway_sequences.set(dispatcher.live_sequences)
+    metrics.media_budget.set(hold.budget_bytes)
+    metrics.media_items.set(hold.held_media)
+    metrics.media_waiting.set(hold.waiting)
+    metrics.answer_bytes.set(gateway.answers.used_bytes)
+    metrics.answer_budget.set(gateway.answers.budget_bytes)
+    metrics.answers_waiting.set(gateway.answers.waiting)

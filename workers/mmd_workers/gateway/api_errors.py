@@ -1,0 +1,76 @@
+"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Knows no request."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from mmd_api.contract.errors import MmdError, OverloadedError
+
+log = logging.getLogger(__name__)
+
+INTERNAL = "internal error; see the gateway's log"
+RETRY_AFTER_SECONDS = 2.0  # if there is no estimate
+
+
+class ApiError(Exception):
+    """A fault to be shown in OpenAI's shape: HTTP status, type, the field at fault and a stable code.
+
+    `retry_after_seconds` is in the body as well as in the header, because a stream that has begun has no header left.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def retry_after(self) -> int | None:
+        """Whole seconds after which the client should come back; None: coming back does not help."""
+        return None if self.retry_after_seconds is None else max(1, math.ceil(self.retry_after_seconds))
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.retry_after is not None:
+            error["retry_after_seconds"] = self.retry_after
+        return {"error": error}
+
+
+def refused(error: MmdError, param: str) -> ApiError:
+    """An error of the table that blames the input (400) names the part as well."""
+    answer = api_error(error)
+    if answer.status != 400:
+        return answer
+    message = error.message if error.message.startswith(param) else f"{param}: {error.message}"
+    return ApiError(answer.status, message, code=answer.code, param=param)
+
+
+def api_error(error: MmdError) -> ApiError:
+    """Any typed error in the shape clients know; retryable ones include when to retry."""
+    if error.status is None or error.code == MmdError.code:  # its message is for those who run the pods
+        log.error("answered with an internal error: %s: %s", type(error).__name__, error.message)
+        return ApiError(500, INTERNAL, code=MmdError.code)
+    estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
+    wait = (estimated or RETRY_AFTER_SECONDS) if error.status == 503 else None
+    return ApiError(error.status, error.message, code=error.code, retry_after_seconds=wait)

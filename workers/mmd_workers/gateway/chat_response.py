@@ -1,0 +1,113 @@
+"""What clients get: OpenAI's chat completions as pydantic models. Knows no network."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobs(TopLogprob):
+    """A token that was chosen, with the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    """Log probabilities of the tokens of a choice or chunk."""
+
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens come from; the modalities add up to `prompt_tokens`.
+
+    `truncated_audio_seconds`: sound beyond the model's window, which it did not get.
+    """
+
+    cached_tokens: int = 0
+    text_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
+    truncated_audio_seconds: float = 0.0
+
+
+class Usage(BaseModel):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+ApiFinishReason = Literal["stop", "length"]
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: ApiFinishReason
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """A complete answer. `timings` (milliseconds by phase) and each choice's `token_ids` only on request."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    timings: dict[str, float] | None = None
+
+
+class Delta(BaseModel):
+    """What a chunk adds to a choice."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    """A choice's part of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: ApiFinishReason | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One server-sent event. The last one has no choices, and `usage` and `timings` where asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    timings: dict[str, float] | None = None

@@ -1,0 +1,180 @@
+"""The answers to one request (one, or `n`): placed, followed while they grow, and sent as a stream or in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from mmd_workers.gateway.accounting import count_tokens
+from mmd_workers.gateway.chat import ChoiceStream, CompleteChoice, usage_of, with_logprobs
+from mmd_workers.gateway.chat_request import ChatRequest
+from mmd_workers.gateway.chat_response import ChatCompletion, ChatCompletionChunk, ChunkChoice, Usage
+from mmd_workers.gateway.exchange import Exchange
+from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.gateway.intake import MAX_SEED, Prepared
+from mmd_workers.gateway.prefix import prefix_blocks
+from mmd_workers.gateway.requests import SequenceSpec
+from mmd_workers.gateway.router import FeatureNeed, RouteRequest
+from mmd_workers.gateway.timeline import sequence_id
+
+STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
+KEEPALIVE_SECONDS = 10.0
+LATE_PHASES_SECONDS = 0.25
+
+
+class Choices:
+    """The choices of one request. The caller that opens them must `release` them, whatever happens."""
+
+    def __init__(
+        self, gateway: Gateway, exchange: Exchange, request: ChatRequest, prepared: Prepared
+    ) -> None:
+        self._gateway = gateway
+        self._exchange = exchange
+        self._request = request
+        self._prepared = prepared
+        self._news = asyncio.Event()
+        self._streams: list[ChoiceStream] = []
+
+    def open(self, index: int) -> None:
+        """Place the choice of this number; its answer differs from the others' by its seed."""
+        gateway, exchange, request, prepared = self._gateway, self._exchange, self._request, self._prepared
+        timeline = exchange.timeline
+        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + index) % MAX_SEED)
+        spec = SequenceSpec(
+            request_id=sequence_id(exchange.request_id, index),
+            token_ids=prepared.layout.token_ids,
+            features=prepared.features,
+            sampling=sampling,
+            arrived=timeline.arrived,
+            deadline=gateway.deadline(timeline.arrived),
+            trace=exchange.trace,
+        )
+        route = RouteRequest(
+            request_id=spec.request_id,
+            num_tokens=len(spec.token_ids),
+            max_tokens=sampling.max_tokens,
+            features=tuple(
+                FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens) for f in prepared.features
+            ),
+            prefix_blocks=prefix_blocks(spec.token_ids, spec.features, gateway.directory.pods("prefill")),
+        )
+        sequence = gateway.dispatcher.open(spec, route, timeline, self._news)
+        self._streams.append(
+            ChoiceStream(
+                index,
+                sequence,
+                gateway.frontend,
+                request.stops,
+                logprobs=bool(request.logprobs),
+                token_ids=bool(request.return_token_ids),
+            )
+        )
+
+    async def release(self) -> None:
+        """Free the sequences of all choices."""
+        for choice in self._streams:
+            await self._gateway.dispatcher.release(choice.sequence)
+
+    async def stream(self) -> None:
+        """Send the answers as server-sent events while they grow."""
+        exchange, request = self._exchange, self._request
+        created = int(time.time())
+
+        def chunk(**fields: Any) -> str:
+            made = ChatCompletionChunk(
+                id=exchange.request_id,
+                object="chat.completion.chunk",
+                created=created,
+                model=request.model,
+                **fields,
+            )
+            return f"data: {made.model_dump_json(exclude_unset=True)}\n\n"
+
+        async for ready in self._progress():
+            if ready:
+                await exchange.events(*(chunk(choices=[part]) for part in ready))
+            else:
+                await exchange.events(": waiting\n\n")
+        usage = await self._finish()
+        closing: dict[str, Any] = {}
+        if request.stream_options is not None and request.stream_options.include_usage:
+            closing["usage"] = usage
+        if self._wants_timings():
+            closing["timings"] = exchange.timeline.timings()
+        last = [chunk(choices=[], **closing)] if closing else []
+        await exchange.events(*last, "data: [DONE]\n\n")
+        await exchange.send({"type": "http.response.body", "body": b""})
+
+    async def whole(self) -> None:
+        """Send the answers as one JSON object, once all of them are complete."""
+        exchange, request = self._exchange, self._request
+        wholes = [CompleteChoice(choice, logprobs=bool(request.logprobs)) for choice in self._streams]
+        async for ready in self._progress():
+            for part in ready:
+                wholes[part.index].add(part)
+        usage = await self._finish()
+        completion = ChatCompletion(
+            id=exchange.request_id,
+            created=int(time.time()),
+            model=request.model,
+            choices=[whole.choice(token_ids=bool(request.return_token_ids)) for whole in wholes],
+            usage=usage,
+        )
+        exclude: dict[str, Any] = {}
+        if self._wants_timings():
+            completion.timings = exchange.timeline.timings()
+        else:
+            exclude["timings"] = True
+        if not request.return_token_ids:
+            exclude["choices"] = {"__all__": {"token_ids"}}
+        body = completion.model_dump_json(exclude=exclude).encode()
+        await exchange.reply_in_pieces(with_logprobs(body, wholes) if request.logprobs else [body])
+
+    async def _progress(self) -> AsyncIterator[list[ChunkChoice]]:
+        """What each wake-up brought, until every choice has finished; an empty list now and then when nothing comes."""
+        patience = STREAM_OPENS_AFTER_SECONDS
+        while True:
+            self._news.clear()
+            ready = [chunk for choice in self._streams if (chunk := choice.advance()) is not None]
+            for choice in self._streams:
+                if choice.finish_reason is not None:
+                    await self._gateway.dispatcher.release(choice.sequence)
+            if ready:
+                yield ready
+            if all(choice.finish_reason is not None for choice in self._streams):
+                return
+            open_choices = [choice for choice in self._streams if choice.finish_reason is None]
+            if ready or any(c.sequence.ended or c.sequence.state.untaken for c in open_choices):
+                await asyncio.sleep(0)
+                continue
+            try:
+                async with asyncio.timeout(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                patience = KEEPALIVE_SECONDS
+                yield []
+
+    async def _finish(self) -> Usage:
+        """Counts, and the workers' last reports if the client asked for timings."""
+        timeline = self._exchange.timeline
+        if self._wants_timings():
+            until = time.monotonic() + LATE_PHASES_SECONDS
+            while time.monotonic() < until and not timeline.is_complete():
+                await asyncio.sleep(0.01)
+        timeline.finished = time.time()
+        timeline.finish_reasons = [choice.finish_reason or "" for choice in self._streams]
+        usage = usage_of(
+            self._prepared.layout,
+            sum(choice.completion_tokens for choice in self._streams),
+            timeline.cached_tokens(),
+        )
+        timeline.usage = usage.model_dump()
+        count_tokens(self._gateway.metrics, timeline.usage)
+        return usage
+
+    def _wants_timings(self) -> bool:
+        header = self._exchange.headers.get("x-mmd-timings", "")
+        return bool(self._request.timings) or header.lower() == "true"

@@ -1,0 +1,105 @@
+"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Knows no HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmd_api.spec.observability import SloSpec
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.demand import GatewayDemand
+from mmd_workers.gateway.hold import Budget, MediaHold
+from mmd_workers.gateway.intake import Intake
+from mmd_workers.gateway.lifecycle import Dispatcher
+from mmd_workers.model.types import Frontend
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.tracing import Tracing
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.peers import PeerDirectory
+
+MAX_NAME_CHARACTERS = 256  # of an unknown model, in the error
+
+
+@dataclass(slots=True)
+class Gateway:
+    """Everything that requests share.
+
+    `models`: the names of the one model, the preferred one first. `draining`: about to end; connections are closed after their next
+    answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
+    """
+
+    models: tuple[str, ...]
+    max_body_bytes: int
+    max_concurrent_requests: int
+    request_timeout_seconds: int
+    frontend: Frontend
+    intake: Intake
+    hold: MediaHold
+    answers: Budget
+    dispatcher: Dispatcher
+    directory: PeerDirectory
+    bus: Bus
+    metrics: Metrics
+    tracing: Tracing
+    slo: SloSpec
+    demand: GatewayDemand
+    web_page: bool = True
+    started: float = field(default_factory=time.time)
+    draining: bool = False
+    failed: str = ""
+    drained_at: float = math.inf  # Unix seconds: requests that come while it drains end by then
+    running: int = 0
+    last_request: float = -math.inf
+
+    def check_model(self, name: str) -> None:
+        """Check that this gateway serves the model.
+
+        Raises:
+            ApiError: 404, with the names that are served.
+        """
+        if name not in self.models:
+            names = " or ".join(repr(served) for served in self.models)
+            raise ApiError(
+                404,
+                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; use {names}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def deadline(self, arrived: float) -> float:
+        """When a request that arrived then must have ended; both in Unix seconds."""
+        return min(arrived + self.request_timeout_seconds, self.drained_at)
+
+    @contextlib.contextmanager
+    def admit(self) -> Any:
+        """Count a request in and out.
+
+        Raises:
+            ApiError: 429, too many at once.
+        """
+        self.last_request = time.monotonic()
+        if self.running >= self.max_concurrent_requests:
+            raise ApiError(
+                429,
+                f"{self.running} requests are running and the limit is {self.max_concurrent_requests}; retry, "
+                "or raise spec.gateway.maxConcurrentRequests",
+                code="too_many_requests",
+                retry_after_seconds=1.0,
+            )
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def model_len(self) -> int:
+        """The longest sequence that every ready worker takes; 0: none has reported it."""
+        lengths = [
+            beat.max_model_len
+            for beat in self.directory.pods()
+            if beat.max_model_len and "prefill" in beat.roles
+        ]
+        return min(lengths, default=0)

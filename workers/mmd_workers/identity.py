@@ -1,0 +1,124 @@
+"""What this process really is: the code that it runs and the weights that it loads, named by their content.
+
+A pipeline revision names an image tag and a branch, which may move. Peers find each other by revision and identity together, so pods
+of one revision that run different code or weights never exchange a message. The operator pins the identity of the first Ready pod of
+a revision; any other ends with `RevisionMismatchError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from importlib import resources
+from importlib.metadata import distributions
+from pathlib import Path
+
+from mmd_api.contract.errors import RevisionMismatchError
+from mmd_api.contract.version import WIRE_VERSION
+from mmd_api.pipeline import PipelineConfig
+from mmd_api.spec.model import ModelSpec
+from mmd_workers.model import source
+from mmd_workers.settings import WorkerSettings
+
+OWN_PACKAGES = ("mmd_api", "mmd_workers")
+PIECES = 256
+PIECE_BYTES = 64 * 1024
+"""Of a file larger than `PIECES` pieces, evenly spread pieces are read: 16 MiB, however large it is. A change of less than a 256th of
+such a file may lie between them."""
+
+
+def identified(settings: WorkerSettings) -> WorkerSettings:
+    """The settings with this process's identity, and with the commit of the model's hub repository that is used from now on.
+
+    Raises:
+        RevisionMismatchError: the pipeline revision is pinned to another identity.
+        UnsupportedModelError: the model is not there.
+    """
+    model, pinned = settings.pipeline.spec.model, settings.pipeline.pinned
+    if pinned is not None and pinned.commit is not None and model.source == "HubId":
+        model = model.model_copy(update={"revision": pinned.commit})
+    folder = source.resolve(model, weights=False)
+    commit = source.commit_of(folder, model)
+    if commit is not None:  # the branch may move before the weights are fetched
+        model = model.model_copy(update={"revision": commit})
+    spec = settings.pipeline.spec.model_copy(update={"model": model})
+    identity = identity_of(code_fingerprint(), commit or weights_fingerprint(folder))
+    found = replace(
+        settings,
+        pipeline=settings.pipeline.model_copy(update={"spec": spec}),
+        identity=identity,
+        commit=commit or "",
+    )
+    check_pinned(found, settings.pipeline)
+    return found
+
+
+def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
+    """Compare this process with what its pipeline revision is pinned to.
+
+    Raises:
+        RevisionMismatchError: it runs other code or weights.
+    """
+    pinned = config.pinned
+    if pinned is None or not settings.identity or pinned.identity == settings.identity:
+        return
+    commits = f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
+    raise RevisionMismatchError(
+        f"pod {settings.pod} runs code and weights {settings.identity}, and revision {config.revision} is pinned to "
+        f"{pinned.identity} ({commits}): the image tag, the branch or the files of the model changed after the revision was first seen; set "
+        f"spec.image.worker to a digest ({pinned.image or 'see status.pinned'} keeps what runs) and spec.model.revision to a commit"
+    )
+
+
+def identity_of(code: str, weights: str) -> str:
+    """Ten hex digits for code and weights together."""
+    return hashlib.sha256(f"{WIRE_VERSION} {code} {weights}".encode()).hexdigest()[:10]
+
+
+@lru_cache(maxsize=1)
+def code_fingerprint() -> str:
+    """Content of our own packages, and versions of Python and of everything installed beside them.
+
+    Kept for the life of the process and of those forked from it: files that change later are not what runs.
+    """
+    found = hashlib.sha256(f"{sys.version_info[:3]}".encode())
+    for package in OWN_PACKAGES:
+        root = Path(str(resources.files(package)))
+        for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+            found.update(f"{package}/{file.relative_to(root)} ".encode())
+            found.update(hashlib.sha256(file.read_bytes()).digest())
+    for name in sorted({f"{d.name}=={d.version}" for d in distributions()}):
+        found.update(name.encode())
+    return found.hexdigest()
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Names, sizes and pieces of a model folder's files. Weights that were trained on differ in nearly every piece."""
+    found = hashlib.sha256()
+    files = {f for pattern in source.WEIGHT_PATTERNS for f in folder.glob(pattern) if f.is_file()}
+    for file in sorted(files):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        for piece in _pieces(file, size):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _pieces(file: Path, size: int) -> Iterator[bytes]:
+    """The whole of a small file; of a large one its beginning, its end, and pieces at equal distances between."""
+    with file.open("rb") as content:
+        if size <= PIECES * PIECE_BYTES:
+            yield content.read()
+            return
+        for number in range(PIECES):
+            content.seek((size - PIECE_BYTES) * number // (PIECES - 1))
+            yield content.read(PIECE_BYTES)
+
+
+def of_model(model: ModelSpec) -> str:
+    """The identity of a process of this installation with this model."""
+    folder = source.resolve(model, weights=False)
+    return identity_of(code_fingerprint(), source.commit_of(folder, model) or weights_fingerprint(folder))

@@ -1,1 +1,0 @@
-"""Everything that runs, or speaks to, a pipeline on this machine."""

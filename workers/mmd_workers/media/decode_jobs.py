@@ -1,0 +1,63 @@
+"""What a decode process does with a job: map the bytes, probe or decode them, write the result. Knows no socket and no limit."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import pkgutil
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from mmd_api.contract.errors import BadMediaError
+from mmd_workers.media import decode
+from mmd_workers.media.probe import probe
+from mmd_workers.media.types import MediumInfo
+
+
+def load() -> None:
+    """Load what the libraries load when they are first used: afterwards no file can be opened."""
+    Image.init()
+    for module in pkgutil.walk_packages(av.__path__, "av."):
+        if not module.name.startswith(("av.__main__", "av.datasets")):
+            importlib.import_module(module.name)
+    for name in ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "cp1252"):  # of metadata
+        importlib.import_module(f"encodings.{name}")
+
+
+def serve(job: dict[str, Any], source: int, result: int) -> dict[str, Any]:
+    """Do a job; `source` and `result` are shared memory. Raises BadMediaError."""
+    with mmap.mmap(source, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ) as mapped:
+        data = bytes(mapped)
+    if job["kind"] == "probe":
+        limits: Any = _limits(job["policy"])
+        return {"info": asdict(probe(data, job["modality"], limits, job["digest"]))}
+    info = MediumInfo(**job["info"])
+    # Memory of an earlier result: its pages are mapped at once, and not by a fault each.
+    populate = mmap.MAP_POPULATE if os.fstat(result).st_blocks else 0
+    buffer = mmap.mmap(result, job["result_bytes"], flags=mmap.MAP_SHARED | populate)
+    if job["kind"] == "image":
+        shape = decode.image_shape(info)
+        decode.decode_image(data, info, np.frombuffer(buffer, np.uint8).reshape(shape))
+    elif job["kind"] == "video":
+        indices = job["frame_indices"]
+        shape4 = decode.video_shape(info, indices)
+        decode.decode_video(data, info, indices, np.frombuffer(buffer, np.uint8).reshape(shape4))
+    elif job["kind"] == "audio":
+        rate, count = job["sample_rate_hz"], job["num_samples"]
+        decode.decode_audio(data, info, rate, count, np.frombuffer(buffer, np.float32))
+    else:
+        raise BadMediaError(f"unknown decode job {job['kind']}")
+    return {"done": True}
+
+
+def _limits(policy: dict[str, Any]) -> SimpleNamespace:
+    """A MediaPolicy's fields without its package, which would cost every decode process memory and time to start."""
+    return SimpleNamespace(
+        **{name: _limits(value) if isinstance(value, dict) else value for name, value in policy.items()}
+    )

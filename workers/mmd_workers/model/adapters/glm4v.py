@@ -1,0 +1,14 @@
+"""GLM-4V and its successors: the frames of a video are marked as images are, with their times between them."""
+
+from __future__ import annotations
+
+from mmd_api.contract.pools import Modality
+from mmd_workers.model.adapters.base import Adapter
+
+
+class Glm4vAdapter(Adapter):
+    """The configuration names a token for videos, which only the chat template uses."""
+
+    def placeholder_id(self, modality: Modality) -> int | None:
+        """An image's, for both."""
+        return super().placeholder_id("image" if modality == "video" else modality)

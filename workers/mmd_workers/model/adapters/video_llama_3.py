@@ -1,0 +1,33 @@
+"""VideoLLaMA 3: its processor drops the tokens of what does not move, so that their number depends on pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.inputs import MediaInputs, Processed
+
+
+class VideoLlama3Adapter(Adapter):
+    """Keeps every token of a video, as the processor does with `use_token_compression` off: their number is known without a pixel."""
+
+    def prepare_processor(self, processor: Any, folder: Path) -> Any:
+        """Turn off the compression."""
+        del folder
+        processor.video_processor.use_token_compression = False
+        return processor
+
+    def video(
+        self, inputs: MediaInputs, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int
+    ) -> Processed:
+        """Each frame's time and tokens. The processor counts them in a mask, which has no data where only shapes are processed."""
+        made = super().video(inputs, frames, indices, fps, num_frames)
+        outputs = {name: value for name, value in made.outputs.items() if name != "video_compression_mask"}
+        _, rows, columns = outputs["video_grid_thw"][0].tolist()
+        tokens = rows * columns // int(outputs["video_merge_sizes"][0]) ** 2
+        token = inputs.processor.video_token
+        times = made.replacement.replace(token, "").split(",")
+        return Processed(",".join(time + token * tokens for time in times), outputs)

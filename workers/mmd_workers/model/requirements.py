@@ -1,0 +1,145 @@
+"""What an architecture's decoder needs beside what the split gives it, read from the architecture's own source. Runs nothing.
+
+An architecture is served without a line of code if its outer model does no more than put features in the places of placeholders and
+call the decoder. One that hands its decoder anything else would be served with wrong answers: it is refused here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mmd_api.contract.errors import UnsupportedModelError
+from mmd_workers.model.adapters.base import Adapter
+
+PROVIDED = frozenset(
+    {"self", "input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache"}
+)
+DEEPSTACK = frozenset({"visual_pos_masks", "deepstack_visual_embeds"})
+NO_INPUTS = frozenset(
+    {
+        "cache_position",
+        "labels",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+"""Parameters that change no logit, or follow from what is provided."""
+OF_OTHER_TASKS = frozenset({"encoder_hidden_states", "encoder_attention_mask", "token_type_ids"})
+"""Parameters of text models that plain generation leaves out."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+def check(model: Any, adapter: Adapter) -> None:
+    """Make sure that the split provides all that the decoder of `model` needs.
+
+    Raises:
+        UnsupportedModelError: it does not; names the inputs and the remedy.
+    """
+    missing = missing_inputs(model, adapter)
+    if missing:
+        raise UnsupportedModelError(
+            f"spec.model.id: the decoder of {adapter.config.model_type} needs {', '.join(missing)}, which the split of encoder and "
+            "language model does not provide, so its answers would be wrong; choose an architecture of docs/models.md, or add an "
+            "adapter in workers/mmd_workers/model/adapters that provides it"
+        )
+
+
+def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
+    """What the decoder needs and does not get, sorted; each a parameter's name, or a phrase."""
+    base, decoder = model.base_model, model.get_decoder()
+    provided = PROVIDED | (DEEPSTACK if adapter.provides_deepstack() else frozenset())
+    parameters = inspect.signature(decoder.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    accepted = {p.name for p in parameters if p.kind not in variable} - NO_INPUTS
+    found: set[str] = set()
+    if base is decoder:
+        found |= accepted - provided - OF_OTHER_TASKS
+    else:
+        found |= accepted - provided
+        for outer in (base, model):
+            found |= _handed_over(outer, decoder) - provided - NO_INPUTS
+        if any(_writes_embeddings(outer) for outer in (base, model)):
+            found.add("embeddings of its own for tokens beside the placeholders")
+        if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
+            found.add("a mask in which the tokens of a medium see each other (bidirectional attention)")
+    if adapter.bidirectional != "prompt" and any(_is_bidirectional(module) for module in decoder.modules()):
+        found.add("a mask in which tokens see later ones (bidirectional attention)")
+    return sorted(found)
+
+
+def uses(model: Any, setting: str) -> bool:
+    """Whether the forward of `model` reads this setting of its text model: some multimodal models leave out what their text model does
+    to the logits.
+    """
+    try:
+        return setting in inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):
+        return True
+
+
+def _is_bidirectional(module: torch.nn.Module) -> bool:
+    return getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True) is False
+
+
+def _handed_over(outer: Any, decoder: Any) -> set[str]:
+    """Names of the arguments with which the forward of `outer` calls its decoder."""
+    names = {name for name, child in outer.named_children() if child is decoder}
+    return {
+        keyword.arg
+        for call in _calls(outer)
+        if _name(call) in names
+        for keyword in call.keywords
+        if keyword.arg is not None
+    }
+
+
+def _makes_masks(outer: Any) -> bool:
+    """Whether the forward of `outer` uses the modality of tokens for anything but their positions."""
+    for call in _calls(outer):
+        name = _name(call)
+        if (
+            "rope" in name or "position" in name or name == "model"
+        ):  # its own outer forward passes everything on
+            continue
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+        if names & set(TOKEN_TYPES):
+            return True
+    return False
+
+
+def _writes_embeddings(outer: Any) -> bool:
+    """Whether the forward of `outer` assigns rows of the embeddings one by one: features are scattered in one call."""
+    return any(
+        isinstance(target, ast.Subscript) and ast.unparse(target.value) == "inputs_embeds"
+        for node in _nodes(outer)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    )
+
+
+def _name(call: ast.Call) -> str:
+    """The called function without `self.`: `language_model`, `torch.where`."""
+    return ast.unparse(call.func).removeprefix("self.")
+
+
+def _calls(outer: Any) -> Iterator[ast.Call]:
+    yield from (node for node in _nodes(outer) if isinstance(node, ast.Call))
+
+
+def _nodes(outer: Any) -> Iterator[ast.AST]:
+    """The syntax of the forward of `outer`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(outer).forward))))
+    except (OSError, TypeError, SyntaxError):  # no source: rely on the signatures
+        return
+    yield from ast.walk(tree)

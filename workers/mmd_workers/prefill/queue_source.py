@@ -1,0 +1,236 @@
+"""Features for the prefill role from encoder pods, through the job queue or from the cache of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_workers.backoff import Backoff
+from mmd_workers.features.source import EncodeError
+from mmd_workers.features.store import FeatureStore
+from mmd_workers.features.tensors import feature_of
+from mmd_workers.features.times import FeatureTimes
+from mmd_workers.model.types import Feature
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.embeddings import EmbeddingReceiver
+from mmd_workers.wire.jobs import EncodeQueue
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    EncodeCheck,
+    EncodeFailed,
+    EncodeJob,
+    EncodeTaken,
+    EncodeWanted,
+    FeatureRef,
+    GenerateRequest,
+    TensorHeader,
+)
+
+log = logging.getLogger(__name__)
+
+PUBLISH_PAUSE_SECONDS = (0.5, 4.0)  # first and longest
+HOLDER_REPLY_SECONDS = 1.0
+HOLDER_SECONDS = 5.0  # for an encoder to deliver a feature from its cache; then any encoder may make it
+
+
+class QueueSource:
+    """Publishes an encode job for every feature that is wanted, and takes what encoders offer. `holders(feature_id)`: ready encoder
+    pods that report to have it.
+    """
+
+    encodes_here = False
+
+    def __init__(
+        self,
+        bus: Bus,
+        pod: str,
+        incarnation: str,
+        queue: EncodeQueue,
+        holders: Callable[[str], Sequence[str]],
+        store: FeatureStore,
+        window_bytes: int,
+        chunk_bytes: int,
+        job_timeout_seconds: float,
+        transfer_timeout_seconds: float,
+        metrics: Metrics,
+    ) -> None:
+        self._bus = bus
+        self._pod = pod
+        self._incarnation = incarnation
+        self._queue = queue
+        self._holders = holders
+        self._store = store
+        self._job_timeout = job_timeout_seconds
+        self._metrics = metrics
+        self._wanted: dict[str, EncodeJob] = {}  # by feature: the job whose outcome counts
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._back: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # done: the server is back
+        self._times = FeatureTimes()
+        self._receiver = EmbeddingReceiver(
+            bus,
+            pod,
+            budget_bytes=store.budget_bytes,
+            wants=store.verdict,
+            on_feature=self._arrived,
+            window_bytes=window_bytes,
+            chunk_bytes=chunk_bytes,
+            timeout_seconds=transfer_timeout_seconds,
+        )
+
+    async def start(self) -> None:
+        """Listen for offers and failures."""
+        await self._receiver.start()
+        self._bus.on_reconnect(self._reconnected)
+        await self._bus.serve(self._bus.subjects.encode_failed(self._pod), EncodeFailed, self._failed)
+        await self._bus.serve(self._bus.subjects.encode_wanted(self._pod), EncodeCheck, self._checked)
+
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+        """Publish the encode job of a feature and follow it: the feature or a failure arrives in the store by the job's
+        deadline (the request's, or the pool's job timeout if that is sooner).
+        """
+        now = time.time()
+        job = EncodeJob(
+            job_id=uuid.uuid4().hex,
+            feature=ref,
+            gateway=request.gateway,
+            receiver=self._pod,
+            receiver_incarnation=self._incarnation,
+            deadline=min(request.deadline, now + self._job_timeout),
+            published=now,
+            request_id=request.request_id,
+            trace=request.trace,
+            attempt=request.attempt,
+        )
+        arrival = self._store.arrival(ref.feature_id)
+        self._wanted[ref.feature_id] = job
+        task = asyncio.create_task(self._see_to(job, arrival), name=f"feature-{ref.feature_id[:12]}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _see_to(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        feature_id = job.feature.feature_id
+        try:
+            await self._from_holder(job, arrival)
+            await self._queued_until(job, arrival)
+            if not arrival.done():
+                raise DeadlineError(
+                    f"no encoder delivered the feature within {job.deadline - job.published:.0f} s; check that encoders are "
+                    "Ready and that jobTimeoutSeconds is enough for this medium"
+                )
+        except MmdError as error:
+            self._give_up(job, EncodeError(error.message, error.code, error.retryable))
+        except Exception as error:  # waiters must be notified
+            log.exception("requesting feature %s failed", feature_id[:12])
+            message = (
+                f"requesting the feature failed ({type(error).__name__}); see the log of pod {self._pod}"
+            )
+            self._give_up(job, EncodeError(message, MmdError.code, retryable=True))
+        finally:
+            if self._wanted.get(feature_id) is job:
+                del self._wanted[feature_id]
+
+    async def _queued_until(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        """Keep the job in the queue until the feature has arrived or the job's deadline is over.
+
+        A server that comes back may have lost what it had stored, so the job is published again: one that is still there, or was there
+        within two minutes, is not queued twice.
+        """
+        published = False
+        while not arrival.done() and time.time() < job.deadline:
+            back = self._back
+            try:
+                await self._publish(job, arrival)
+            except OverloadedError:
+                if not published:
+                    raise
+                await asyncio.wait(
+                    [arrival], timeout=PUBLISH_PAUSE_SECONDS[1]
+                )  # the first copy may be there still
+                continue
+            published = True
+            left = job.deadline - time.time()
+            if back is self._back and left > 0:
+                either: set[asyncio.Future[Any]] = {arrival, back}
+                await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _reconnected(self) -> None:
+        back, self._back = self._back, asyncio.get_running_loop().create_future()
+        back.set_result(None)
+
+    def _give_up(self, job: EncodeJob, error: EncodeError) -> None:
+        feature_id = job.feature.feature_id
+        if self._wanted.get(feature_id) is job:
+            self._store.fail(feature_id, error)
+
+    async def _from_holder(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        """Have an encoder that reports the feature in its cache send it: from the queue, any other might take the job and encode
+        again. Returns when it has arrived, or has to come from the queue after all.
+        """
+        for pod in self._holders(job.feature.feature_id)[:1]:
+            subject = self._bus.subjects.encode_cached(pod)
+            try:
+                answer = await self._bus.request(subject, job, EncodeTaken, timeout=HOLDER_REPLY_SECONDS)
+            except MmdError as error:
+                log.info("%s did not accept the job for its cached feature: %s", pod, error.message)
+                continue
+            if answer.taken:
+                await asyncio.wait([arrival], timeout=HOLDER_SECONDS)
+
+    async def _publish(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        """Publish until the queue confirms it; repeating is safe. A full queue is raised: the request retries."""
+        pauses = Backoff(*PUBLISH_PAUSE_SECONDS)
+        while not arrival.done():
+            try:
+                await self._queue.publish(job)
+                return
+            except (DeadlineError, PeerLostError) as error:
+                if time.time() + (pause := pauses.next()) > job.deadline:
+                    raise
+                log.warning(
+                    "publishing the encode job of %s failed, retrying: %s", job.request_id, error.message
+                )
+                await asyncio.wait([arrival], timeout=pause)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Room granted to transfers under way."""
+        return self._receiver.reserved_bytes
+
+    def times(self, feature_id: str) -> dict[str, float]:
+        """See `FeatureSource.times`."""
+        return self._times.take(feature_id)
+
+    def _arrived(
+        self,
+        feature_id: str,
+        headers: list[TensorHeader],
+        data: memoryview,
+        timings: dict[str, float],
+    ) -> None:
+        if (job := self._wanted.get(feature_id)) is None:
+            return
+        now = time.time()
+        self._times.add(feature_id, {**timings, "arrived": now})
+        self._metrics.transfer_bytes.labels("embedding", "received").inc(len(data))
+        self._metrics.transfer.labels("embedding").observe(max(0.0, now - timings.get("encoded", now)))
+        self._store.deliver(feature_id, feature_of(job.feature.modality, headers, data))
+
+    async def _checked(self, check: EncodeCheck) -> EncodeWanted:
+        job = self._wanted.get(check.feature_id)
+        return EncodeWanted(check.job_id, wanted=job is not None and job.job_id == check.job_id)
+
+    async def _failed(self, failure: EncodeFailed) -> Acknowledged:
+        job = self._wanted.get(failure.feature_id)
+        if job is not None and job.job_id == failure.job_id:
+            self._store.fail(
+                failure.feature_id, EncodeError(failure.message, failure.code, failure.retryable)
+            )
+        return Acknowledged()

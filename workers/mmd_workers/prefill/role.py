@@ -1,0 +1,197 @@
+"""The prefill role of a pod: takes placed requests, gathers their features and, unless this pod decodes too, hands sequences over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mmd_api.contract.errors import MmdError
+from mmd_api.contract.load import PodLoad
+from mmd_workers.features.source import FeatureSource
+from mmd_workers.features.store import FeatureState, FeatureStore
+from mmd_workers.memory import MEBIBYTE
+from mmd_workers.pod import ADVERTISED_FEATURES, Part, Pod
+from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.prefill.queue_source import QueueSource
+from mmd_workers.prefill.service import PrefillService
+from mmd_workers.sequences.engine import EngineHost
+from mmd_workers.sequences.links import KvLinks
+from mmd_workers.sequences.running import Sequences
+from mmd_workers.warmup import warm_up
+from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.peers import PeerEvent
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+LINK_SECONDS = 5.0  # for the links with decode pods that are ready before this one
+
+
+class PrefillRole(Part):
+    """Owns the feature store, the source of features, the sending side of hand-overs, and the service that joins them."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        engine: EngineHost,
+        sequences: Sequences,
+        links: KvLinks | None,
+        local_source: Callable[[FeatureStore], FeatureSource] | None,
+    ) -> None:
+        """`links`: None where sequences stay. `local_source`: of the tower in this process; None: features come from encoder pods."""
+        self._pod = pod
+        self._engine = engine
+        self._sequences = sequences
+        self._links = links
+        self._local_source = local_source
+        self._store: FeatureStore | None = None
+        self._queue_source: QueueSource | None = None
+        self._sender: KvSender | None = None
+        self._service: PrefillService | None = None
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    async def accept(self) -> None:
+        """Take placed requests."""
+        pod, prefill = self._pod, self._pod.prefill_spec
+        self._store = store = FeatureStore(
+            prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition
+        )
+        source = self._local_source(store) if self._local_source else await self._start_queue_source(store)
+        if self._links is not None:
+            self._sender = self._make_sender(self._links)
+        self._service = service = PrefillService(
+            pod.bus,
+            pod.name,
+            self._engine.engine,
+            store,
+            source,
+            self._sequences.book,
+            self._sender,
+            max_waiting=prefill.max_waiting_requests,
+            max_in_engine=pod.spec.decode.max_sequences,
+            overlap_tokens=prefill.chunk_tokens // 4,
+            metrics=pod.metrics,
+        )
+        self._sequences.add(service)
+        pod.directory.on_event(self._peer_event)
+        await service.start()
+
+    async def _start_queue_source(self, store: FeatureStore) -> QueueSource:
+        pod, embedding = self._pod, self._pod.spec.transfer.embedding
+        self._queue_source = source = QueueSource(
+            pod.bus,
+            pod.name,
+            pod.settings.incarnation,
+            pod.encode_queue(),
+            self._encoders_with,
+            store,
+            window_bytes=embedding.window_kibibytes * 1024,
+            chunk_bytes=embedding.chunk_kibibytes * 1024,
+            job_timeout_seconds=float(pod.encoder_spec.job_timeout_seconds),
+            transfer_timeout_seconds=float(embedding.timeout_seconds),
+            metrics=pod.metrics,
+        )
+        await source.start()
+        return source
+
+    def _encoders_with(self, feature_id: str) -> list[str]:
+        """Ready encoder pods that report a feature in their cache, in random order, to spread the load."""
+        encoders = self._pod.directory.pods("encode")
+        pods = [beat.pod for beat in encoders if feature_id in beat.features and beat.roles == ["encode"]]
+        return random.sample(pods, len(pods))
+
+    def _make_sender(self, links: KvLinks) -> KvSender:
+        pod = self._pod
+        return KvSender(
+            pod.bus,
+            pod.name,
+            pod.settings.incarnation,
+            self._engine.engine,
+            links.manager,
+            float(pod.spec.transfer.kv.lease_seconds),
+            lambda: {beat.pod: beat.incarnation for beat in pod.directory.pods("decode")},
+            pod.metrics,
+        )
+
+    def _count_transition(self, _before: FeatureState | None, after: FeatureState) -> None:
+        self._pod.metrics.feature_transitions.labels(after).inc()
+
+    # --- links ----------------------------------------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Link with the decode pods that are ready already; those that come later are linked when they do."""
+        if self._sender is not None:
+            links = {"links": partial(self._link_decoders, self._sender)}
+            await warm_up(links, self._pod.startup, CPU, LINK_SECONDS)
+
+    async def _link_decoders(self, sender: KvSender) -> None:
+        await asyncio.gather(*(self._link(sender, beat) for beat in self._pod.directory.pods("decode")))
+
+    async def _link(self, sender: KvSender, decoder: Heartbeat) -> None:
+        try:
+            await sender.link(decoder.pod, decoder.incarnation)
+        except MmdError as error:
+            log.info("KV link to %s not opened ahead of the first request: %s", decoder.pod, error.message)
+
+    def _peer_event(self, event: PeerEvent) -> None:
+        there = event.heartbeat
+        new = event.kind != "lost" and there.state == "ready" and "decode" in there.roles
+        if new and self._sender is not None:
+            self._pod.tasks.in_background(self._link(self._sender, there), f"link-{there.pod}")
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        if self._service is not None:
+            self._service.drain()
+
+    @property
+    def drained(self) -> bool:
+        """Whether every request has been handed over, or has ended."""
+        return self._service is None or not self._service.active
+
+    # --- report ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> PodLoad:
+        """Requests that have not reached the engine, and the bytes of their features."""
+        store, service = self._store, self._service
+        if store is None:
+            return PodLoad()
+        if service is None or self._engine.stats is None:
+            return PodLoad(feature_bytes_used=store.used_bytes, feature_bytes_budget=store.budget_bytes)
+        return PodLoad(
+            prefill_waiting_tokens=service.waiting_tokens(),
+            prefill_blocked_tokens=service.blocked_tokens(),
+            prefill_waiting_requests=service.active,
+            feature_bytes_used=store.used_bytes,
+            feature_bytes_budget=store.budget_bytes,
+        )
+
+    def advertised(self) -> dict[str, list[str]]:
+        """Features in the store."""
+        return {"features": self._store.newest(ADVERTISED_FEATURES)} if self._store is not None else {}
+
+    async def sample(self) -> None:
+        """Features by state, room granted to transfers, and prompt tokens that wait, in the engine or for it."""
+        metrics = self._pod.metrics
+        if self._store is not None:
+            metrics.feature_budget.set(self._store.budget_bytes)
+            for state, num_bytes in self._store.bytes_by_state().items():
+                metrics.feature_bytes.labels(state).set(num_bytes)
+        if self._queue_source is not None:
+            metrics.credit.set(self._queue_source.reserved_bytes)
+        if self._service is not None and (stats := self._engine.stats) is not None:
+            blocked = stats.blocked_tokens + self._service.blocked_tokens()
+            waiting = stats.waiting_tokens + self._service.waiting_tokens() - blocked
+            metrics.prefill_waiting.labels("prefill").set(waiting)
+            metrics.prefill_waiting.labels("encode").set(blocked)
+            if stats.prefill_tokens_per_second:
+                metrics.prefill_rate.set(stats.prefill_tokens_per_second)
+                metrics.backlog.labels("prefill").set(waiting / stats.prefill_tokens_per_second)

@@ -1,0 +1,53 @@
+"""The KV links of a pod whose sequences move between prefill and decode pods. Knows neither engine nor sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from mmd_workers.kv.links import LinkManager
+from mmd_workers.observe.server import Progress
+from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod
+from mmd_workers.wire.peers import PeerEvent
+
+
+class KvLinks(Part):
+    """Owns the link manager, and closes links with lost pods."""
+
+    def __init__(self, pod: Pod, device: torch.device) -> None:
+        self._pod = pod
+        self._device = device
+        self._manager: LinkManager | None = None
+
+    @property
+    def manager(self) -> LinkManager:
+        """The links, once this part accepts."""
+        assert self._manager is not None
+        return self._manager
+
+    async def accept(self) -> None:
+        """Let peers make links."""
+        settings, kv = self._pod.settings, self._pod.spec.transfer.kv
+        self._manager = LinkManager(
+            kv.backend,
+            settings.pod,
+            settings.incarnation,
+            settings.pod_ip,
+            self._device,
+            chunk_timeout_seconds=kv.chunk_timeout_milliseconds / 1000,
+        )
+        self._pod.directory.on_event(self._peer_event)
+
+    def _peer_event(self, event: PeerEvent) -> None:
+        if event.kind in ("lost", "reborn") and event.before is not None:
+            self.manager.notify_lost(event.before.pod)
+
+    async def stop(self) -> None:
+        """Close every link."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def progress(self) -> dict[str, Progress]:
+        """The link that has been in the making for longest."""
+        if (manager := self._manager) is None:
+            return {}
+        return {"kv-connect": Progress(lambda: manager.connecting_seconds, LIVENESS_SECONDS)}

@@ -1,0 +1,257 @@
+"""The native engine as a part of a pod: weights, KV pool and thread, made from the spec."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mmd_api.contract.pools import Modality
+from mmd_workers import memory
+from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.profile import activation_bytes
+from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.engine.types import EngineStats, SamplingParams, SequenceInput
+from mmd_workers.features.references import layout_of
+from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from mmd_workers.model.language import load_language_model
+from mmd_workers.model.types import Feature, KvLayout, LanguageModel
+from mmd_workers.observe.server import Progress
+from mmd_workers.pod import LIVENESS_SECONDS, Pod
+from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine
+from mmd_workers.warmup import warm_up
+from mmd_workers.wire.messages import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+ADVERTISED_BLOCKS = 64
+
+
+class NativeEngine(SequenceEngine):
+    """Requests in the terms of `Engine`. Each command runs on the engine's thread, between two steps."""
+
+    def __init__(self, runner: EngineRunner, model: LanguageModel) -> None:
+        self._runner = runner
+        self._model = model
+        self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """That of the model."""
+        return self._model.kv_layout
+
+    def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
+        """That of the model."""
+        return self._model.feature_bytes(modality, num_tokens)
+
+    async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
+        """Hash the prompt's blocks, once: `add` uses the same hashes."""
+        token_ids, spans = [*request.token_ids, *request.output_token_ids], _media_spans(request)
+        identities, cached = await self._runner.call(lambda engine: engine.prefix(token_ids, spans))
+        self._identities[sequence] = identities
+        return cached
+
+    async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
+        """Lower the prompt and queue it, in one turn between two steps: a second turn would wait for another step."""
+        identities = self._identities.pop(sequence, [])
+
+        def begin(engine: Engine) -> Added:
+            layouts = [layout_of(ref) for ref in request.features]
+            prompt = self._model.lower(request.token_ids, layouts, request.output_token_ids)
+            at = time.time()
+            engine.add(
+                SequenceInput(
+                    sequence_id=sequence,
+                    prompt=prompt,
+                    sampling=self._sampling(request),
+                    media_spans=_media_spans(request),
+                    identities=identities,
+                    output_token_ids=request.output_token_ids,
+                    arrived=request.arrived,
+                    stop_after_prefill=stop_after_prefill,
+                )
+            )
+            return Added(at, prompt.next_position)
+
+        return await self._runner.call(begin)
+
+    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
+        """Scatter it into the rows of the prompt."""
+        await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
+
+    async def abort(self, sequence: str) -> None:
+        """Free its blocks."""
+        self._identities.pop(sequence, None)
+        await self._runner.call(lambda engine: engine.abort(sequence))
+
+    async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
+        """Copy the range, on the engine's device."""
+        return await self._runner.call(lambda engine: engine.read_kv(sequence, start, end))
+
+    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Take blocks from the pool."""
+        await self._runner.call(lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens))
+
+    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write to the reserved blocks."""
+        await self._runner.call(lambda engine: engine.write_kv(sequence, start, tensors))
+
+    async def attach(
+        self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
+    ) -> None:
+        """It decodes from the next step on."""
+        await self._runner.call(
+            lambda engine: engine.attach(
+                sequence,
+                token_ids=request.token_ids,
+                sampling=self._sampling(request),
+                output_token_ids=output_token_ids,
+                next_position=next_position,
+                media_spans=_media_spans(request),
+                arrived=request.arrived,
+            )
+        )
+
+    def _sampling(self, request: GenerateRequest) -> SamplingParams:
+        """How to choose this request's tokens, with the model's end-of-sequence tokens and those that must not appear."""
+        wanted = request.sampling
+        return SamplingParams(
+            max_tokens=wanted.max_tokens,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            seed=wanted.seed,
+            logprobs=wanted.logprobs,
+            ignore_eos=wanted.ignore_eos,
+            eos_token_ids=self._model.eos_token_ids,
+            suppress_token_ids=self._model.suppress_token_ids,
+        )
+
+
+class NativeHost(EngineHost):
+    """Owns the weights, the KV pool and the engine's thread."""
+
+    def __init__(self, pod: Pod, device: torch.device, tower_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`tower_bytes()`: activations of a tower on the same device, for which the KV pool leaves room."""
+        super().__init__(pod)
+        self._device = device
+        self._tower_bytes = tower_bytes
+        self._model: LanguageModel | None = None
+        self._runner: EngineRunner | None = None
+        self._engine: NativeEngine | None = None
+        self._max_model_len = 0
+
+    @property
+    def engine(self) -> NativeEngine:
+        """The engine's commands."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def max_model_len(self) -> int:
+        """The model's, or the spec's if that is less."""
+        return self._max_model_len
+
+    async def load_weights(self) -> None:
+        """Read the language model's weights and nothing else."""
+        pod = self._pod
+        with pod.startup.phase("load_language"):
+            self._model = await asyncio.to_thread(load_language_model, pod.spec.model, self._device)
+        pod.metrics.loaded_bytes.inc(self._model.loaded_bytes)
+        log.info("language role loaded %d bytes", self._model.loaded_bytes)
+
+    async def start(self) -> None:
+        """Make the KV pool as large as memory allows, and the engine on it.
+
+        Raises:
+            MemoryBudgetError: the pool does not hold one request of full length.
+        """
+        assert self._model is not None
+        pod, spec, model = self._pod, self._pod.spec, self._model
+        pool, prefill = pod.kv_spec, pod.prefill_spec
+        max_model_len = model.max_model_len
+        if spec.model.max_model_len is not None:
+            max_model_len = min(max_model_len, spec.model.max_model_len)
+        self._max_model_len = max_model_len
+        with pod.startup.phase("memory"):
+            activations = await asyncio.to_thread(
+                activation_bytes,
+                model,
+                chunk_tokens=prefill.chunk_tokens,
+                max_sequences=spec.decode.max_sequences,
+                block_tokens=spec.decode.kv_block_tokens,
+                max_model_len=max_model_len,
+            )
+        total, used = memory.measure(model.device, pod.settings.memory_fraction)
+        budget = MemoryBudget(
+            total,
+            used,
+            activations,
+            pool.kv_cache_percent or memory.default_percent(model.device),
+            pool.kv_cache_mebibytes and pool.kv_cache_mebibytes * MEBIBYTE,
+            self._tower_bytes(),
+        )
+        kv_bytes = budget.kv_bytes(
+            bytes_per_token=model.kv_layout.bytes_per_token(),
+            block_tokens=spec.decode.kv_block_tokens,
+            max_model_len=max_model_len,
+            max_sequences=spec.decode.max_sequences,
+            pool="prefill" if pool is spec.prefill else "decode",
+        )
+        log.info("memory: %s; the KV pool takes %d bytes", budget, kv_bytes)
+        with pod.startup.phase("engine"):
+            engine = await asyncio.to_thread(
+                Engine,
+                model,
+                kv_cache_bytes=kv_bytes,
+                block_tokens=spec.decode.kv_block_tokens,
+                max_sequences=spec.decode.max_sequences,
+                chunk_tokens=prefill.chunk_tokens,
+                prefix_cache=prefill.prefix_cache,
+                max_model_len=max_model_len,
+            )
+        self.run(engine)
+
+    def run(self, engine: Engine) -> None:
+        """Run an engine on a thread of its own from now on."""
+        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
+        self._engine = NativeEngine(self._runner, engine.model)
+        self._runner.start()
+
+    async def warm_up(self) -> None:
+        """Run a chunk of prefill and a step of decode."""
+        assert self._runner is not None
+        step = partial(self._runner.call, Engine.warm_up)
+        await warm_up({"engine": step}, self._pod.startup, self._device)
+
+    async def stop(self) -> None:
+        """End the engine's thread after its current step."""
+        if self._runner is not None:
+            await self._runner.stop(5.0)
+
+    def taken(self) -> None:
+        """The thread may post one more."""
+        assert self._runner is not None
+        self._runner.taken()
+
+    async def _sampled(self) -> tuple[EngineStats, list[str]] | None:
+        if self._runner is None:
+            return None
+        return await self._runner.call(
+            lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
+        )
+
+    def progress(self) -> dict[str, Progress]:
+        """The engine's turns."""
+        if (runner := self._runner) is None:
+            return {}
+        return {"engine": Progress(lambda: time.monotonic() - runner.last_progress, LIVENESS_SECONDS)}
+
+
+def _media_spans(request: GenerateRequest) -> list[tuple[int, int, str]]:
+    """(start, length, feature id) of every run of placeholders, for the identity of KV blocks."""
+    return [(start, length, ref.feature_id) for ref in request.features for start, length in ref.ranges]
