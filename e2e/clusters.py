@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from e2e.images import Builder, Docker, Image
-from e2e.shell import FailedError, run
+from e2e.shell import AlreadyEndedError, FailedError, run
 
 
 class Cluster(Protocol):
@@ -27,7 +27,11 @@ class Cluster(Protocol):
         """Make images, given with their ids, available to its nodes."""
 
     def kill(self, container: str) -> bool:
-        """SIGKILL a container by its id; False where that cannot be done from here."""
+        """SIGKILL a container by its id; False where that cannot be done from here.
+
+        Raises:
+            AlreadyEndedError: it does not run any more.
+        """
 
     def stop(self) -> None:
         """Leave nothing behind of what `start` made."""
@@ -59,18 +63,7 @@ class Kind:
         run("kind", "load", "docker-image", "--name", self._cluster, *names, seconds=600)
 
     def kill(self, container: str) -> bool:
-        node = f"{self._cluster}-control-plane"
-        run(
-            "docker",
-            "exec",
-            node,
-            "ctr",
-            "--namespace=k8s.io",
-            "tasks",
-            "kill",
-            "--signal=SIGKILL",
-            container,
-        )
+        kill_task(("docker", "exec", f"{self._cluster}-control-plane", "ctr"), container)
         return True
 
     def stop(self) -> None:
@@ -110,6 +103,21 @@ class Current:
 
     def leftovers(self) -> list[str]:
         return []
+
+
+def kill_task(ctr: Sequence[str | Path], container: str) -> None:
+    """SIGKILL the process of a container. `ctr`: the command that reaches its containerd.
+
+    Raises:
+        AlreadyEndedError: it does not run any more.
+        FailedError: containerd refused.
+    """
+    try:
+        run(*ctr, "--namespace=k8s.io", "tasks", "kill", "--signal=SIGKILL", container)
+    except FailedError as error:
+        if "not found" in str(error):
+            raise AlreadyEndedError(f"container {container} does not run any more") from error
+        raise
 
 
 def need(*programs: str) -> None:

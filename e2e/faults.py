@@ -12,9 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from e2e.shell import AlreadyEndedError
+
 Kubectl = Callable[..., str]
 Kill = Callable[[str, str], bool]
-"""SIGKILL the container of a pod in a namespace; False where the nodes are out of reach."""
+"""SIGKILL the container of a pod in a namespace; False where the nodes are out of reach.
+
+Raises:
+    AlreadyEndedError: it does not run any more, though its pod is still listed as Running.
+"""
 Way = Literal["killed", "deleted"]
 
 MEAN_PAUSE_SECONDS = 11.0
@@ -81,8 +87,11 @@ class Faults:
             pods = self._pods(victim)
             if not pods:
                 continue
+            try:
+                struck = self._end(victim, self._random.choice(pods), way)
+            except AlreadyEndedError:
+                continue  # an earlier fault ended it, and kubelet waits before it starts it again
             del self._left[position]
-            struck = self._end(victim, self._random.choice(pods), way)
             self.struck.append(struck)
             return str(struck)
         return ""

@@ -16,6 +16,10 @@ class FailedError(Exception):
     """A step of the run failed; the message says what, and what to do."""
 
 
+class AlreadyEndedError(FailedError):
+    """What should be killed had ended before."""
+
+
 def run(
     *command: str | Path, seconds: float = 60, stdin: str | None = None, env: Mapping[str, str] | None = None
 ) -> str:

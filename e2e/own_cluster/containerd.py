@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from e2e.clusters import kill_task
 from e2e.images import PAUSE, Buildah, Builder, Image
 from e2e.own_cluster.host import own_processes
 from e2e.own_cluster.places import PLUGINS, RUN, STATE
@@ -63,7 +64,7 @@ state = "{RUN / "containerd"}"
             stamp.write_text(identity)
 
     def kill(self, container: str) -> bool:
-        run(*self._ctr("tasks", "kill", "--signal=SIGKILL", container))
+        kill_task(("ctr", f"--address={self.socket}"), container)
         return True
 
     def end_all(self) -> None:

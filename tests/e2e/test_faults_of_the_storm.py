@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
+import pytest
+
+from e2e.clusters import kill_task
 from e2e.faults import EXTRA_FAULTS, Faults, Victim
+from e2e.shell import AlreadyEndedError, FailedError
 
 VICTIMS = [
     Victim(c, "e2e", f"component={c}")
@@ -70,6 +75,40 @@ def test_faults_of_a_pool_without_pods_wait_and_the_others_strike() -> None:
     while len(faults):
         assert faults.strike()
     assert {(s.component, s.killed) for s in faults.struck} >= {("encoder", True), ("encoder", False)}
+
+
+def test_a_kill_that_comes_too_late_waits_for_another_pod() -> None:
+    pods = Pods()
+
+    late = True
+
+    def kill(pod: str, namespace: str) -> bool:
+        if late:
+            raise AlreadyEndedError("container 6f does not run any more")
+        return pods.kill(pod, namespace)
+
+    faults = Faults(7, pods.kubectl, kill, VICTIMS, pods.roll_out)
+    while faults.strike():
+        pass
+    assert len(faults) >= len(VICTIMS)
+    assert not any(s.killed for s in faults.struck)
+    late = False
+    while len(faults):
+        assert faults.strike()
+    assert {s.component for s in faults.struck if s.killed} == {v.component for v in VICTIMS}
+
+
+def test_killing_a_container_that_ended_is_told_from_a_failure(tmp_path: Path) -> None:
+    ctr = tmp_path / "ctr"
+    for words, error in (
+        ("ctr: permission denied", FailedError),
+        ("task 6f not found: not found", AlreadyEndedError),
+    ):
+        ctr.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+        ctr.chmod(0o755)
+        with pytest.raises(error) as caught:
+            kill_task((ctr,), "6f")
+        assert type(caught.value) is error
 
 
 def test_a_node_out_of_reach_means_deletion_by_force() -> None:
