@@ -25,6 +25,9 @@ from mmd_operator.resources.naming import (
 
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
+SURGE_FIELD_MANAGER = "multimodal-operator-surge"
+"""Owns the size of a pool that has one pod more while its only pod is replaced."""
+OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
@@ -56,6 +59,7 @@ class Workload:
     gpus: int = 0  # of each pod
     sized_by: str | None = None  # the field manager, other than ours, that gave it its present size
     on_delete: bool = False  # its pods are replaced by us, not by its controller
+    surged: bool = False  # it has one pod more than its size while its only pod is replaced
 
     @property
     def rolled(self) -> bool:
@@ -177,9 +181,7 @@ def rival_of(managed_fields: Any, *, of_status: bool = False) -> str | None:
     ]
     ours = max((time for time, manager in written if manager == FIELD_MANAGER), default="")
     others = [
-        (time, manager)
-        for time, manager in written
-        if manager not in (FIELD_MANAGER, SCALER_FIELD_MANAGER) and time >= ours
+        (time, manager) for time, manager in written if manager not in OUR_FIELD_MANAGERS and time >= ours
     ]
     return max(others)[1] if others else None
 
@@ -313,6 +315,7 @@ def _workload(body: Body) -> Workload:
         inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
         gpus=_gpus(spec["template"]),
         on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
+        surged=SURGE_FIELD_MANAGER in _owners_of_size(metadata.get("managedFields", ())),
     )
 
 
@@ -323,7 +326,7 @@ def rival_of_template(managed_fields: Any) -> str | None:
         for entry in managed_fields
         if "f:template" in entry.get("fieldsV1", {}).get("f:spec", {})
     }
-    return max(owners - {FIELD_MANAGER, SCALER_FIELD_MANAGER}, default=None)
+    return max(owners - OUR_FIELD_MANAGERS, default=None)
 
 
 def _gpus(template: Body) -> int:
@@ -339,8 +342,7 @@ def _handed_over(managed_fields: Any) -> bool:
 
 def _sized_by(managed_fields: Any) -> str | None:
     owners = _owners_of_size(managed_fields)
-    ours = owners & {FIELD_MANAGER, SCALER_FIELD_MANAGER}
-    return max(owners) if owners and not ours else None
+    return max(owners) if owners and not owners & OUR_FIELD_MANAGERS else None
 
 
 def _owners_of_size(managed_fields: Any) -> set[str]:

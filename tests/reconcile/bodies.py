@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmd_api.resource import DRAIN_ANNOTATION
-from mmd_operator.observed import PodView, pod_of
+from mmd_operator.observed import SURGE_FIELD_MANAGER, PodView, pod_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, INPUTS_ANNOTATION, REVISION_LABEL
 
 UID = "11111111-1111-1111-1111-111111111111"
@@ -87,6 +87,7 @@ def workload(
     uid: str = "u",
     inputs: str | None = None,
     gpus: int = 0,
+    surged: bool = False,
 ) -> dict[str, Any]:
     """A StatefulSet or Deployment, whole unless said otherwise. `template`: revision of its pods."""
     stays = kind == "Deployment" or component == "nats"
@@ -101,6 +102,9 @@ def workload(
             "generation": 2,
             "labels": labels(component, None if stays else revision),
             "ownerReferences": [{"uid": owner, "controller": True}],
+            "managedFields": [{"manager": SURGE_FIELD_MANAGER, "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+            if surged
+            else [],
         },
         "spec": {
             "replicas": replicas,
