@@ -120,6 +120,7 @@ class PodView:
     inputs: str | None = None  # what it was made from
     image_id: str | None = None  # of its first container, by digest
     report_port: int = ADMIN_PORT  # where it answers about its load
+    gpus: int = 0  # its own, which its template may no longer have
 
     def unplaced(self, now: float, deadline_seconds: float) -> bool:
         """Whether no node has taken it within the deadline. `now`: Unix seconds."""
@@ -256,6 +257,7 @@ def pod_of(body: Body) -> PodView:
         inputs=metadata.get("annotations", {}).get(INPUTS_ANNOTATION),
         image_id=next((s["imageID"] for s in states if s.get("imageID")), None),
         report_port=_report_port(body),
+        gpus=_gpus(body),
     )
 
 
@@ -329,8 +331,9 @@ def rival_of_template(managed_fields: Any) -> str | None:
     return max(owners - OUR_FIELD_MANAGERS, default=None)
 
 
-def _gpus(template: Body) -> int:
-    containers = template.get("spec", {}).get("containers", ())
+def _gpus(pod: Body) -> int:
+    """Of a pod, or of a template."""
+    containers = pod.get("spec", {}).get("containers", ())
     return sum(int(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for c in containers)
 
 

@@ -7,7 +7,7 @@ writes differently, or that names the image by its digest, therefore replaces no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmd_operator.observed import Child, Observed, PodView
@@ -37,15 +37,14 @@ def outdated_pods(child: Child, observed: Observed) -> tuple[PodView, ...]:
     return tuple(pod for pod in pods_of(child, observed) if pod.inputs != child.workload.inputs)
 
 
-def gpus_held(observed: Observed, revisions: Collection[str | None] | None = None) -> int:
-    """GPUs that StatefulSets ask for, of some revisions or (None) of all."""
-    return sum(
-        child.workload.replicas * child.workload.gpus
-        for child in observed.children.values()
-        if child.kind == "StatefulSet"
-        and child.workload is not None
-        and (revisions is None or child.revision in revisions)
-    )
+def gpus_held(observed: Observed, revision: str | None = None) -> int:
+    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, and those of pods that StatefulSets
+    are about to create."""
+    held = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
+    for child in observed.children.values():
+        if child.kind == "StatefulSet" and child.workload is not None and revision in (None, child.revision):
+            held += max(0, child.workload.replicas - len(pods_of(child, observed))) * child.workload.gpus
+    return held
 
 
 def replacement(

@@ -12,7 +12,7 @@ from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.gpu_share import GpuShare, gpu_share
 from mmd_operator.observed import Child, ObjectKey, Observed, manifest_key
-from mmd_operator.pool_sizes import pool_in, wanted_replicas
+from mmd_operator.pool_sizes import affordable, pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, gpus_held, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 
@@ -231,13 +231,6 @@ def nothing_is_left(state: RolloutState) -> bool:
 def something_is_left(state: RolloutState) -> bool:
     """Pods are not Ready yet, or a step wants something done."""
     return not nothing_is_left(state)
-
-
-def affordable(present: int, wanted: int, gpus: int, free: int | None) -> int:
-    """The size that a pool of pods with so many GPUs can have now: `wanted`, or less where too few GPUs are free for growth."""
-    if free is None or not gpus or wanted <= present:
-        return wanted
-    return min(wanted, present + max(0, free) // gpus)
 
 
 def _after_growth(free: int | None, child: Child, size: int) -> int | None:

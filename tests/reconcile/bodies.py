@@ -34,6 +34,7 @@ def pod(
     created: str | None = None,
     ready_since: str | None = None,
     drain: str | None = None,
+    gpus: int = 0,
 ) -> PodView:
     conditions = [
         {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": ready_since}
@@ -56,7 +57,9 @@ def pod(
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     status = {"conditions": conditions, "containerStatuses": [container] if container else []}
-    return pod_of({"metadata": metadata, "status": status})
+    limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    spec = {"containers": [{"name": "worker", "resources": {"limits": limits}}]}
+    return pod_of({"metadata": metadata, "spec": spec, "status": status})
 
 
 def waiting(reason: str, message: str = "") -> dict[str, Any]:

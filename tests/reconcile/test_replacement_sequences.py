@@ -94,6 +94,7 @@ class Cluster:
                     deleting=p.state == "Ending",
                     scheduling="no node" if p.state == "Unplaced" else None,
                     created=CREATED,
+                    gpus=pool.gpus,
                 )
                 for n, p in pool.pods.items()
             ]
