@@ -21,6 +21,7 @@ from mmd_operator.resources.naming import (
     DEPLOYMENT_LABEL,
     INPUTS_ANNOTATION,
     REVISION_LABEL,
+    container_name,
 )
 
 FIELD_MANAGER = "multimodal-operator"
@@ -118,7 +119,7 @@ class PodView:
     exit_reason: str | None
     last_words: str  # what the container wrote when it ended
     inputs: str | None = None  # what it was made from
-    image_id: str | None = None  # of its first container, by digest
+    image_id: str | None = None  # of its own container, by digest; not of one that was injected
     report_port: int = ADMIN_PORT  # where it answers about its load
     gpus: int = 0  # its own, which its template may no longer have
 
@@ -222,6 +223,7 @@ def pod_of(body: Body) -> PodView:
     no_node = scheduled.get("reason") == "Unschedulable" and scheduled.get("status") != "True"
     created = unix_seconds(metadata.get("creationTimestamp")) or 0.0
     states = [s for s in status.get("containerStatuses", ()) if s]
+    own = container_name(labels.get(COMPONENT_LABEL, ""))
     began_running = (unix_seconds(s.get("state", {}).get("running", {}).get("startedAt")) for s in states)
     running = [at for at in began_running if at]
     since_ready = unix_seconds(conditions.get("Ready", {}).get("lastTransitionTime")) or created
@@ -255,7 +257,7 @@ def pod_of(body: Body) -> PodView:
         exit_reason=ended.get("reason"),
         last_words=_last_words(ended.get("message")),
         inputs=metadata.get("annotations", {}).get(INPUTS_ANNOTATION),
-        image_id=next((s["imageID"] for s in states if s.get("imageID")), None),
+        image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
         report_port=_report_port(body),
         gpus=_gpus(body),
     )

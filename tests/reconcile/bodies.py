@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mmd_api.resource import DRAIN_ANNOTATION
@@ -35,6 +36,7 @@ def pod(
     ready_since: str | None = None,
     drain: str | None = None,
     gpus: int = 0,
+    containers: Sequence[dict[str, Any]] = (),
 ) -> PodView:
     conditions = [
         {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": ready_since}
@@ -56,7 +58,10 @@ def pod(
         metadata["creationTimestamp"] = created
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    status = {"conditions": conditions, "containerStatuses": [container] if container else []}
+    status = {
+        "conditions": conditions,
+        "containerStatuses": [*containers, *([container] if container else [])],
+    }
     limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     spec = {"containers": [{"name": "worker", "resources": {"limits": limits}}]}
     return pod_of({"metadata": metadata, "spec": spec, "status": status})
