@@ -5,6 +5,7 @@ Kubernetes then starts gateway pods of the new revision, which place requests on
 what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
 the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
 Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
+Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks.
 Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
 Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
 """
@@ -93,7 +94,7 @@ def next_step(
         sizes=state.sizes,
         remove=state.remove,
         replace=state.replace,
-        waits_for=state.share.words,
+        waits_for="; ".join(words for words in (state.share.words, state.waits_for) if words),
         restore=state.restore,
         blocked=state.share.blocked,
     )

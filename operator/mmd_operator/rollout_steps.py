@@ -12,8 +12,8 @@ from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.gpu_share import GpuShare, gpu_share
 from mmd_operator.observed import Child, ObjectKey, Observed, manifest_key
-from mmd_operator.pool_sizes import pool_in, wanted_replicas
-from mmd_operator.replacement import Replacement, outdated_pods, replacement
+from mmd_operator.pool_sizes import affordable, pool_in, wanted_replicas
+from mmd_operator.replacement import Replacement, gpus_held, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 
 
@@ -21,7 +21,8 @@ from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Mani
 class RolloutState:
     """One pass: what is wanted, what exists, and what the steps so far want done.
 
-    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own.
+    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own. `free_gpus`: what the
+    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: which pools it does not leave enough, in words.
     """
 
     spec: MultimodalDeploymentSpec
@@ -31,6 +32,8 @@ class RolloutState:
     uid: str
     now: float
     share: GpuShare = field(default_factory=GpuShare)
+    free_gpus: int | None = None
+    waits_for: str = ""
     apply: tuple[Manifest, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     replace: Mapping[str, Replacement] = field(default_factory=dict)
@@ -114,8 +117,9 @@ def start_pools_at_present_size(state: RolloutState) -> RolloutState:
 
 
 def correct_pool_sizes(state: RolloutState) -> RolloutState:
-    """Pools of the revision, and of the one that serves, get the size of the spec, or one within its bounds."""
-    sizes = {}
+    """Pools of the revision, and of the one that serves, get the size of the spec, or one within its bounds; they grow by what the
+    GPU budget leaves, beside the pools that this pass creates."""
+    sizes, short, free = {}, [], _free_gpus(state)
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
@@ -129,14 +133,21 @@ def correct_pool_sizes(state: RolloutState) -> RolloutState:
             wanted = wanted_replicas(pool, present)
             if child.revision == state.revision and str(child.component) in state.share.sizes:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
-            if wanted != present:
-                sizes[child.name] = wanted
-    return replace(state, sizes=sizes)
+            size = affordable(present, wanted, child.workload.gpus, free)
+            if size < wanted:
+                short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
+            if size != present:
+                sizes[child.name] = size
+            free = _after_growth(free, child, size)
+    waits_for = (
+        f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
+    )
+    return replace(state, sizes=sizes, free_gpus=free, waits_for=waits_for)
 
 
 def replace_outdated_pods(state: RolloutState) -> RolloutState:
-    """Pods of the revision that were made from other settings are replaced, one at a time."""
-    found = {}
+    """Pods of the revision that were made from other settings are replaced, one at a time in each pool."""
+    found, free = {}, state.free_gpus
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
@@ -147,13 +158,15 @@ def replace_outdated_pods(state: RolloutState) -> RolloutState:
             and child.workload
             and child.workload.on_delete
         ):
-            wanted = wanted_replicas(pool, child.workload.replicas)
+            wanted = wanted_replicas(pool, child.workload.replicas - child.workload.surged)
             deadline = pool.scheduling_deadline_seconds
-            one = replacement(child, wanted, state.observed, state.spec.gpu_budget, state.now, deadline)
+            one = replacement(child, wanted, state.observed, free, state.now, deadline)
             if one.outdated:
                 found[child.name] = one
+            if one.replicas is not None:
+                free = _after_growth(free, child, one.replicas)
     sizes = {name: one.replicas for name, one in found.items() if one.replicas is not None}
-    return replace(state, replace=found, sizes={**state.sizes, **sizes})
+    return replace(state, replace=found, sizes={**state.sizes, **sizes}, free_gpus=free)
 
 
 def restore_fixed_sizes(state: RolloutState) -> RolloutState:
@@ -211,13 +224,32 @@ def older_gateways_finish(state: RolloutState) -> bool:
 
 def nothing_is_left(state: RolloutState) -> bool:
     """All pods are Ready and of the revision, and no step wants anything done but to apply what is planned."""
-    left = state.remove or state.sizes or state.replace or state.restore
+    left = state.remove or state.sizes or state.replace or state.restore or state.waits_for
     return state.ready and state.switched and not left
 
 
 def something_is_left(state: RolloutState) -> bool:
     """Pods are not Ready yet, or a step wants something done."""
     return not nothing_is_left(state)
+
+
+def _after_growth(free: int | None, child: Child, size: int) -> int | None:
+    """What is left of the free GPUs when a pool gets this size. Pods of one that shrinks hold theirs until they have ended."""
+    if free is None or child.workload is None:
+        return None
+    return free - max(0, size - child.workload.replicas) * child.workload.gpus
+
+
+def _free_gpus(state: RolloutState) -> int | None:
+    """What the GPU budget leaves beside all that exists, and the pools that are created now."""
+    if state.spec.gpu_budget is None:
+        return None
+    created = 0
+    for manifest in state.apply:
+        pool = pool_in(state.spec, manifest["metadata"]["labels"].get("app.kubernetes.io/component"))
+        if pool is not None and _is_new_pool(manifest, state):
+            created += manifest["spec"]["replicas"] * pool.gpus
+    return state.spec.gpu_budget - gpus_held(state.observed) - created
 
 
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:

@@ -35,6 +35,7 @@ from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PodView
+from mmd_operator.pool_sizes import affordable
 from mmd_operator.replacement import gpus_held, outdated_pods
 
 TICK_SECONDS = 2.0
@@ -154,7 +155,7 @@ class PoolScaling:
         }
         if sets.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
-        scaler.policy = replace(scaler.policy, gpu_budget=_budget(spec, observed, revision))
+        scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
         faults = await self._collect(scaler, observed, revision, now)
         pods = {
             name: [
@@ -176,9 +177,11 @@ class PoolScaling:
         before = self.report
         events: Events = []
         self._record(decided, faults, spec, events)
+        free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
         for name, decision in decided.decisions.items():
             wanted = scaler.actions(now, decision, facts[name])
             actions = _without_loss(wanted, sets[name], observed, pods[name])
+            actions, free = growth_within(free, actions, sets[name])
             await self._carry_out(actions, sets[name], facts[name], pods[name], decision, events)
         return events, self.report != before
 
@@ -340,12 +343,27 @@ class PoolScaling:
             self.counts.decisions[decision.pool, direction, decision.reason] += 1
 
 
-def _budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
-    """GPUs for the revision that serves: those that others hold are not there for growth, and nothing shrinks for them."""
+def serving_budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
+    """GPUs for the sizes of the revision that serves: those that others and pods that are ending hold are not there for growth, and
+    nothing shrinks for them."""
     if spec.gpu_budget is None:
         return None
-    own = gpus_held(observed, {revision})
+    own = sum(
+        child.workload.replicas * child.workload.gpus
+        for child in observed.children.values()
+        if child.kind == "StatefulSet" and child.revision == revision and child.workload is not None
+    )
     return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))
+
+
+def growth_within(free: int | None, actions: ScaleActions, child: Child) -> tuple[ScaleActions, int | None]:
+    """A pool grows by what is free now, and later by what pods that leave others give back. Returns what remains free."""
+    if free is None or child.workload is None or actions.replicas is None:
+        return actions, free
+    size, gpus = child.workload.replicas, child.workload.gpus
+    replicas = affordable(size, actions.replicas, gpus, free)
+    free -= max(0, replicas - size) * gpus
+    return replace(actions, replicas=replicas if replicas != size else None), free
 
 
 def _without_loss(

@@ -30,8 +30,9 @@ def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
 
 def pinned(fleet: Fleet) -> dict[str, Any]:
     status = fleet.namespace.get()["status"]
-    (found,) = [pin for pin in status["pinned"] if pin["revision"] == status["pipelineRevision"]]
-    return dict(found)
+    found = [pin for pin in status["pinned"] if pin["revision"] == status["pipelineRevision"]]
+    assert len(found) == 1, found
+    return dict(found[0])
 
 
 def told(fleet: Fleet) -> dict[str, Any]:
@@ -112,11 +113,25 @@ def test_after_the_tag_moved_pods_of_a_revision_are_made_from_the_image_it_began
     assert pulling.namespace.condition("Degraded")[0] == "False"
 
 
-def test_gateways_keep_the_tag_until_they_are_replaced_for_another_reason(pulling: Fleet) -> None:
+def test_gateways_are_replaced_once_by_those_of_the_pinned_image(pulling: Fleet) -> None:
     pulling.until(lambda: images_are(pulling, BEGAN))
-    assert gateway_image(pulling) == TAG
-    pulling.namespace.change({"gateway": {"resources": {"cpu": "1"}}})
     pulling.until(lambda: gateway_is(pulling, BEGAN))
+    generation = gateway(pulling).metadata.generation
+    pulling.image = MOVED
+    core, name = pulling.namespace.core, pulling.namespace.name
+    (lost,) = pulling.namespace.gateway_pods()
+    core.delete_namespaced_pod(lost.metadata.name, name, grace_period_seconds=0)
+    pulling.gone(lost.metadata.name)
+
+    def another_runs_the_same_image() -> None:
+        (made,) = pulling.namespace.gateway_pods()
+        assert made.metadata.uid != lost.metadata.uid
+        assert [status.image_id for status in made.status.container_statuses or ()] == [BEGAN]
+        pulling.namespace.is_ready()
+
+    pulling.until(another_runs_the_same_image)
+    assert gateway(pulling).metadata.generation == generation
+    assert pulling.namespace.condition("Degraded")[0] == "False"
 
 
 def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None:
@@ -129,6 +144,7 @@ def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None
         pulling.namespace.is_ready()
         assert pulling.namespace.get()["status"]["pipelineRevision"] != first
         images_are(pulling, MOVED)
+        gateway_is(pulling, MOVED)
 
     pulling.until(followed, 90)
 
@@ -146,13 +162,12 @@ def images_are(fleet: Fleet, image: str) -> None:
     assert {item.spec.template.spec.containers[0].image for item in listed} == {image}
 
 
-def gateway_image(fleet: Fleet) -> str:
-    gateway = fleet.namespace.apps.read_namespaced_deployment("demo-gateway", fleet.namespace.name)
-    return str(gateway.spec.template.spec.containers[0].image)
+def gateway(fleet: Fleet) -> Any:
+    return fleet.namespace.apps.read_namespaced_deployment("demo-gateway", fleet.namespace.name)
 
 
 def gateway_is(fleet: Fleet, image: str) -> None:
-    assert gateway_image(fleet) == image
+    assert gateway(fleet).spec.template.spec.containers[0].image == image
 
 
 def moved(fleet: Fleet) -> None:
