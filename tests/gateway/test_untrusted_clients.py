@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -369,6 +370,56 @@ async def test_a_client_that_does_not_read_is_cut_off_and_frees_what_it_holds(
     await gateway.until_metric("mmd_gateway_sequences", 0)
     await gateway.until_metric("mmd_requests_running", 0)
     quiet.close()
+
+
+async def test_a_client_that_reads_slowly_holds_its_answer_no_longer_than_the_request_timeout_and_its_size_allow(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "WRITE_SECONDS", 3.0)
+    monkeypatch.setattr(server_module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr(server_module, "_listen", listen_with_small_buffers)
+    gateway = await launch(requestTimeoutSeconds=4)
+
+    async def soon(worker: ScriptedWorker, request: object) -> None:
+        for first in range(0, 2000, 50):
+            await worker.tokens(request, list(range(first, first + 50)))
+            await asyncio.sleep(0.01)
+
+    await gateway.worker(list(range(300, 400)) * 20, soon)
+    address = gateway.http.base_url
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect((address.host, address.port))
+    data = json.dumps({**CHAT, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    slow.sendall(head.encode() + data)
+    got = await asyncio.to_thread(read_slowly, slow)
+    head_end = got.index(b"\r\n\r\n") + 4
+    length = next(int(line.split()[1]) for line in got.splitlines() if line.startswith(b"content-length:"))
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert len(got) - head_end < length, "the whole answer was sent"
+    await gateway.until_metric("mmd_requests_running", 0)
+    await gateway.until_metric("mmd_answer_reserved_bytes", 0)
+
+
+def listen_with_small_buffers(host: str, port: int) -> socket.socket:
+    """So that the kernel does not take a whole answer; connections inherit it."""
+    listening = socket.create_server((host, port))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    return listening
+
+
+def read_slowly(slow: socket.socket) -> bytes:
+    """What comes until the server ends the connection, or the answer is complete; read a little at a time."""
+    got = b""
+    slow.settimeout(30)
+    with slow, contextlib.suppress(ConnectionResetError):
+        while more := slow.recv(4096):
+            got += more
+            if got.endswith(b"}") and b"usage" in got[-4096:]:
+                break
+            time.sleep(0.02)
+    return got
 
 
 # --- media by URL ---------------------------------------------------------------------------------------------------------
