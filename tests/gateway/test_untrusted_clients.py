@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 import tracemalloc
@@ -45,9 +46,23 @@ WIDE = {
     "messages": (b'{"messages":[', b"{}", b"]}"),
 }
 
+VALID = {
+    "image parts": (
+        b'{"model":"m","messages":[{"role":"user","content":[',
+        b'{"type":"image_url","image_url":{"url":"a"}}',
+        b"]}]}",
+    ),
+    "messages of one part": (
+        b'{"model":"m","messages":[',
+        b'{"role":"user","content":[{"type":"text","text":"a"}]}',
+        b"]}",
+    ),
+    "messages of text": (b'{"model":"m","messages":[', b'{"role":"user","content":"a"}', b"]}"),
+}
+
 
 def wide(kind: str, num_bytes: int) -> bytes:
-    start, item, end = WIDE[kind]
+    start, item, end = {**WIDE, **VALID}[kind]
     return start + b",".join([item] * (num_bytes // (len(item) + 1))) + end
 
 
@@ -151,9 +166,9 @@ def test_every_string_beyond_ascii_is_reserved_at_its_full_width(
     assert scanned(data, cuts).wide_bytes >= sum(len(s.encode()) for s in wide_strings(value))
 
 
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("kind", [*WIDE, *VALID])
 def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -> None:
-    data = wide(kind, 60_000)
+    data = wide(kind, 60_000 if kind in WIDE else 160_000)
     scanner = JsonScanner()
     scanner.feed(data)
     tracemalloc.start()
@@ -162,6 +177,36 @@ def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak <= 2 * len(data) + scanner.parsed_bytes + 65_536
+
+
+@given(JSON, st.booleans(), st.lists(st.integers(0, 7), max_size=30))
+def test_every_string_with_an_escape_is_counted_wherever_the_chunks_are_cut(
+    value: object, slashes: bool, cuts: list[int]
+) -> None:
+    data = json.dumps(value).encode()
+    if slashes:
+        data = data.replace(b"a", b"\\/")  # as some encoders write base64
+    strings = re.findall(rb'"((?:[^"\\]|\\.)*)"', data)
+    counted = sum(len(s) for s in strings if b"\\" in s.replace(b"\\\\", b"\\n").replace(b"\\/", b""))
+    assert scanned(data, cuts).escaped_bytes == counted
+
+
+async def read(data: bytes) -> object:
+    headers, hold = Headers({"content-type": "application/json"}), MediaHold(1 << 40)
+    return await read_json(headers, arriving(data), 1 << 40, hold.reservation(), deadline=2**40)
+
+
+async def test_strings_with_escapes_are_limited_and_those_with_escaped_slashes_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_module, "MAX_ESCAPED_BYTES", 1 << 20)
+    base64 = "iVBOR/w0" * (1 << 18)
+    assert await read(json.dumps([base64]).replace("/", "\\/").encode()) == [base64]
+    for string in ("\n" * (1 << 20), "a" * (1 << 21) + '"', "a" * (1 << 21) + "\\"):
+        for body in ([string], [string[::4], string[-(1 << 21) :]]):
+            with pytest.raises(ApiError, match="strings with escapes") as refused:
+                await read(json.dumps(body).encode())
+            assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 
 
 async def turns_during(work: Awaitable[object]) -> int:
