@@ -42,7 +42,7 @@ from mmd_workers.model.frontend import load_frontend
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.observe.server import MAX_CONNECTIONS, HttpServer, listen_address
+from mmd_workers.observe.server import HttpServer, listen_address, most_connections
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
@@ -157,9 +157,15 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         build_app(gateway),
         address,
         settings.http_port,
-        lambda: max(MAX_CONNECTIONS, 2 * gateway.max_concurrent_requests),
+        lambda: max(most_connections(), 2 * gateway.max_concurrent_requests),
+        lambda: gateway.request_timeout_seconds,
     )
-    admin = HttpServer(build_admin_app(gateway, beat), address, settings.admin_port)
+    admin = HttpServer(
+        build_admin_app(gateway, beat),
+        address,
+        settings.admin_port,
+        answer_seconds=lambda: gateway.request_timeout_seconds,
+    )
     watching: list[asyncio.Task[None]] = []
 
     def watch(work: Coroutine[Any, Any, None], name: str) -> None:
