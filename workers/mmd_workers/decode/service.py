@@ -108,6 +108,7 @@ class DecodeService(SequenceOwner):
         self._inbound: dict[str, _Inbound] = {}
         self._pumps: dict[str, _Pump] = {}  # by prefill pod
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._granting: dict[str, tuple[KvOffer, asyncio.Task[KvGrant]]] = {}  # by request
         self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
         self._queue = OfferQueue()
         self._draining = False
@@ -180,6 +181,24 @@ class DecodeService(SequenceOwner):
     async def _offered(self, offer: KvOffer) -> KvGrant:
         if not offer.prompt_tokens:
             return await self._linked(offer)
+        return await asyncio.shield(self._grant_in_progress(offer))
+
+    def _grant_in_progress(self, offer: KvOffer) -> asyncio.Task[KvGrant]:
+        """A repeated offer joins the first while that waits for the engine: replacing it would wait for another step, every time."""
+        known = self._granting.get(offer.request_id)
+        if known is not None and known[0] == offer and not known[1].done():
+            return known[1]
+        task = asyncio.create_task(self._in_turn(offer), name=f"grant-{offer.request_id}")
+        self._granting[offer.request_id] = offer, task
+
+        def forget(_: asyncio.Task[KvGrant]) -> None:
+            if self._granting.get(offer.request_id) == (offer, task):
+                del self._granting[offer.request_id]
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _in_turn(self, offer: KvOffer) -> KvGrant:
         async with self._turn(offer.request_id):
             return await self._granted(offer)
 
@@ -206,7 +225,7 @@ class DecodeService(SequenceOwner):
                 LayoutMismatchError.code, f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
             )
         sequence = sequence_id(offer.request_id, offer.attempt)
-        await self._free(offer.request_id, offer.attempt)  # a repeated offer replaces the first
+        await self._free(offer.request_id, offer.attempt)  # an offer after the grant replaces it
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
