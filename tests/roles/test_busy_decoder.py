@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.types import KvLayout
@@ -20,7 +21,7 @@ from mmd_workers.prefill import handoff
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, Sampling
+from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
@@ -54,7 +55,7 @@ class BusyEngine:
         await self._run("abort")
 
     async def _run(self, command: str) -> None:
-        await asyncio.sleep(self.step_seconds.get(command.split()[0], self.step_seconds[""]))
+        await asyncio.sleep(self.step_seconds.get(command.split(maxsplit=1)[0], self.step_seconds[""]))
         self.log.append(command)
 
 
@@ -132,3 +133,31 @@ async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_
         engine.step_seconds["attach"] = 1.5
         await sender.hand_over(wanted, "r#0", reservation, three_ranges())
         assert engine.log == HANDED_OVER
+
+
+@pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 2.0, 60.0])
+async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, chunk_seconds: float
+) -> None:
+    """The decoder may start to receive, and so the deadline may start, at any moment in between."""
+    waits: list[float] = []
+    refused: list[MmdError] = [DeadlineError("lost"), OverloadedError("full"), PeerLostError("not there yet")]
+
+    async def refuse(*_: object, timeout: float) -> Acknowledged:  # noqa: ASYNC109
+        waits.append(timeout)
+        if not refused:
+            return Acknowledged()
+        raise refused.pop(0)
+
+    async def note(seconds: float) -> None:
+        waits[-1] += seconds
+
+    async with pair(connect, BusyEngine(0.0), chunk_seconds) as (sender, links):
+        wanted = request()
+        link = await (await sender.reserve(wanted)).link
+        monkeypatch.setattr(sender._bus, "request", refuse)
+        monkeypatch.setattr(handoff.asyncio, "sleep", note)
+        await sender._announce(link, "decode-0", KvChunk("prefill-0", link.epoch, "lease", 0, 0, 4, 0))
+        monkeypatch.undo()
+    assert len(waits) == 4
+    assert max(waits) <= links[0].chunk_timeout_seconds / 2

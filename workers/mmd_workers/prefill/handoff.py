@@ -46,9 +46,8 @@ log = logging.getLogger(__name__)
 OFFER_SECONDS = 5.0  # without an answer to an offer, it is repeated
 RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while a decode pod has no room, or does not answer
 REPLY_SECONDS = 2.0  # without a reply to a message that may be repeated, it is repeated
-REPEAT_SECONDS = (
-    0.5  # of a chunk's announcement: less than the deadline of a receiver whose acknowledgement was lost
-)
+ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced again; or sooner:
+ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
 LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
 MAX_TRIES = 5  # pairs that may fail during one hand-over
@@ -100,6 +99,7 @@ class KvSender:
         self._incarnation = incarnation
         self._engine = engine
         self._links = links
+        self._announce_seconds = min(ANNOUNCE_SECONDS, ANNOUNCE_FRACTION * links.chunk_timeout_seconds)
         self._kv_layout = engine.kv_layout
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
@@ -355,19 +355,21 @@ class KvSender:
         await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
     async def _announce(self, link: PairLink, pod: str, chunk: KvChunk) -> None:
-        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early."""
+        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early.
+
+        Never longer asleep than a fraction of the chunk's deadline.
+        """
         end = time.monotonic() + LONGEST_STEP_SECONDS
-        pauses = Backoff(*RETRY_SECONDS)
+        subject, seconds = self._bus.subjects.kv_chunk(pod), self._announce_seconds
         while True:
             try:
-                await self._bus.request(
-                    self._bus.subjects.kv_chunk(pod), chunk, Acknowledged, timeout=REPEAT_SECONDS
-                )
+                await self._bus.request(subject, chunk, Acknowledged, timeout=seconds)
                 return
-            except (DeadlineError, PeerLostError, OverloadedError):
+            except (DeadlineError, PeerLostError, OverloadedError) as error:
                 if link.dead or pod not in self._incarnations() or time.monotonic() > end:
                     raise
-            await asyncio.sleep(pauses.next())
+                if not isinstance(error, DeadlineError):  # answered at once
+                    await asyncio.sleep(seconds)
 
     async def _commit(
         self, request: GenerateRequest, reservation: KvReservation, finished: Finished, num_chunks: int
