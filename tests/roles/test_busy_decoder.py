@@ -22,6 +22,7 @@ from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
@@ -61,12 +62,12 @@ class BusyEngine:
 
 @asynccontextmanager
 async def pair(
-    connect: Connect, engine: BusyEngine, chunk_seconds: float = CHUNK_SECONDS
+    connect: Connect, engine: BusyEngine, chunk_seconds: float = CHUNK_SECONDS, max_links: int = 64
 ) -> AsyncIterator[tuple[KvSender, list[LinkManager]]]:
     """The sender of prefill-0, the only peer of decode-0, which has this engine; and the links of both."""
     decode, prefill = await connect("decode-0"), await connect("prefill-0")
     links = [
-        LinkManager("Gloo", pod, "i1", "127.0.0.1", CPU, chunk_timeout_seconds=chunk_seconds)
+        LinkManager("Gloo", pod, "i1", "127.0.0.1", CPU, chunk_seconds, max_links=max_links)
         for pod in ("decode-0", "prefill-0")
     ]
     book = SequenceBook(decode, "decode-0", Metrics(), Tracing("test", "test", "test", None))
@@ -143,7 +144,7 @@ async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
     waits: list[float] = []
     refused: list[MmdError] = [DeadlineError("lost"), OverloadedError("full"), PeerLostError("not there yet")]
 
-    async def refuse(*_: object, timeout: float) -> Acknowledged:  # noqa: ASYNC109
+    async def refuse(*_: object, timeout: float) -> Acknowledged:
         waits.append(timeout)
         if not refused:
             return Acknowledged()
@@ -161,3 +162,29 @@ async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
         monkeypatch.undo()
     assert len(waits) == 4
     assert max(waits) <= links[0].chunk_timeout_seconds / 2
+
+
+async def test_a_link_over_which_a_hand_over_comes_is_not_evicted_between_two_chunks(
+    connect: Connect,
+) -> None:
+    engine = BusyEngine(0.0)
+    async with pair(connect, engine, max_links=1) as (sender, links):
+
+        def other_link() -> None:
+            links[0].connect("prefill-1", "i1", "127.0.0.1:1", 0)
+
+        for state in ("granted before the link was made", "granted over a link that is there"):
+            wanted, ranges = request(), Ranges(ready=[(0, 4)])
+            engine.log.clear()
+            reservation = await sender.reserve(wanted)
+            handing = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, ranges))
+            await until(lambda: "write 0" in engine.log)
+            with pytest.raises(OverloadedError, match="all 1 KV links are in use"):
+                other_link()
+            rest = three_ranges()
+            ranges.ready, ranges.finished = rest.ready, rest.finished
+            ranges.changed.set()
+            await handing
+            assert engine.log == HANDED_OVER, state
+        made = await asyncio.to_thread(links[0].connect, "prefill-0", "i1", links[1].endpoint, 0)
+        assert not made.in_use

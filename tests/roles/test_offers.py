@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,7 +84,7 @@ class LinksToBe:
 
     def connect(self, *_: object) -> Any:
         self.over.wait(10)
-        return SimpleNamespace(dead="")
+        return SimpleNamespace(dead="", held=nullcontext)
 
     def drop(self, pod: str) -> None:
         self.dropped = pod
