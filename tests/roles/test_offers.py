@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,7 +84,7 @@ class LinksToBe:
 
     def connect(self, *_: object) -> Any:
         self.over.wait(10)
-        return SimpleNamespace(dead="")
+        return SimpleNamespace(dead="", held=nullcontext)
 
     def drop(self, pod: str) -> None:
         self.dropped = pod
@@ -127,13 +128,30 @@ async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(o
     await until(lambda: readers_of("prefill-0") == ["kv-from-prefill-0@1"])
 
 
-async def test_an_offer_that_is_repeated_before_it_was_answered_replaces_the_first(
+async def test_an_offer_that_is_repeated_before_it_was_answered_gets_the_grant_in_progress(
     offering: Offering,
 ) -> None:
-    grants = await asyncio.gather(offering.offer("again"), offering.offer("again"))
-    assert [grant.granted for grant in grants] == [True, True]
+    first, second = await asyncio.gather(offering.offer("again"), offering.offer("again"))
+    assert first.granted
+    assert first == second
     assert len(offering.engine.reserved) == offering.service.inbound == 1
     assert offering.decode.handler_errors == 0
+
+
+async def test_an_offer_that_is_repeated_after_its_grant_replaces_it(offering: Offering) -> None:
+    first = await offering.offer("again")
+    second = await offering.offer("again")
+    assert second.granted
+    assert first.lease_id != second.lease_id
+    assert len(offering.engine.reserved) == offering.service.inbound == 1
+
+
+async def test_an_offer_of_the_same_request_over_another_link_does_not_get_the_grant_in_progress(
+    offering: Offering,
+) -> None:
+    first, second = await asyncio.gather(offering.offer("again"), offering.offer("again", failed_epoch=4))
+    assert (first.epoch, second.epoch) == (0, 5)
+    assert len(offering.engine.reserved) == offering.service.inbound == 1
 
 
 async def test_an_offer_that_is_given_back_before_it_was_answered_keeps_no_blocks(offering: Offering) -> None:
