@@ -12,7 +12,7 @@ import torch
 
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges

@@ -15,7 +15,7 @@ from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.hold import Budget, MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
-from mmd_workers.model.types import Frontend
+from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus

@@ -28,9 +28,10 @@ from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.media.types import MediumInfo
-from mmd_workers.model.types import Frontend, PromptLayout
+from mmd_workers.model.interfaces import Frontend
+from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 

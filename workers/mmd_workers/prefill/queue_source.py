@@ -15,7 +15,7 @@ from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.tensors import feature_of
 from mmd_workers.features.times import FeatureTimes
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingReceiver
