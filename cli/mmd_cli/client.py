@@ -14,12 +14,12 @@ import httpx
 import openai
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError
+from mmd_cli.errors import CommandError
 
 TIMINGS_HEADER = {"x-mmd-timings": "true"}
 
 
-class AskError(MmdError, code="ask_failed"):
+class AskError(CommandError):
     """The gateway refused or could not be reached; the message is its own."""
 
 

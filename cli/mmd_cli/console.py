@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from mmd_api.contract.errors import MmdError
 from mmd_api.faults import InvalidDeploymentError
+from mmd_cli.errors import CommandError
 from mmd_workers.observe.logs import printable
 
 T = TypeVar("T")
@@ -34,10 +35,11 @@ NameOption = Annotated[
 ]
 
 
-def fail(error: MmdError) -> typer.Exit:
-    """Print an error with its code; raise what this returns to exit with status 1."""
+def fail(error: MmdError | CommandError) -> typer.Exit:
+    """Print an error, one of the contract's table with its code; raise what this returns to exit with status 1."""
     message = escape(printable(error.message, keep="\n"))
-    errors.print(f"[red]error[/red] ({error.code}): {message}", highlight=False, soft_wrap=True)
+    code = f" ({error.code})" if isinstance(error, MmdError) else ""
+    errors.print(f"[red]error[/red]{code}: {message}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -45,7 +47,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine; an error is printed as one line, not as a traceback."""
     try:
         return asyncio.run(work)
-    except MmdError as error:
+    except (MmdError, CommandError) as error:
         raise fail(error) from error
     except InvalidDeploymentError as error:
         for fault in error.faults:

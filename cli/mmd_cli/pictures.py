@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from mmd_api.contract.errors import MmdError
+from mmd_cli.errors import CommandError
 from mmd_dashboards.panels import Panel
 from mmd_dashboards.queries import filled
 
@@ -26,11 +26,11 @@ _UNITS = {
 }
 
 
-class PrometheusError(MmdError, code="prometheus"):
+class PrometheusError(CommandError):
     """A Prometheus server could not be reached, or rejected the query."""
 
 
-class PlottingError(MmdError, code="no_matplotlib"):
+class PlottingError(CommandError):
     """No plotting library is installed."""
 
 

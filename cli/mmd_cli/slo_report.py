@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from mmd_api.contract.errors import MmdError
+from mmd_cli.errors import CommandError
 from mmd_cli.pictures import Line, Prometheus, TimeWindow, draw
 from mmd_dashboards.overview import OVERVIEW
 from mmd_dashboards.panels import Panel
@@ -28,7 +28,7 @@ LOST = "internal|peer_lost|link_failed|lease_ended|feature_lost|drained"
 PHASES = ("queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode")
 
 
-class NothingToReportError(MmdError, code="nothing_to_report"):
+class NothingToReportError(CommandError):
     """No request was served in that time."""
 
 

@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError
+from mmd_cli.errors import CommandError
 
 ROLES = ("encode", "prefill", "decode")
 TIMEOUT_SECONDS = 5.0
 
 
-class UnreachableError(MmdError, code="unreachable"):
+class UnreachableError(CommandError):
     """The gateway does not answer."""
 
 

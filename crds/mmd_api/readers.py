@@ -76,7 +76,6 @@ def _pool(pool: PoolName) -> dict[str, Effect]:
         f"{pool}.autoscaling": _OPERATOR,
         f"{pool}.autoscaling.*": _OPERATOR,
         f"{pool}.gpus": _pods(pool),
-        f"{pool}.tensorParallelSize": _pods(pool),
         f"{pool}.resources.*": _pods(pool),
         f"{pool}.nodeSelector": _pods(pool),
         f"{pool}.tolerations": _pods(pool),

@@ -9,7 +9,6 @@ from mmd_api.contract.pools import Role
 from mmd_api.crd import Schema, custom_resource_definition
 from mmd_api.readers import Component, effect_of, live_for, readers_of, replacing, spec_paths
 
-_NOT_YET = "served yet"
 _HEAD = """\
 <!-- Generated from crds/mmd_api by `make crds`. Edit the models, not this page. -->
 # MultimodalDeployment
@@ -54,16 +53,13 @@ def reference_page() -> str:
     """The page as Markdown."""
     schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     refusals = _grouped((message, path) for path, message in _messages(schema, ""))
-    unserved = {message: paths for message, paths in refusals.items() if _NOT_YET in message}
-    lasting = {message: paths for message, paths in refusals.items() if _NOT_YET not in message}
     parts = _grouped(
         (_table(node, path), path) for part in ("spec", "status") for path, node in _objects(schema, part)
     )
     return "\n".join(
         [
             _HEAD,
-            _refusals("What is refused", lasting),
-            _refusals("What is not served yet, and refused by name", unserved),
+            _refusals("What is refused", refusals),
             *(f"## {', '.join(paths)}\n\n{table}" for table, paths in parts.items()),
         ]
     )

@@ -25,8 +25,6 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MultimodalDeployment"
 PLURAL = "multimodaldeployments"
 SHORT_NAME = "mmd"
-DRAIN_ANNOTATION = f"{GROUP}/drain"
-"""On a worker's pod: finish what is held, take nothing more, and stay until removed. Its value is when that was asked."""
 MAX_FILE_BYTES = 4 * 2**20
 
 DnsLabel = Annotated[str, Field(max_length=63, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]

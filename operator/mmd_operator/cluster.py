@@ -16,7 +16,8 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from mmd_api.resource import API_VERSION, DRAIN_ANNOTATION, GROUP, KIND, PLURAL, VERSION
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
 from mmd_operator.resources.naming import Manifest

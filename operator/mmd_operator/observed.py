@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from mmd_api.resource import DRAIN_ANNOTATION
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
     ADMIN_PORT_NAME,

@@ -44,7 +44,7 @@ def test_every_fault_is_named_at_once():
             "metadata": {"name": "A"},
             "spec": {
                 "model": {"id": "builtin/other", "dtpye": "Float32"},
-                "encoder": {"gpus": "one", "tensorParallelSize": 2},
+                "encoder": {"gpus": "one", "tensorParallelSize": 1},
                 "prefill": {"replicas": 1, "autoscaling": {"minReplicas": 2}},
                 "decode": {"maxSequences": 0},
                 "transfer": {"kv": {"backend": "Nccl", "leaseSeconds": 1}},

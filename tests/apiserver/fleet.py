@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from kubernetes import client
 
-from mmd_api.resource import DRAIN_ANNOTATION
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually

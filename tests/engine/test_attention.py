@@ -8,11 +8,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
-from mmd_workers.engine.types import SamplingParams
-from mmd_workers.model.types import KvLayout, LoweredPrompt
+from mmd_workers.model.prompt import KvLayout, LoweredPrompt
 from tests.support.engine_oracle import SMALL, llama
 
 TOKENS = 40

@@ -8,11 +8,11 @@ from torch.nn import functional
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library, modules
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
-from mmd_workers.engine.types import SamplingParams
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from tests.support.engine_oracle import (
     SMALL,
     TEXT_MODELS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples import random_model
-from mmd_workers.engine.types import SamplingParams, SequenceInput
+from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from tests.support.engine_oracle import Outcome, make_engine, run
 
 zoo = pytest.importorskip("tests.support.model_zoo")
@@ -183,7 +183,7 @@ def test_a_feature_of_another_size_is_refused():
     engine.add(sequence_input("llava", 1))
     feature = answered("llava")[1][2][0]
     from mmd_api.contract.errors import CountMismatchError
-    from mmd_workers.model.types import Feature
+    from mmd_workers.model.prompt import Feature
 
     short = Feature("image", {"embeddings": torch.zeros(3, feature.tensors["embeddings"].shape[1])})
     with pytest.raises(CountMismatchError):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError, StepFailedError
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.runner import MAX_COMMANDS, EngineRunner
-from mmd_workers.engine.types import SamplingParams
 from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
 
 

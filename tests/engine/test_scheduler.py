@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mmd_workers.engine.blocks import BlockPool, block_hash
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED, Scheduler
 from mmd_workers.engine.sequence import Sequence, SequenceState
-from mmd_workers.engine.types import SamplingParams
-from mmd_workers.model.types import LoweredPrompt
+from mmd_workers.model.prompt import LoweredPrompt
 
 NOTHING = torch.empty(0)
 

@@ -20,7 +20,7 @@ from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import RouteRequest
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.model.frontend import HfFrontend
-from mmd_workers.model.types import PromptLayout
+from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.codec import pack, unpack
 from mmd_workers.wire.messages import Sampling, TokenBatch, TokenItem, TokenLogprob
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from mmd_api.contract.errors import OverloadedError, RequestTooLargeError
 from mmd_workers.gateway import hold as hold_module
-from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.hold import Budget, MediaHold, Share
 
 
@@ -45,7 +45,7 @@ async def test_a_waiter_that_times_out_gets_a_retry_after_and_the_queue_moves_up
     waiting = asyncio.create_task(large.grow(90))
     await asyncio.sleep(0.02)
     after = asyncio.create_task(small.grow(10))
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(OverloadedError) as caught:
         await waiting
     assert caught.value.status == 503
     assert caught.value.retry_after_seconds
@@ -57,7 +57,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
     for held in (0, 60):
         share = MediaHold(100).reservation()
         await share.grow(held)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(RequestTooLargeError) as caught:
             await share.grow(101 - held)
         assert caught.value.status == 413
         assert "need 101 bytes and the gateway holds at most 100;" in caught.value.message

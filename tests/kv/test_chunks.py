@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import chunks
-from mmd_workers.kv.types import PIECE_BYTES
+from mmd_workers.kv.link import PIECE_BYTES
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

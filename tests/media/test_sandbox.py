@@ -17,9 +17,9 @@ from mmd_api.contract.errors import BadMediaError, OverloadedError
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media import sandbox
 from mmd_workers.media.decode import decode_audio, decode_image
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
-from mmd_workers.media.types import MediumInfo
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes

@@ -21,7 +21,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_cli.check import compare, model, whole
 from mmd_cli.program import build
-from mmd_workers.media.types import MediumInfo
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.model import adapters, encoder, language, requirements
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder

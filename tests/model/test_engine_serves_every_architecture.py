@@ -9,7 +9,7 @@ import pytest
 
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.types import SamplingParams, SequenceInput
+from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
 from tests.support import model_zoo as zoo
 

@@ -19,8 +19,8 @@ from mmd_workers.model import source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.language import load_language_model
+from mmd_workers.model.prompt import Feature
 from mmd_workers.model.roles import Absent
-from mmd_workers.model.types import Feature
 from tests.support import model_zoo as zoo
 
 pytestmark = pytest.mark.models

@@ -25,7 +25,7 @@ from mmd_workers.encoder import profile
 from mmd_workers.encoder.profile import Growth, tower_memory
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
-from mmd_workers.model.types import Feature, ProcessedMedium
+from mmd_workers.model.prompt import Feature, ProcessedMedium
 from tests.support import model_zoo as zoo
 
 CPU = torch.device("cpu")

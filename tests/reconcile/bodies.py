@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmd_api.resource import DRAIN_ANNOTATION
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_operator.observed import SURGE_FIELD_MANAGER, PodView, pod_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, INPUTS_ANNOTATION, REVISION_LABEL
 

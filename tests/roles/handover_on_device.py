@@ -14,8 +14,8 @@ import torch
 
 from mmd_api.contract.subjects import Subjects
 from mmd_workers.decode.service import DecodeService
+from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.types import StepOutput
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.observe.metrics import Metrics

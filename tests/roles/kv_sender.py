@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from mmd_workers.kv.links import LinkManager, PairLink
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.handoff import KvSender
 from mmd_workers.wire.bus import Bus, Subscription

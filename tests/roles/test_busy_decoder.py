@@ -14,7 +14,7 @@ import torch
 from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill import handoff

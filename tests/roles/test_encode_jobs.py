@@ -21,7 +21,7 @@ from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill import queue_source
@@ -434,5 +434,5 @@ async def test_the_code_of_a_known_error_arrives(connect: Connect) -> None:
 
 @pytest.mark.parametrize("row", ERRORS.values(), ids=ERRORS)
 def test_a_medium_that_is_given_up_has_status_and_remedy_of_its_code(row: type[MmdError]) -> None:
-    error = EncodeError("why", row.code, retryable=False)
+    error = EncodeError(row("why"), retryable=False)
     assert (error.code, error.status, error.remedy) == (row.code, row.status, row.remedy)

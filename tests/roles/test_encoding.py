@@ -25,7 +25,7 @@ from mmd_workers.encoder.role import EncoderRole
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.model.types import Feature, ProcessedMedium
+from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings

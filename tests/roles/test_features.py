@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import BadMediaError, CapacityError
 from mmd_workers.features.store import FeatureState, FeatureStore
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from tests.support.waiting import DEADLINE_SECONDS
 
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
 from mmd_workers.decode.service import DecodeService
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.sequences.book import SequenceBook

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.types import StepOutput
 from mmd_workers.features.store import FeatureStore
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.service import PrefillService

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
-from mmd_workers.engine.types import SampledToken, StepOutput
+from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.sequences import book as module

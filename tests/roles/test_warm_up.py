@@ -31,7 +31,7 @@ from mmd_workers.kv.links import LinkManager
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.language import load_language_model
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing

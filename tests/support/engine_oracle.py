@@ -10,8 +10,8 @@ import transformers
 
 from mmd_api.contract.errors import CountMismatchError
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.types import SamplingParams, SequenceInput, StepOutput
-from mmd_workers.model.types import Feature, KvLayout, LoweredPrompt
+from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
+from mmd_workers.model.prompt import Feature, KvLayout, LoweredPrompt
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()

@@ -16,13 +16,13 @@ from transformers.video_utils import VideoMetadata
 
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.model.language import HfLanguageModel, load_language_model
+from mmd_workers.model.prompt import LoweredPrompt, PromptLayout
 from mmd_workers.model.roles import architecture_class
 from mmd_workers.model.source import load_config
-from mmd_workers.model.types import LoweredPrompt, PromptLayout
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 12

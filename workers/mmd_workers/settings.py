@@ -7,11 +7,10 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmd_api.contract import environment
 from mmd_api.contract.subjects import DEFAULT_INBOX, USERS, previous_of
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.wire.login import Login, refuse_credentials_in
-
-CONFIG_ENV = "MMD_PIPELINE_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class WorkerSettings:
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read MMD_PIPELINE_CONFIG (a path), MMD_POD_NAME, MMD_POD_IP, MMD_HTTP_PORT, MMD_ADMIN_PORT, MMD_NATS_URL, MMD_NATS_USERNAME, MMD_NATS_PASSWORD,
-        MMD_NATS_LOGIN (a folder), MMD_NATS_INBOX, MMD_THREADS, MMD_POD_ANNOTATIONS, MMD_GRACE_SECONDS, MMD_GPUS, MMD_MEMORY_FRACTION.
+        """Read the variables of `mmd_api.contract.environment`.
 
         Raises:
             RuntimeError: a variable is missing or cannot be used; the message names it.
@@ -67,30 +65,30 @@ class WorkerSettings:
             return value
 
         try:
-            refuse_credentials_in(need("MMD_NATS_URL"))
+            refuse_credentials_in(need(environment.NATS_URL))
         except ValueError as error:
-            raise RuntimeError(f"environment variable MMD_NATS_URL: {error}") from error
-        user = os.environ.get("MMD_NATS_USERNAME", "")
+            raise RuntimeError(f"environment variable {environment.NATS_URL}: {error}") from error
+        user = os.environ.get(environment.NATS_USERNAME, "")
         return cls(
-            pipeline=PipelineConfig.load(need(CONFIG_ENV)),
-            config_file=need(CONFIG_ENV),
-            pod=need("MMD_POD_NAME"),
-            pod_ip=need("MMD_POD_IP"),
-            http_port=int(need("MMD_HTTP_PORT")),
-            admin_port=int(os.environ.get("MMD_ADMIN_PORT", "0")),
-            nats_url=need("MMD_NATS_URL"),
-            threads=int(os.environ.get("MMD_THREADS", "0")),
-            annotations=os.environ.get("MMD_POD_ANNOTATIONS", ""),
-            nats_inbox=os.environ.get("MMD_NATS_INBOX", DEFAULT_INBOX),
-            nats_login=_login(user, need("MMD_NATS_PASSWORD")) if user else None,
-            grace_seconds=float(os.environ.get("MMD_GRACE_SECONDS", "120")),
-            gpus=int(os.environ.get("MMD_GPUS", "0")),
-            memory_fraction=float(os.environ.get("MMD_MEMORY_FRACTION", "1")),
+            pipeline=PipelineConfig.load(need(environment.PIPELINE_CONFIG)),
+            config_file=need(environment.PIPELINE_CONFIG),
+            pod=need(environment.POD_NAME),
+            pod_ip=need(environment.POD_IP),
+            http_port=int(need(environment.HTTP_PORT)),
+            admin_port=int(os.environ.get(environment.ADMIN_PORT, "0")),
+            nats_url=need(environment.NATS_URL),
+            threads=int(os.environ.get(environment.THREADS, "0")),
+            annotations=os.environ.get(environment.POD_ANNOTATIONS, ""),
+            nats_inbox=os.environ.get(environment.NATS_INBOX, DEFAULT_INBOX),
+            nats_login=_login(user, need(environment.NATS_PASSWORD)) if user else None,
+            grace_seconds=float(os.environ.get(environment.GRACE_SECONDS, "120")),
+            gpus=int(os.environ.get(environment.GPUS, "0")),
+            memory_fraction=float(os.environ.get(environment.MEMORY_FRACTION, "1")),
         )
 
 
 def _login(user: str, password: str) -> Login:
     """`user`: of a managed server, who may have a previous password too, or of an external one."""
-    folder = os.environ.get("MMD_NATS_LOGIN")
+    folder = os.environ.get(environment.NATS_LOGIN)
     previous = previous_of(user) if user in USERS else ""
     return Login(user, password, previous, Path(folder) if folder else None)

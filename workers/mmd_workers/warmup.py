@@ -17,7 +17,8 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_workers.device import check_device
 from mmd_workers.media import samples
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.model.types import Frontend, MediumLayout
+from mmd_workers.model.interfaces import Frontend
+from mmd_workers.model.prompt import MediumLayout
 from mmd_workers.observe.startup import Startup
 
 log = logging.getLogger(__name__)

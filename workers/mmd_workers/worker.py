@@ -16,11 +16,11 @@ from typing import Any, get_args
 
 import torch
 
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.contract.errors import DeviceLostError, DrainedError, MmdError, PeerLostError
 from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import PoolName, Role
 from mmd_api.contract.subjects import Subjects
-from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers import closing
 from mmd_workers.closing import close_each

@@ -14,7 +14,7 @@ from mmd_cli.check import split, whole
 from mmd_cli.check.model import Checked
 from mmd_cli.check.prompts import Medium, prompts
 from mmd_cli.check.report import Case, CheckReport
-from mmd_workers.model.types import LoweredPrompt
+from mmd_workers.model.prompt import LoweredPrompt
 
 LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative to the largest value: beyond rounding, but far below what a wrong mask or position does."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmd_api.contract.pools import Modality
 from mmd_workers.media import samples
-from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 
 @dataclass(frozen=True, slots=True)

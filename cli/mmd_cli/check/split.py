@@ -11,9 +11,9 @@ from mmd_api.contract.errors import UnsupportedInputError
 from mmd_cli.check.model import BLOCK_TOKENS, CHUNK_TOKENS, NEW_TOKENS, Checked
 from mmd_cli.check.prompts import Medium
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.types import SamplingParams, SequenceInput
+from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import HfLanguageModel
-from mmd_workers.model.types import LoweredPrompt, PromptLayout
+from mmd_workers.model.prompt import LoweredPrompt, PromptLayout
 
 
 def lowered(checked: Checked, layout: PromptLayout, media: Sequence[Medium]) -> LoweredPrompt:

@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 from mmd_cli.check.model import NEW_TOKENS, Checked
 from mmd_cli.check.prompts import Medium
 from mmd_workers.media import samples
-from mmd_workers.model.types import PromptLayout
+from mmd_workers.model.prompt import PromptLayout
 
 
 def unsplit_inputs(

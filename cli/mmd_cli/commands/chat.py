@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mmd_api.contract.errors import MmdError
 from mmd_cli.console import NameOption, UrlOption, console, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_workers.observe.logs import printable
 
@@ -51,5 +51,5 @@ def chat(
             history.append({"role": "assistant", "content": answer.text})
     except (EOFError, KeyboardInterrupt):
         console.print()
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mmd_api.contract.errors import MmdError
 from mmd_cli.console import AdminUrlOption, NameOption, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.prometheus import configuration
 
@@ -26,6 +26,6 @@ def prometheus(
     """Print a Prometheus configuration that finds every pod of the deployment running on this machine."""
     try:
         gateway = url or state.find(name).admin_url
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error
     sys.stdout.write(configuration(gateway, rules, seconds))

@@ -12,9 +12,9 @@ import httpx
 import typer
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError
 from mmd_cli import slo_report, top
 from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.pictures import Prometheus, TimeWindow
 
@@ -53,7 +53,7 @@ def report(
             made = slo_report.from_requests(
                 name or gateway, _remembered(gateway), _promised_ttft(gateway), state.decisions_of(url, name)
             )
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error
     output.write_text(made.html())
     if as_json:

@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError
 from mmd_cli.console import NameOption, console, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 
 
@@ -24,7 +24,7 @@ def status(
     """Show the pods of the deployment that runs here: roles, state, work in progress."""
     try:
         running = state.find(name)
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error
     pods = []
     for pod in running.pods:

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from mmd_api.contract.errors import MmdError
 from mmd_cli import top as view
 from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 
 
@@ -44,7 +44,7 @@ def top(
                         view.shown(title, view.facts(now, before, state.decisions_of(url, name))),
                         refresh=True,
                     )
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error
     except KeyboardInterrupt:
         return

@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from mmd_api.contract.errors import MmdError
 from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_workers.observe.logs import printable
 
@@ -29,7 +29,7 @@ def trace(
 
     try:
         timeline = gateway_client.timeline(url or state.find(name).admin_url, request)
-    except MmdError as error:
+    except CommandError as error:
         raise fail(error) from error
     if as_json:
         sys.stdout.write(json.dumps(timeline, indent=1) + "\n")

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmd_api.contract.errors import MmdError
+from mmd_api.contract import environment as env
+from mmd_cli.errors import CommandError
 from mmd_cli.local.forkserver import IDLE_NICE
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +29,7 @@ NICE_STEP = 1.25  # Linux: a process of nice n weighs this much more than one of
 COMPONENT_LABEL = "app.kubernetes.io/component"
 
 
-class RenderError(MmdError, code="render"):
+class RenderError(CommandError):
     """A rendered object needs something that a local process cannot have."""
 
 
@@ -140,14 +141,14 @@ def _local_pod(
             environment[variable["name"]] = value
         elif (folder := mounts[within]) is not None:
             environment[variable["name"]] = str(folder) + value[len(within) :]
-    if "MMD_ADMIN_PORT" in environment:
-        environment["MMD_ADMIN_PORT"] = str(admin_port)
+    if env.ADMIN_PORT in environment:
+        environment[env.ADMIN_PORT] = str(admin_port)
     environment |= {
-        "MMD_HTTP_PORT": str(port),
-        "MMD_NATS_URL": nats_url,
-        "MMD_THREADS": str(threads),
-        "MMD_MEMORY_FRACTION": f"{memory_fraction:.6f}",
-        "MMD_POD_ANNOTATIONS": str(directory / "annotations" / name),
+        env.HTTP_PORT: str(port),
+        env.NATS_URL: nats_url,
+        env.THREADS: str(threads),
+        env.MEMORY_FRACTION: f"{memory_fraction:.6f}",
+        env.POD_ANNOTATIONS: str(directory / "annotations" / name),
     }
     return LocalPod(
         name=name,
@@ -155,7 +156,7 @@ def _local_pod(
         command=[*container.get("command", []), *container.get("args", [])],
         environment=environment,
         http_port=port,
-        admin_port=admin_port if "MMD_ADMIN_PORT" in environment else 0,
+        admin_port=admin_port if env.ADMIN_PORT in environment else 0,
         grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
         nice=_nice(workload, objects),
     )

@@ -15,10 +15,11 @@ from typing import Any
 
 import httpx
 
-from mmd_api.contract import paths
+from mmd_api.contract import environment, paths
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.contract.pools import PoolName
 from mmd_api.pipeline import pipeline_revision
-from mmd_api.resource import DRAIN_ANNOTATION, MultimodalDeployment
+from mmd_api.resource import MultimodalDeployment
 from mmd_cli.local.pods import LocalPod, pool_pod
 from mmd_cli.local.steps import repeat
 from mmd_cli.local.supervisor import Supervisor
@@ -203,12 +204,12 @@ def _ordinal(pod: LocalPod) -> int:
 
 def _forget(pod: LocalPod) -> None:
     """Delete the annotations of a pod that is gone."""
-    Path(pod.environment["MMD_POD_ANNOTATIONS"]).unlink(missing_ok=True)
+    Path(pod.environment[environment.POD_ANNOTATIONS]).unlink(missing_ok=True)
 
 
 def _annotate(pod: LocalPod, now: datetime) -> None:
     """The annotation as Kubernetes shows it to a pod."""
-    file = Path(pod.environment["MMD_POD_ANNOTATIONS"])
+    file = Path(pod.environment[environment.POD_ANNOTATIONS])
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(f'{DRAIN_ANNOTATION}="{now.isoformat(timespec="seconds")}"\n')

@@ -7,13 +7,13 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mmd_api.contract.errors import MmdError
+from mmd_cli.errors import CommandError
 
 EXITED = "exited with code"
 """In the line that reports the end of a pod; a demo that shows no other line shows it."""
 
 
-class NotRunningError(MmdError, code="not_running"):
+class NotRunningError(CommandError):
     """There is no local deployment to speak to."""
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import httpx
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError, PeerLostError
+from mmd_api.contract.environment import PREFIX
+from mmd_api.contract.errors import PeerLostError
+from mmd_cli.errors import CommandError
 from mmd_cli.local.forkserver import ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.state import EXITED
@@ -33,10 +35,9 @@ LIVENESS_FAILURES = 3  # in a row
 NATS = "nats-server"
 MAX_LINE_BYTES = 16_384
 MAX_FAULT_CHARACTERS = 500
-OWN = "MMD_"  # variables that only our own programs read, once they run
 
 
-class GaveUpError(MmdError, code="gave_up"):
+class GaveUpError(CommandError):
     """A process ended, and did not come back, or did not stay, in a bounded number of starts."""
 
 
@@ -202,7 +203,7 @@ class Supervisor:
 
     def _server_for(self, pod: LocalPod) -> ForkServer:
         """Pods may share what is imported if all that libraries could read of their environments is the same."""
-        environment = {name: value for name, value in pod.environment.items() if not name.startswith(OWN)}
+        environment = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
         return self._servers.setdefault(frozenset(environment.items()), ForkServer(environment))
 
     async def close(self) -> None:

@@ -19,10 +19,10 @@ import httpx
 
 from mmd_api import resource
 from mmd_api.contract import paths
-from mmd_api.contract.errors import MmdError
 from mmd_api.contract.pools import PoolName
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.pods import LocalPod, component_of, local_pods
@@ -38,7 +38,7 @@ POLL_SECONDS = 0.2
 NAMESPACE = "default"
 
 
-class StartError(MmdError, code="start_failed"):
+class StartError(CommandError):
     """A pod did not become routable in time."""
 
 

@@ -144,6 +144,134 @@ class CountMismatchError(
     """A worker arrived at another number of tokens than the layout: the request fails, nothing is guessed."""
 
 
+# --- what the gateway answers before any pod has the request ---------------------------------------------------
+
+
+class InvalidJsonError(
+    MmdError, code="invalid_json", status=400, remedy="send valid JSON, within the limits of docs/api.md"
+):
+    """The body is not JSON, is nested too deep, has too many elements, or has a number with too many digits."""
+
+
+class InvalidTypeError(
+    MmdError, code="invalid_type", status=400, remedy="send the type of docs/api.md for the field in `param`"
+):
+    """A field has a value of another JSON type."""
+
+
+class InvalidValueError(
+    MmdError, code="invalid_value", status=400, remedy="send a value of docs/api.md for the field in `param`"
+):
+    """A field has a value that is out of range, or that contradicts another field."""
+
+
+class UnknownParameterError(
+    MmdError, code="unknown_parameter", status=400, remedy="remove the field in `param`"
+):
+    """The body has a field that does not exist."""
+
+
+class MissingParameterError(
+    MmdError, code="missing_required_parameter", status=400, remedy="add the field in `param`"
+):
+    """The body lacks a required field."""
+
+
+class UnsupportedParameterError(
+    MmdError,
+    code="unsupported_parameter",
+    status=400,
+    remedy="leave the field in `param` out; the message has an alternative if there is one",
+):
+    """A field of the OpenAI API that this server does not support, with a value other than its default."""
+
+
+class TooManyMediaError(
+    MmdError,
+    code="too_many_media",
+    status=400,
+    remedy="send fewer media, or raise spec.gateway.media.maxItemsPerRequest",
+):
+    """The request has more media than one request may have."""
+
+
+class ContextLengthError(
+    MmdError,
+    code="context_length_exceeded",
+    status=400,
+    remedy="shorten the prompt, or raise spec.model.maxModelLen",
+):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
+class ForbiddenError(
+    MmdError,
+    code="forbidden",
+    status=403,
+    remedy="call the server as localhost or 127.0.0.1, from this machine",
+):
+    """A server on a loopback address was called under another name, or by a page of another site."""
+
+
+class ModelNotFoundError(
+    MmdError, code="model_not_found", status=404, remedy="use a model that /v1/models lists"
+):
+    """The gateway does not serve this model."""
+
+
+class NotFoundError(MmdError, code="not_found", status=404, remedy="check the path in docs/api.md"):
+    """No such path or recent request; with status 405, no such method of the path."""
+
+
+class MethodNotAllowedError(NotFoundError):
+    """The path exists, for another method."""
+
+    status = 405
+
+
+class RequestTimeoutError(
+    MmdError,
+    code="request_timeout",
+    status=408,
+    remedy="send the body faster, or raise spec.gateway.requestTimeoutSeconds",
+):
+    """The body arrived too slowly."""
+
+
+class RequestTooLargeError(
+    MmdError,
+    code="request_too_large",
+    status=413,
+    remedy="send media by URL, or raise spec.gateway.maxBodyMebibytes",
+):
+    """The body and its media are larger than one request may be."""
+
+
+class UnsupportedMediaTypeError(
+    MmdError,
+    code="unsupported_media_type",
+    status=415,
+    remedy="send application/json without content-encoding",
+):
+    """The body is not sent as JSON, or is compressed."""
+
+
+class TooManyRequestsError(
+    OverloadedError,
+    code="too_many_requests",
+    status=429,
+    retryable=True,
+    remedy="retry after the time in retry-after, or raise spec.gateway.maxConcurrentRequests",
+):
+    """The gateway runs as many requests as it may."""
+
+
+class ClientGoneError(
+    MmdError, code="client_gone", remedy="none: nobody waits for the answer; check the timeouts of the client"
+):
+    """The client closed the connection before its answer was complete."""
+
+
 # --- between pods: the request goes on elsewhere ---------------------------------------------------------------
 
 

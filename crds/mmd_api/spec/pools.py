@@ -31,14 +31,6 @@ def _replicas_or_autoscaling(p: Pool) -> bool:
     return p.replicas is None or p.autoscaling is None
 
 
-def _tensor_parallel_fits(p: Pool) -> bool:
-    return p.gpus % p.tensor_parallel_size == 0 if p.gpus else p.tensor_parallel_size == 1
-
-
-def _tensor_parallel_served(p: Pool) -> bool:
-    return p.tensor_parallel_size == 1
-
-
 AUTOSCALING = (
     Rule(
         field="minReplicas",
@@ -64,20 +56,6 @@ POOL = (
         holds=_replicas_or_autoscaling,
         problem="replicas and autoscaling are mutually exclusive",
         remedy="keep one of them (autoscaling has minReplicas and maxReplicas)",
-    ),
-    Rule(
-        field="tensorParallelSize",
-        cel="self.gpus > 0 ? self.gpus % self.tensorParallelSize == 0 : self.tensorParallelSize == 1",
-        holds=_tensor_parallel_fits,
-        problem="tensorParallelSize must equal or divide gpus, and be 1 where gpus is 0",
-        remedy="change gpus or tensorParallelSize",
-    ),
-    Rule(
-        field="tensorParallelSize",
-        cel="self.tensorParallelSize == 1",
-        holds=_tensor_parallel_served,
-        problem="tensorParallelSize above 1 is not served yet: a worker runs its model on one device",
-        remedy="set it to 1",
     ),
 )
 
@@ -137,8 +115,6 @@ class Pool(ApiModel, rules=POOL):
     """Autoscaling by load."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 1
     """Number of GPUs (nvidia.com/gpu) per pod. 0 runs the pool on CPU."""
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=16)] = 1
-    """Number of GPUs across which one copy of the model is partitioned."""
     resources: Resources = Resources()
     """CPU and memory of each pod."""
     node_selector: Labels = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 
+from mmd_api.contract import environment as env
 from mmd_api.contract import paths
 from mmd_api.contract.subjects import inbox_of
 from mmd_api.pipeline import inputs_of
@@ -175,17 +176,17 @@ def nats_environment(scope: RevisionScope, user: str) -> list[Manifest]:
     if nats.managed:
         address = f"{scope.nats}.{scope.namespace}.svc:{NATS_PORT}"
         return [
-            {"name": "MMD_NATS_USERNAME", "value": user},
-            _secret_variable("MMD_NATS_PASSWORD", scope.nats, user),
-            {"name": "MMD_NATS_URL", "value": f"nats://{address}"},
-            {"name": "MMD_NATS_INBOX", "value": inbox_of(user)},
+            {"name": env.NATS_USERNAME, "value": user},
+            _secret_variable(env.NATS_PASSWORD, scope.nats, user),
+            {"name": env.NATS_URL, "value": f"nats://{address}"},
+            {"name": env.NATS_INBOX, "value": inbox_of(user)},
         ]
-    url = {"name": "MMD_NATS_URL", "value": nats.url}
+    url = {"name": env.NATS_URL, "value": nats.url}
     if nats.credentials_secret is None:
         return [url]
     return [
-        _secret_variable("MMD_NATS_USERNAME", nats.credentials_secret, "username"),
-        _secret_variable("MMD_NATS_PASSWORD", nats.credentials_secret, "password"),
+        _secret_variable(env.NATS_USERNAME, nats.credentials_secret, "username"),
+        _secret_variable(env.NATS_PASSWORD, nats.credentials_secret, "password"),
         url,
     ]
 
@@ -203,15 +204,15 @@ def _environment(
     admin_port: int | None,
 ) -> list[Manifest]:
     fixed: list[Manifest] = [
-        {"name": "MMD_PIPELINE_CONFIG", "value": f"{CONFIG_FOLDER}/{config_file(component)}"},
-        {"name": "MMD_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "MMD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "MMD_HTTP_PORT", "value": str(port)},
-        *([{"name": "MMD_ADMIN_PORT", "value": str(admin_port)}] if admin_port is not None else []),
+        {"name": env.PIPELINE_CONFIG, "value": f"{CONFIG_FOLDER}/{config_file(component)}"},
+        {"name": env.POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": env.POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": env.HTTP_PORT, "value": str(port)},
+        *([{"name": env.ADMIN_PORT, "value": str(admin_port)}] if admin_port is not None else []),
         *nats_environment(scope, nats_user),
-        {"name": "MMD_THREADS", "value": str(threads(part.resources))},
-        *([{"name": "MMD_GPUS", "value": str(part.gpus)}] if isinstance(part, Pool) and part.gpus else []),
-        {"name": "MMD_GRACE_SECONDS", "value": str(part.drain_seconds)},
+        {"name": env.THREADS, "value": str(threads(part.resources))},
+        *([{"name": env.GPUS, "value": str(part.gpus)}] if isinstance(part, Pool) and part.gpus else []),
+        {"name": env.GRACE_SECONDS, "value": str(part.drain_seconds)},
         *_hub_environment(scope.spec),
     ]
     return list({variable["name"]: variable for variable in [*fixed, *own_variables(part.template)]}.values())
@@ -238,7 +239,7 @@ def _show_annotations(pod: Manifest, container: Manifest) -> None:
     annotations = {"path": "annotations", "fieldRef": {"fieldPath": "metadata.annotations"}}
     pod["volumes"].append({"name": "pod", "downwardAPI": {"items": [annotations]}})
     container["volumeMounts"].append({"name": "pod", "mountPath": POD_FACTS, "readOnly": True})
-    container["env"].append({"name": "MMD_POD_ANNOTATIONS", "value": f"{POD_FACTS}/annotations"})
+    container["env"].append({"name": env.POD_ANNOTATIONS, "value": f"{POD_FACTS}/annotations"})
 
 
 def _show_login(scope: RevisionScope, user: str, pod: Manifest, container: Manifest) -> None:
@@ -255,7 +256,7 @@ def _show_login(scope: RevisionScope, user: str, pod: Manifest, container: Manif
     source = {"secretName": secret, "items": items, "optional": True}
     pod["volumes"].append({"name": "nats", "secret": source})
     container["volumeMounts"].append({"name": "nats", "mountPath": LOGIN_FOLDER, "readOnly": True})
-    container["env"].append({"name": "MMD_NATS_LOGIN", "value": LOGIN_FOLDER})
+    container["env"].append({"name": env.NATS_LOGIN, "value": LOGIN_FOLDER})
 
 
 def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container: Manifest) -> None:

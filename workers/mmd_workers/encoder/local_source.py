@@ -54,13 +54,13 @@ class LocalSource:
                 )
                 self._times.add(ref.feature_id, {**times, "encoded": time.time()})
         except MmdError as error:
-            self._store.fail(ref.feature_id, EncodeError(error.message, error.code, error.retryable))
+            self._store.fail(ref.feature_id, EncodeError(error, retryable=error.retryable))
         except Exception as error:  # the model can raise anything; waiters must be notified
             log.exception("encoding %s failed", ref.feature_id[:12])
             attempts = request.attempt + 1
             failure = unprocessable(ref, attempts, error)
             again = attempts < self._max_attempts
-            self._store.fail(ref.feature_id, EncodeError(failure.message, failure.code, retryable=again))
+            self._store.fail(ref.feature_id, EncodeError(failure, retryable=again))
         else:
             self._store.deliver(ref.feature_id, feature)
 

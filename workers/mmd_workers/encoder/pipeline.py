@@ -24,9 +24,10 @@ from mmd_workers.encoder.budget import ByteBudget, Held
 from mmd_workers.encoder.stages import EncodeStage, Stages
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.references import layout_of
+from mmd_workers.media.medium import Decoded
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.media.types import Decoded
-from mmd_workers.model.types import EncoderModel, Feature, MediumLayout, ProcessedMedium
+from mmd_workers.model.interfaces import EncoderModel
+from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef
 

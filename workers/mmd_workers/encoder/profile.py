@@ -19,9 +19,10 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching
 from mmd_workers.device import check_device
 from mmd_workers.engine.profile import LiveBytes
-from mmd_workers.media.types import MediumInfo
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.memory import MEBIBYTE
-from mmd_workers.model.types import EncoderModel, Frontend, ProcessedMedium
+from mmd_workers.model.interfaces import EncoderModel, Frontend
+from mmd_workers.model.prompt import ProcessedMedium
 
 log = logging.getLogger(__name__)
 

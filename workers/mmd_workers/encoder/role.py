@@ -23,7 +23,7 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import load_encoder
-from mmd_workers.model.types import EncoderModel
+from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import ADVERTISED_FEATURES, LIVENESS_SECONDS, Part, Pod
 from mmd_workers.warmup import media_steps, warm_up

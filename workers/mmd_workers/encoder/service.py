@@ -20,7 +20,7 @@ from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.features.references import unprocessable
 from mmd_workers.features.tensors import buffers_of
 from mmd_workers.features.times import steps_of
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus

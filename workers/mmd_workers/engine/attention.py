@@ -21,7 +21,7 @@ from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.cpu.library import Library
 from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -25,11 +25,7 @@ from mmd_workers.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
-from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.sampler import Draw, Sampled, sample
-from mmd_workers.engine.scheduler import Scheduler, Work
-from mmd_workers.engine.sequence import Sequence
-from mmd_workers.engine.types import (
+from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
     SampledToken,
@@ -37,7 +33,12 @@ from mmd_workers.engine.types import (
     SequenceInput,
     StepOutput,
 )
-from mmd_workers.model.types import Feature, LanguageModel
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.sampler import Draw, Sampled, sample
+from mmd_workers.engine.scheduler import Scheduler, Work
+from mmd_workers.engine.sequence import Sequence
+from mmd_workers.model.interfaces import LanguageModel
+from mmd_workers.model.prompt import Feature
 
 STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # a model's, on one batch
 WARM_UP_TOKENS = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mmd_api.contract.errors import CapacityError, CountMismatchError
-from mmd_workers.model.types import KvLayout
+from mmd_workers.model.prompt import KvLayout
 
 
 class KvPool:

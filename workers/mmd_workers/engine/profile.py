@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.sampler import Draw, choose
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
-from mmd_workers.engine.types import SamplingParams
-from mmd_workers.model.types import LanguageModel
+from mmd_workers.model.interfaces import LanguageModel
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
 from mmd_workers.device import check_device
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.types import StepOutput
+from mmd_workers.engine.interface import StepOutput
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmd_workers.engine.types import SamplingParams
+from mmd_workers.engine.interface import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from mmd_workers.engine.blocks import MediaSpan
-from mmd_workers.engine.types import SamplingParams
-from mmd_workers.model.types import LoweredPrompt
+from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.model.prompt import LoweredPrompt
 
 
 class SequenceState(enum.Enum):

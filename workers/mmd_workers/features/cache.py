@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 
 
 class FeatureCache:

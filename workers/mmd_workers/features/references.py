@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmd_api.contract.errors import UnprocessableMediumError
-from mmd_workers.model.types import MediumLayout, SamplingPlan
+from mmd_workers.model.prompt import MediumLayout, SamplingPlan
 from mmd_workers.wire.messages import FeatureRef
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mmd_api.contract.errors import ERRORS, DeadlineError, MediaGoneError, MmdError
+from mmd_api.contract.errors import DeadlineError, MediaGoneError, MmdError
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 
@@ -23,14 +23,13 @@ class FeatureSource(Protocol):
 
 
 class EncodeError(MmdError):
-    """A medium was given up; code, status and remedy are the table's for the encoder's code.
+    """A medium was given up; code, status and remedy are those of the encoder's error.
 
     `retryable` is about the request, placed anew as a whole. When the gateway that held the bytes is done with them the request can still be served: placed again, it brings its own.
     A deadline here is that of a job or of another request that shares the feature; the request's own is watched elsewhere.
     """
 
-    def __init__(self, message: str, code: str, retryable: bool) -> None:
-        super().__init__(message)
-        row = ERRORS.get(code, MmdError)
-        self.code, self.status, self.remedy = row.code, row.status, row.remedy
-        self.retryable = retryable or row in (MediaGoneError, DeadlineError)
+    def __init__(self, error: MmdError, *, retryable: bool) -> None:
+        super().__init__(error.message)
+        self.code, self.status, self.remedy = error.code, error.status, error.remedy
+        self.retryable = retryable or isinstance(error, MediaGoneError | DeadlineError)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Literal
 
 from mmd_api.contract.errors import CapacityError, FeatureLostError, MmdError
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 
 
 class FeatureState(StrEnum):

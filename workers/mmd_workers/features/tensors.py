@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmd_api.contract.pools import Modality
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.wire.messages import TensorHeader
 
 

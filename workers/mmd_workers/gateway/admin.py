@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mmd_api.contract import paths
+from mmd_api.contract.errors import NotFoundError
 from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import ROLES
 from mmd_workers.gateway import page
@@ -52,9 +53,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
     async def one_request(request: Request) -> Response:
         timeline = gateway.dispatcher.timelines.get(request.path_params["request_id"])
         if timeline is None:
-            error = ApiError(
-                404, "no such request at this gateway; it keeps the newest 512", code="not_found"
-            )
+            error = ApiError(NotFoundError("no such request at this gateway; it keeps the newest 512"))
             return JSONResponse(error.body(), error.status)
         return JSONResponse(timeline.to_json())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmd_api.contract.errors import CapacityError, OverloadedError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.hold import RETRY_AFTER_SECONDS, Budget, NoRoomError, Share, TooLargeError
 
@@ -73,22 +74,18 @@ class AnswerShare(Share):
         try:
             await self.grow(size.num_bytes)
         except TooLargeError as error:
-            raise ApiError(
-                400,
+            too_large = CapacityError(
                 f"{need} and one request may take {share + self._budget.allowance_bytes} bytes; lower {lower}, or raise "
-                "spec.gateway.resources.memory",
-                code="too_large",
-                param=fields[0],
-            ) from error
+                "spec.gateway.resources.memory"
+            )
+            raise ApiError(too_large, param=fields[0]) from error
         except NoRoomError as error:
-            raise ApiError(
-                503,
+            overloaded = OverloadedError(
                 f"{need} and other requests use the gateway's {budget} bytes for answers; retry, lower {lower}, "
                 "or raise spec.gateway.resources.memory",
-                code="overloaded",
-                param=fields[0],
                 retry_after_seconds=RETRY_AFTER_SECONDS,
-            ) from error
+            )
+            raise ApiError(overloaded, param=fields[0]) from error
 
 
 def answer_budget(memory_bytes: int) -> Budget:

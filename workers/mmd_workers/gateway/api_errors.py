@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from mmd_api.contract.errors import MmdError, OverloadedError
+from mmd_api.contract.errors import MmdError, OverloadedError, error_of
 
 log = logging.getLogger(__name__)
 
@@ -15,26 +15,21 @@ RETRY_AFTER_SECONDS = 2.0  # if there is no estimate
 
 
 class ApiError(Exception):
-    """A fault to be shown in OpenAI's shape: HTTP status, type, the field at fault and a stable code.
+    """An error of the table as the answer to a client, in OpenAI's shape: HTTP status, type, the field at fault and a stable code.
 
     `retry_after_seconds` is in the body as well as in the header, because a stream that has begun has no header left.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        retry_after_seconds: float | None = None,
-    ) -> None:
-        super().__init__(message)
+    def __init__(self, error: MmdError, *, param: str | None = None) -> None:
+        super().__init__(error.message)
+        status = error.status
+        assert status is not None, f"{error.code} is between pods alone"
         self.status = status
-        self.message = message
-        self.code = code
+        self.message = error.message
+        self.code = error.code
         self.param = param
-        self.retry_after_seconds = retry_after_seconds
+        estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
+        self.retry_after_seconds = (estimated or RETRY_AFTER_SECONDS) if status in (429, 503) else None
 
     @property
     def retry_after(self) -> int | None:
@@ -63,14 +58,12 @@ def refused(error: MmdError, param: str) -> ApiError:
     if answer.status != 400:
         return answer
     message = error.message if error.message.startswith(param) else f"{param}: {error.message}"
-    return ApiError(answer.status, message, code=answer.code, param=param)
+    return ApiError(error_of(error.code, message), param=param)
 
 
 def api_error(error: MmdError) -> ApiError:
     """Any typed error in the shape clients know; retryable ones include when to retry."""
     if error.status is None or error.code == MmdError.code:  # its message is for those who run the pods
         log.error("answered with an internal error: %s: %s", type(error).__name__, error.message)
-        return ApiError(500, INTERNAL, code=MmdError.code)
-    estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
-    wait = (estimated or RETRY_AFTER_SECONDS) if error.status == 503 else None
-    return ApiError(error.status, error.message, code=error.code, retry_after_seconds=wait)
+        return ApiError(MmdError(INTERNAL))
+    return ApiError(error)

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mmd_api.contract import paths
+from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.completions import ChatCompletions
@@ -34,8 +35,9 @@ def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
 
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        fault = ApiError(status, f"no such path or method; this port serves {known}", code="not_found")
-        return JSONResponse(fault.body(), status)
+        kind = MethodNotAllowedError if status == 405 else NotFoundError
+        fault = ApiError(kind(f"no such path or method; this port serves {known}"))
+        return JSONResponse(fault.body(), fault.status)
 
     return Starlette(
         middleware=[Middleware(_FarewellMiddleware, gateway=gateway)],

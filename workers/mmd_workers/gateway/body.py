@@ -13,7 +13,14 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 
-from mmd_workers.gateway.api_errors import ApiError
+from mmd_api.contract.errors import (
+    ClientGoneError,
+    InvalidJsonError,
+    MmdError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+    UnsupportedMediaTypeError,
+)
 from mmd_workers.gateway.hold import RequestReservation
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,10 +43,6 @@ SCAN_MARKS = 1024  # after so many, a few milliseconds, other requests have thei
 JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run; parsing them does not
 _OUTSIDE = re.compile(rb'["\[\]{},:]')
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection; there is nobody to answer."""
 
 
 class TooDeepError(Exception):
@@ -177,7 +180,9 @@ async def read_json(
     `MIN_BYTES_PER_SECOND`, which the time that the gateway waits for memory does not count against.
 
     Raises:
-        ApiError: 408, 413, 415, 400 (no JSON, too deep, too many elements, NaN), 503 (no memory for it now).
+        RequestTimeoutError, RequestTooLargeError, UnsupportedMediaTypeError: the headers or the size are at fault.
+        InvalidJsonError: no JSON, too deep, too many elements, NaN.
+        OverloadedError: no memory for it now.
         ClientGoneError: the client hung up.
     """
     chunks = _Chunks(receive)
@@ -189,12 +194,12 @@ async def read_json(
             async with asyncio.timeout(max(0.0, deadline - time.time())):
                 await _read(chunks, max_bytes, reservation, parts)
         except TimeoutError as error:
-            raise ApiError(
-                408,
-                "the body was not complete at the request's deadline (spec.gateway.requestTimeoutSeconds); send it faster",
-                code="request_timeout",
+            raise RequestTimeoutError(
+                "the body was not complete at the request's deadline (spec.gateway.requestTimeoutSeconds); send it faster"
             ) from error
-    except ApiError:
+    except ClientGoneError:
+        raise
+    except MmdError:
         parts.clear()
         reservation.release()
         await chunks.discard()
@@ -205,7 +210,7 @@ async def read_json(
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+        raise InvalidJsonError(f"the body is not valid JSON: {str(error)[:200]}") from error
 
 
 class _Chunks:
@@ -221,7 +226,7 @@ class _Chunks:
         """The next chunk, which may be empty; `ended` says whether it was the last.
 
         Raises:
-            ApiError: 408, the client is too slow.
+            RequestTimeoutError: the client is too slow.
             ClientGoneError: the client hung up.
         """
         patience = STALL_SECONDS + self._size / MIN_BYTES_PER_SECOND - self._seconds
@@ -230,15 +235,13 @@ class _Chunks:
             async with asyncio.timeout(min(STALL_SECONDS, max(0.0, patience))):
                 message = await self._receive()
         except TimeoutError as error:
-            raise ApiError(
-                408,
+            raise RequestTimeoutError(
                 f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - begun:.0f} s; the gateway waits "
-                f"{STALL_SECONDS:.0f} s and then expects {MIN_BYTES_PER_SECOND} bytes/s; send it faster",
-                code="request_timeout",
+                f"{STALL_SECONDS:.0f} s and then expects {MIN_BYTES_PER_SECOND} bytes/s; send it faster"
             ) from error
         self._seconds += time.monotonic() - begun
         if message["type"] == "http.disconnect":
-            raise ClientGoneError
+            raise ClientGoneError("the client hung up")
         self.ended = not message.get("more_body", False)
         data = bytes(message.get("body", b""))
         self._size += len(data)
@@ -247,7 +250,7 @@ class _Chunks:
     async def discard(self) -> None:
         """Read on for a while: most clients send everything before they read, and a connection closed now would hide the answer."""
         left = DISCARD_BYTES
-        with contextlib.suppress(TimeoutError, ApiError):
+        with contextlib.suppress(TimeoutError, RequestTimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while left > 0 and not self.ended:
                     left -= len(await self.next())
@@ -264,31 +267,21 @@ async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation
         try:
             await _scan(scanner, part)
         except TooDeepError as error:
-            raise ApiError(
-                400, f"the JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
-            ) from error
+            raise InvalidJsonError(f"the JSON body is nested deeper than {MAX_DEPTH} levels") from error
         except LongNumberError as error:
-            raise ApiError(
-                400, f"a number in the JSON body has more than {MAX_DIGITS} digits", code="invalid_json"
-            ) from error
+            raise InvalidJsonError(f"a number in the JSON body has more than {MAX_DIGITS} digits") from error
         except TooWideError as error:
-            raise ApiError(
-                400,
-                f"the JSON body has more than {MAX_MARKS} strings, brackets, commas and colons; send fewer messages or parts",
-                code="invalid_json",
+            raise InvalidJsonError(
+                f"the JSON body has more than {MAX_MARKS} strings, brackets, commas and colons; send fewer messages or parts"
             ) from error
         if scanner.longest_wide > MAX_WIDE_STRING_BYTES:
-            raise ApiError(
-                413,
-                f"a string with non-ASCII characters is longer than {MAX_WIDE_STRING_BYTES} bytes; send less text, or media as base64",
-                code="request_too_large",
+            raise RequestTooLargeError(
+                f"a string with non-ASCII characters is longer than {MAX_WIDE_STRING_BYTES} bytes; send less text, or media as base64"
             )
         if scanner.escaped_bytes > MAX_ESCAPED_BYTES:
-            raise ApiError(
-                413,
+            raise RequestTooLargeError(
                 f"the strings with escapes such as \\n are longer than {MAX_ESCAPED_BYTES} bytes together; send less text, or media as base64 "
-                "without line breaks",
-                code="request_too_large",
+                "without line breaks"
             )
         await reservation.resize(2 * size + scanner.parsed_bytes)
         parts.append(part)
@@ -307,13 +300,9 @@ async def _scan(scanner: JsonScanner, part: bytes) -> None:
 def _check_headers(headers: Headers) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(
-            415,
-            f"content-type {kind[:64]!r} is not supported; send application/json",
-            code="unsupported_media_type",
-        )
+        raise UnsupportedMediaTypeError(f"content-type {kind[:64]!r} is not supported; send application/json")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "send the body without content-encoding", code="unsupported_media_type")
+        raise UnsupportedMediaTypeError("send the body without content-encoding")
 
 
 def _check_declared_length(headers: Headers, max_bytes: int) -> None:
@@ -322,9 +311,7 @@ def _check_declared_length(headers: Headers, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is larger than {max_bytes} bytes; send media by URL, or raise spec.gateway.maxBodyMebibytes",
-        code="request_too_large",
+def _too_large(max_bytes: int) -> RequestTooLargeError:
+    return RequestTooLargeError(
+        f"the body is larger than {max_bytes} bytes; send media by URL, or raise spec.gateway.maxBodyMebibytes"
     )

@@ -22,7 +22,8 @@ from mmd_workers.gateway.chat_response import (
 from mmd_workers.gateway.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
 from mmd_workers.gateway.lifecycle import ServedSequence
 from mmd_workers.gateway.requests import Taken
-from mmd_workers.model.types import Frontend, PromptLayout
+from mmd_workers.model.interfaces import Frontend
+from mmd_workers.model.prompt import PromptLayout
 
 TOKENS_AT_ONCE = (
     16  # of a chunk: where a client reads slowly many wait, and with log probabilities each takes 15 KB

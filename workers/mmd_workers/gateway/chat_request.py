@@ -17,6 +17,14 @@ from pydantic import (
     model_validator,
 )
 
+from mmd_api.contract.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingParameterError,
+    MmdError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+)
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.parts import PART_TYPES, ContentPart, MediaSource, TextPart
 from mmd_workers.gateway.strict import Strict
@@ -149,32 +157,28 @@ def parse_chat_request(value: object) -> ChatRequest:
     """Validate a decoded JSON body.
 
     Raises:
+        InvalidTypeError: the body is no object.
         ApiError: 400, naming the first field at fault and what would be right.
     """
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_type")
+        raise InvalidTypeError("the body must be a JSON object")
     known = {name: field for name, field in value.items() if name not in _NOT_SERVED}
     for name in value.keys() & _NOT_SERVED.keys():
         off, remedy = _NOT_SERVED[name]
         if value[name] is not None and not any(_same(value[name], allowed) for allowed in off):
-            raise ApiError(
-                400, f"{name} is not supported: {remedy}", code="unsupported_parameter", param=str(name)
-            )
+            unsupported = UnsupportedParameterError(f"{name} is not supported: {remedy}")
+            raise ApiError(unsupported, param=str(name))
     try:
         request = ChatRequest.model_validate(known)
     except ValidationError as error:
         raise _named(error) from error
     if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise ApiError(
-            400,
-            "give max_tokens or max_completion_tokens, not both",
-            code="invalid_value",
-            param="max_completion_tokens",
-        )
+        both = InvalidValueError("give max_tokens or max_completion_tokens, not both")
+        raise ApiError(both, param="max_completion_tokens")
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
+        raise ApiError(InvalidValueError("top_logprobs needs logprobs: true"), param="top_logprobs")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream: true", code="invalid_value", param="stream_options")
+        raise ApiError(InvalidValueError("stream_options needs stream: true"), param="stream_options")
     return request
 
 
@@ -201,27 +205,27 @@ def _named(error: ValidationError) -> ApiError:
             param += f".{part}" if param else str(part)
         previous = part
     kind, message = first["type"], first["msg"]
-    code = "invalid_value"
+    fault: type[MmdError] = InvalidValueError
     if kind == "unknown_fields":
         names = [name if name == "..." or not param else f"{param}.{name}" for name in first["ctx"]["names"]]
-        code, param = "unknown_parameter", names[0]
+        fault, param = UnknownParameterError, names[0]
         fields = "field" if len(names) == 1 else "fields"
         message = f"unknown {fields} {', '.join(names)}; remove {'it' if len(names) == 1 else 'them'}"
     elif kind == "missing":
-        code, message = "missing_required_parameter", f"{param} is missing"
+        fault, message = MissingParameterError, f"{param} is missing"
     elif kind == "union_tag_invalid":
         given = first["ctx"].get("tag")
         message = (
             f"{param}: unknown part type {given!r}; use {', '.join(PART_TYPES[:-1])} or {PART_TYPES[-1]}"
         )
     elif kind == "union_tag_not_found":
-        code, message = "missing_required_parameter", f"{param}.type is missing"
+        fault, message = MissingParameterError, f"{param}.type is missing"
         param += ".type"
     elif kind.endswith("_type"):
-        code, message = "invalid_type", f"{param}: {message}"
+        fault, message = InvalidTypeError, f"{param}: {message}"
     else:
         message = f"{param}: {message}"
-    return ApiError(400, message[:1000], code=code, param=param[:200] or None)
+    return ApiError(fault(message[:1000]), param=param[:200] or None)
 
 
 # --- media and text of a conversation -------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from mmd_api.contract.errors import DeadlineError, MmdError
+from mmd_api.contract.errors import ClientGoneError, DeadlineError, MmdError
 from mmd_workers.gateway.accounting import count_request, end_trace
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize
 from mmd_workers.gateway.api_errors import INTERNAL, ApiError, api_error
-from mmd_workers.gateway.body import ClientGoneError, read_json
+from mmd_workers.gateway.body import read_json
 from mmd_workers.gateway.chat import truncated_seconds
 from mmd_workers.gateway.chat_request import ChatRequest, parse_chat_request
 from mmd_workers.gateway.choices import Choices
@@ -67,14 +67,14 @@ class ChatCompletions:
                     reservation.release()
         except ApiError as error:
             await exchange.fail(error)
+        except ClientGoneError as error:
+            timeline.status = CLIENT_GONE_STATUS
+            timeline.code, timeline.error = error.code, error.message
         except MmdError as error:
             await exchange.fail(api_error(error))
-        except ClientGoneError:
-            timeline.status, timeline.code = CLIENT_GONE_STATUS, "client_gone"
-            timeline.error = "the client hung up"
         except Exception:  # noqa: BLE001 - a bug must not leave the client waiting
             _log.exception("%s failed", request_id)
-            await exchange.fail(ApiError(500, INTERNAL, code="internal"))
+            await exchange.fail(ApiError(MmdError(INTERNAL)))
         finally:
             timeline.finished = time.time()
             count_request(gateway.metrics, gateway.slo, timeline)
@@ -140,7 +140,7 @@ async def _until_gone(receive: ReceiveChannel, answer: Any) -> None:
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise ClientGoneError
+            raise ClientGoneError("the client hung up")
         work.result()
     finally:
         for task in (work, gone):

@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmd_api.contract.errors import ModelNotFoundError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.hold import Budget, MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
-from mmd_workers.model.types import Frontend
+from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
@@ -62,12 +63,10 @@ class Gateway:
         """
         if name not in self.models:
             names = " or ".join(repr(served) for served in self.models)
-            raise ApiError(
-                404,
-                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; use {names}",
-                code="model_not_found",
-                param="model",
+            fault = ModelNotFoundError(
+                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; use {names}"
             )
+            raise ApiError(fault, param="model")
 
     def deadline(self, arrived: float) -> float:
         """When a request that arrived then must have ended; both in Unix seconds."""
@@ -78,15 +77,13 @@ class Gateway:
         """Count a request in and out.
 
         Raises:
-            ApiError: 429, too many at once.
+            TooManyRequestsError: too many at once.
         """
         self.last_request = time.monotonic()
         if self.running >= self.max_concurrent_requests:
-            raise ApiError(
-                429,
+            raise TooManyRequestsError(
                 f"{self.running} requests are running and the limit is {self.max_concurrent_requests}; retry, "
                 "or raise spec.gateway.maxConcurrentRequests",
-                code="too_many_requests",
                 retry_after_seconds=1.0,
             )
         self.running += 1

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from mmd_workers.gateway.api_errors import ApiError
+from mmd_api.contract.errors import OverloadedError, RequestTooLargeError
 
 WAIT_SECONDS = 20.0
 RETRY_AFTER_SECONDS = 5.0
@@ -232,22 +232,19 @@ class RequestReservation(Share):
         """Take more room.
 
         Raises:
-            ApiError: 503, there was none in time; 413, there can never be.
+            OverloadedError: there was none in time.
+            RequestTooLargeError: there can never be.
         """
         try:
             await super().grow(num_bytes)
         except TooLargeError as error:
-            raise ApiError(
-                413,
+            raise RequestTooLargeError(
                 f"the request's body and media need {self._beyond_allowance(num_bytes)} bytes and the gateway holds at most "
-                f"{self._hold.budget_bytes}; send less at once, or raise spec.gateway.maxBodyMebibytes",
-                code="request_too_large",
+                f"{self._hold.budget_bytes}; send less at once, or raise spec.gateway.maxBodyMebibytes"
             ) from error
         except NoRoomError as error:
-            raise ApiError(
-                503,
+            raise OverloadedError(
                 f"the gateway's memory for media ({self._hold.budget_bytes} bytes) is in use by other requests; retry",
-                code="overloaded",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
 

@@ -12,7 +12,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmd_api.contract.errors import MmdError, OverloadedError
+from mmd_api.contract.errors import (
+    ContextLengthError,
+    MmdError,
+    OverloadedError,
+    TooManyMediaError,
+    UnsupportedInputError,
+)
 from mmd_api.contract.pools import Modality
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
@@ -22,9 +28,10 @@ from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
-from mmd_workers.media.types import MediumInfo
-from mmd_workers.model.types import Frontend, PromptLayout
+from mmd_workers.model.interfaces import Frontend
+from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 
@@ -100,32 +107,26 @@ class Intake:
         longest = self._frontend.longest_token_characters
         characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
         if characters > (limit - 1) * longest:
-            raise ApiError(
-                400,
+            too_long = ContextLengthError(
                 f"the text has {characters} characters: at least {-(-characters // longest)} tokens, and at most {limit - 1} fit; "
-                "shorten it, or raise spec.model.maxModelLen",
-                code="context_length_exceeded",
-                param="messages",
+                "shorten it, or raise spec.model.maxModelLen"
             )
+            raise ApiError(too_long, param="messages")
 
     def _check_media(self, sources: list[MediaSource]) -> None:
         most = self.policy.max_items_per_request
         if len(sources) > most:
-            raise ApiError(
-                400,
-                f"the request has {len(sources)} media and the limit is {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest",
-                code="too_many_media",
-                param=sources[most].param,
+            too_many = TooManyMediaError(
+                f"the request has {len(sources)} media and the limit is {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest"
             )
+            raise ApiError(too_many, param=sources[most].param)
         takes = ", ".join(sorted(self._frontend.modalities)) or "nothing but text"
         for source in sources:
             if source.modality not in self._frontend.modalities:
-                raise ApiError(
-                    400,
-                    f"{source.param}: this model takes no {source.modality} (it takes {takes}); remove the part or use another model",
-                    code="unsupported_input",
-                    param=source.param,
+                unsupported = UnsupportedInputError(
+                    f"{source.param}: this model takes no {source.modality} (it takes {takes}); remove the part or use another model"
                 )
+                raise ApiError(unsupported, param=source.param)
 
     async def _bring(self, sources: list[MediaSource], reservation: RequestReservation) -> list[MediumInfo]:
         in_body = sum(len(source.url) for source in sources if source.url[:5].lower() == "data:")
@@ -173,13 +174,11 @@ class Intake:
         for source, medium in zip(sources, layout.media, strict=True):
             if medium.num_tokens > tokens:
                 largest, tokens = source.param, medium.num_tokens
-        raise ApiError(
-            400,
+        too_long = ContextLengthError(
             f"the prompt has {prompt} tokens and at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
-            f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen",
-            code="context_length_exceeded",
-            param="messages" if largest == "the text" else largest,
+            f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen"
         )
+        raise ApiError(too_long, param="messages" if largest == "the text" else largest)
 
 
 def _part_of(message: str) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from mmd_api.contract.errors import LinkError
-from mmd_workers.kv.types import PIECE_BYTES, KvLink
+from mmd_workers.kv.link import PIECE_BYTES, KvLink
 
 
 class Layout(Protocol):

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from mmd_api.contract.errors import LinkError, OverloadedError
 from mmd_workers.kv import nccl, sentinel
 from mmd_workers.kv.gloo import GlooLink
-from mmd_workers.kv.types import PIECE_BYTES
+from mmd_workers.kv.link import PIECE_BYTES
 
 MAX_KNOWN_PEERS = 4096
 MAX_RETIRED_INCARNATIONS = 16

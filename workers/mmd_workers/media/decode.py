@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import containers
-from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import decode
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
-from mmd_workers.media.types import MediumInfo
 
 
 def load() -> None:

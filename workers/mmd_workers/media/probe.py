@@ -12,7 +12,7 @@ from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
 from mmd_workers.media import containers
 from mmd_workers.media.identity import digest
-from mmd_workers.media.types import MediumInfo
+from mmd_workers.media.medium import MediumInfo
 
 if TYPE_CHECKING:  # the decode processes import this module's neighbours and stay without pydantic
     from mmd_api.spec.media import MediaPolicy

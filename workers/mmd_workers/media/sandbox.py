@@ -33,7 +33,7 @@ from mmd_workers.media.confinement import LAYERS
 from mmd_workers.media.containers import CONTAINERS
 from mmd_workers.media.decode_process import MAX_MESSAGE_BYTES
 from mmd_workers.media.identity import digest
-from mmd_workers.media.types import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 if TYPE_CHECKING:
     from mmd_api.spec.media import MediaPolicy

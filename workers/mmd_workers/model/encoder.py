@@ -13,15 +13,15 @@ from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, U
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.types import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import EMBEDDINGS, Adapter
 from mmd_workers.model.frontend import HfFrontend, load_processor
 from mmd_workers.model.inputs import MediaInputs
+from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.model.roles import load_role
-from mmd_workers.model.types import Feature, MediumLayout, ProcessedMedium
 
 
 class HfEncoderModel:

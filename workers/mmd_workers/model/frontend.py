@@ -23,14 +23,14 @@ from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, U
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.types import MediumInfo
+from mmd_workers.media.medium import MediumInfo
 from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probes import Probe, ProbeCache
-from mmd_workers.model.types import MediumLayout, PromptLayout, SamplingPlan
+from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
 PROCESSOR_ERRORS = (ValueError, ZeroDivisionError, RuntimeError, IndexError, TypeError)

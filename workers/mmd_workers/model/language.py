@@ -13,8 +13,8 @@ from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import EMBEDDINGS, TOKEN_TYPES, Adapter, rope_index
+from mmd_workers.model.prompt import Feature, KvLayout, LoweredPrompt, MediumLayout
 from mmd_workers.model.roles import load_role
-from mmd_workers.model.types import Feature, KvLayout, LoweredPrompt, MediumLayout
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 

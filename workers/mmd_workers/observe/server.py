@@ -27,6 +27,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmd_api.contract import paths
+from mmd_api.contract.errors import ForbiddenError
 from mmd_workers.memory import host_bytes
 from mmd_workers.observe.metrics import Metrics
 
@@ -254,8 +255,13 @@ class _LoopbackGuard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or answer it with 403."""
         if scope["type"] == "http" and (fault := _foreign(Headers(scope=scope))):
-            error = {"message": fault, "type": "invalid_request_error", "param": None, "code": "forbidden"}
-            await JSONResponse({"error": error}, 403)(scope, receive, send)
+            error = {
+                "message": fault,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": ForbiddenError.code,
+            }
+            await JSONResponse({"error": error}, ForbiddenError.status or 403)(scope, receive, send)
             return
         await self._application(scope, receive, send)
 

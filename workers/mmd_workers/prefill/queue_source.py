@@ -9,13 +9,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError, error_of
 from mmd_workers.backoff import Backoff
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.tensors import feature_of
 from mmd_workers.features.times import FeatureTimes
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embeddings import EmbeddingReceiver
@@ -126,13 +126,13 @@ class QueueSource:
                     "Ready and that jobTimeoutSeconds is enough for this medium"
                 )
         except MmdError as error:
-            self._give_up(job, EncodeError(error.message, error.code, error.retryable))
+            self._give_up(job, EncodeError(error, retryable=error.retryable))
         except Exception as error:  # waiters must be notified
             log.exception("requesting feature %s failed", feature_id[:12])
             message = (
                 f"requesting the feature failed ({type(error).__name__}); see the log of pod {self._pod}"
             )
-            self._give_up(job, EncodeError(message, MmdError.code, retryable=True))
+            self._give_up(job, EncodeError(MmdError(message), retryable=True))
         finally:
             if self._wanted.get(feature_id) is job:
                 del self._wanted[feature_id]
@@ -230,7 +230,6 @@ class QueueSource:
     async def _failed(self, failure: EncodeFailed) -> Acknowledged:
         job = self._wanted.get(failure.feature_id)
         if job is not None and job.job_id == failure.job_id:
-            self._store.fail(
-                failure.feature_id, EncodeError(failure.message, failure.code, failure.retryable)
-            )
+            error = error_of(failure.code, failure.message)
+            self._store.fail(failure.feature_id, EncodeError(error, retryable=failure.retryable))
         return Acknowledged()

@@ -18,11 +18,11 @@ from mmd_api.contract.errors import (
     OverloadedError,
     RequestCancelledError,
 )
-from mmd_workers.engine.types import KvReady, SampledToken
+from mmd_workers.engine.interface import KvReady, SampledToken
 from mmd_workers.features.source import FeatureSource
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import steps_of
-from mmd_workers.model.types import Feature
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook, Tracked, sequence_id

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError, TooLongError
-from mmd_workers.engine.types import SampledToken, StepOutput
+from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing

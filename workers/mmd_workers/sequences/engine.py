@@ -11,8 +11,8 @@ import torch
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
-from mmd_workers.engine.types import EngineStats, StepOutput
-from mmd_workers.model.types import Feature, KvLayout
+from mmd_workers.engine.interface import EngineStats, StepOutput
+from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Part, Pod
 from mmd_workers.wire.messages import GenerateRequest
 

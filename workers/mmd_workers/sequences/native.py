@@ -13,13 +13,14 @@ import torch
 from mmd_api.contract.pools import Modality
 from mmd_workers import memory
 from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.interface import EngineStats, SamplingParams, SequenceInput
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.types import EngineStats, SamplingParams, SequenceInput
 from mmd_workers.features.references import layout_of
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
-from mmd_workers.model.types import Feature, KvLayout, LanguageModel
+from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine

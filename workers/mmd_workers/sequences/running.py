@@ -11,7 +11,7 @@ import logging
 import time
 
 from mmd_api.contract.errors import DeadlineError, MmdError, PeerLostError
-from mmd_workers.engine.types import KvReady, SampledToken, StepOutput
+from mmd_workers.engine.interface import KvReady, SampledToken, StepOutput
 from mmd_workers.pod import Part, Pod
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.engine import EngineHost

@@ -16,7 +16,7 @@ import torch
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.contract.pools import Modality
 from mmd_workers.model.inputs import MediaInputs, Processed, processor_modalities
-from mmd_workers.model.types import MediumLayout
+from mmd_workers.model.prompt import MediumLayout
 
 TOKEN_TYPES: dict[str, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers them
 EMBEDDINGS = "embeddings"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmd_workers.model.adapters.base import Adapter
-from mmd_workers.model.types import MediumLayout
+from mmd_workers.model.prompt import MediumLayout
 
 
 class Gemma3Adapter(Adapter):

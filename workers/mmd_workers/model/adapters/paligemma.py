@@ -7,7 +7,7 @@ from typing import Any
 
 from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
-from mmd_workers.model.types import MediumLayout
+from mmd_workers.model.prompt import MediumLayout
 
 
 class PaliGemmaAdapter(Adapter):

@@ -11,7 +11,7 @@ import torch
 
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.inputs import MediaInputs, Processed
-from mmd_workers.model.types import MediumLayout
+from mmd_workers.model.prompt import MediumLayout
 
 
 class QwenOmniAdapter(Adapter):

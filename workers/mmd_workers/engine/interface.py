@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
-from mmd_workers.model.types import LoweredPrompt
+from mmd_workers.model.prompt import LoweredPrompt
 
 
 @dataclass(frozen=True, slots=True)
