@@ -367,7 +367,7 @@ def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolTh
     """With what was measured since, where it differs enough to be worth a write. A pool that is gone has none."""
     if decision is None:
         return None
-    now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
+    now = PoolThroughput.of(decision.history.throughput, datetime.fromtimestamp(decision.at, UTC))
     if kept is not None and not _differ(kept.rates, now.rates):
         return kept
     return now if now.rates else None

@@ -55,7 +55,7 @@ class DeploymentDecision:
     @property
     def histories(self) -> dict[PoolName, History]:
         """The histories to pass to the next tick."""
-        return {pool: decision.history for pool, decision in self.decisions.items()}
+        return {pool: decision.next_history for pool, decision in self.decisions.items()}
 
 
 def coordinate(

@@ -53,7 +53,7 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         now: Unix seconds of the clock that stamped the samples' `received_at`.
         policy: the pool's rules.
         samples: what is known now.
-        history: that of the previous decision (`Decision.history`), or a new one after a start.
+        history: that of the previous decision (`Decision.next_history`), or a new one after a start.
     """
     if policy.shadow:
         history = replace(history, written=None)
@@ -80,7 +80,7 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         panicking=state.panicking,
         idle=observation.idle,
         foreign_replicas=samples.replicas if foreign else None,
-        observed=state.history,
+        history=state.history,
         unplaced=observation.unplaced,
         stuck=observation.stuck,
     )

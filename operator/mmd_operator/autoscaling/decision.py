@@ -79,7 +79,7 @@ class Decision:
 
     `wanted` is what the signals ask for before any limit. `valid` is False when something needed was missing or stale
     (named in `missing`): then the pool is never lowered. `limits` are those that changed what was wanted, in the order in which
-    their rules applied. `act` is False in Shadow mode: report it, change nothing.
+    their rules applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
     `unplaced` pods have waited for a node beyond their deadline; `stuck` pods have not become Ready within theirs.
     """
 
@@ -101,7 +101,7 @@ class Decision:
     panicking: bool
     idle: bool
     foreign_replicas: int | None
-    observed: History = field(repr=False)
+    history: History = field(repr=False)
     unplaced: int = 0
     stuck: int = 0
 
@@ -141,11 +141,11 @@ class Decision:
         return self.limited_by if self.limited_by in HARD_LIMITS and self.short else None
 
     @property
-    def history(self) -> History:
-        """What the next decision must remember, given that this one is carried out (unless `act` is False)."""
+    def next_history(self) -> History:
+        """What the next decision must remember: `history`, and that this one is carried out (unless `act` is False)."""
         if not self.act:
-            return self.observed
-        return self.observed.acted(self.at, self.current, self.spec_replicas, self.replicas)
+            return self.history
+        return self.history.acted(self.at, self.current, self.spec_replicas, self.replicas)
 
     def limited(self, replicas: int, limit: Limit, reason: ScalingReason | None = None) -> Decision:
         """The same decision cut to a size by a limit that only the whole deployment knows."""
