@@ -183,8 +183,8 @@ class MultimodalDeploymentStatus(ApiModel):
     """Observed state of each pool."""
     pools_summary: Annotated[str, Field(max_length=64)] = ""
     """Ready and desired pods of each pool, for the printer column."""
-    bottleneck: Literal["Gateway", "Encoder", "Prefill", "Decode", "Transfer", "None"] | None = None
-    """Component that delays requests the most."""
+    bottleneck: Literal["Encoder", "Prefill", "Decode", "None"] | None = None
+    """Pool that delays requests the most."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """URL of the gateway inside the cluster."""
 
