@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from mmd_api.contract.pools import PoolName
-from mmd_api.status import ScalingDecision
+from mmd_api.status import RuleEffect, ScalingDecision
+from mmd_operator.sentences import sentence_of
 
 if TYPE_CHECKING:
     from mmd_operator.autoscaling.history import History
@@ -74,12 +76,30 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class AppliedRule:
+    """What a rule did to a decision: its sentence with the numbers of the case, and the limit that it imposed, if it is one."""
+
+    rule: str
+    message: str
+    limit: Limit | None = None
+
+    @classmethod
+    def of(cls, rule: Callable[..., object], numbers: str, limit: Limit | None = None) -> Self:
+        """Of a rule, in the words of its docstring."""
+        return cls(rule.__name__, f"{sentence_of(rule)} ({numbers})", limit)
+
+    def status(self) -> RuleEffect:
+        """The effect as the resource's status reports it."""
+        return RuleEffect(rule=self.rule, limit=self.limit, message=self.message)
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """How many replicas a pool should have, and why.
 
     `wanted` is what the signals ask for before any limit. `valid` is False when something needed was missing or stale
-    (named in `missing`): then the pool is never lowered. `limits` are those that changed what was wanted, in the order in which
-    their rules applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
+    (named in `missing`): then the pool is never lowered. `effects` are what the rules did, in the order in which
+    they applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
     `unplaced` pods have waited for a node beyond their deadline; `stuck` pods have not become Ready within theirs.
     """
 
@@ -91,7 +111,7 @@ class Decision:
     wanted: int
     replicas: int
     reason: ScalingReason
-    limits: tuple[Limit, ...]
+    effects: tuple[AppliedRule, ...]
     valid: bool
     act: bool
     minimum: int
@@ -104,6 +124,15 @@ class Decision:
     history: History = field(repr=False)
     unplaced: int = 0
     stuck: int = 0
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Those that rules imposed, in the order in which they applied: each once, the deciding one at the end."""
+        limits: list[Limit] = []
+        for effect in self.effects:
+            if effect.limit is not None:
+                limits = [*(other for other in limits if other != effect.limit), effect.limit]
+        return tuple(limits)
 
     @property
     def limited_by(self) -> Limit | None:
@@ -147,12 +176,12 @@ class Decision:
             return self.history
         return self.history.acted(self.at, self.current, self.spec_replicas, self.replicas)
 
-    def limited(self, replicas: int, limit: Limit, reason: ScalingReason | None = None) -> Decision:
-        """The same decision cut to a size by a limit that only the whole deployment knows."""
+    def limited(self, replicas: int, effect: AppliedRule, reason: ScalingReason | None = None) -> Decision:
+        """The same decision cut to a size by a rule that only the whole deployment knows."""
         if reason is None:
             reason = "Steady" if replicas == self.current else self.reason
-        before = (other for other in self.limits if other != limit)
-        return replace(self, replicas=replicas, limits=(*before, limit), reason=reason)
+        before = (other for other in self.effects if other.rule != effect.rule)
+        return replace(self, replicas=replicas, effects=(*before, effect), reason=reason)
 
     def status(self) -> ScalingDecision:
         """The decision as the resource's status reports it."""
@@ -166,6 +195,7 @@ class Decision:
             observed_milli=round(signal.observed * 1000) if signal else None,
             target_milli=round(signal.target * 1000) if signal else None,
             limited_by=self.limited_by,
+            effects=[effect.status() for effect in self.effects],
             message=str(self)[:1024],
         )
 
@@ -173,13 +203,13 @@ class Decision:
         verb = (
             f"scales from {self.current} to {self.replicas} replicas"
             if self.replicas != self.current
-            else f"stays at {_replicas(self.current)}"
+            else f"stays at {in_replicas(self.current)}"
         )
         if not self.act:
             verb = verb.replace("scales", "would scale").replace("stays", "would stay")
         parts = [f"{self.pool} {verb} ({self.reason})"]
         if self.signal is not None:
-            parts.append(f"{_sentence(self.signal, self.ready)}, which needs {_replicas(self.wanted)}")
+            parts.append(f"{_sentence(self.signal, self.ready)}, which needs {in_replicas(self.wanted)}")
         elif self.idle:
             parts.append("the pool is idle")
         if self.limits:
@@ -193,11 +223,12 @@ class Decision:
             more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
             parts.append(f"{shown}{more}")
         if self.foreign_replicas is not None:
-            parts.append(f"another client set {_replicas(self.foreign_replicas)}")
+            parts.append(f"another client set {in_replicas(self.foreign_replicas)}")
         return "; ".join(parts)
 
 
-def _replicas(count: int) -> str:
+def in_replicas(count: int) -> str:
+    """A size in words."""
     return f"{count} replica" if count == 1 else f"{count} replicas"
 
 
