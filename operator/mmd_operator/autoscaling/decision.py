@@ -14,15 +14,6 @@ from mmd_operator.sentences import sentence_of
 if TYPE_CHECKING:
     from mmd_operator.autoscaling.history import History
 
-Metric = Literal[
-    "BacklogSeconds",
-    "BusyFraction",
-    "TtftSeconds",
-    "KvUtilization",
-    "Sequences",
-    "ItlSeconds",
-    "HeldRequests",
-]
 ScalingReason = Literal[
     "LoadRose",
     "LoadFell",
@@ -52,7 +43,6 @@ Limit = Literal[
     "UpstreamBusy",
 ]
 
-SIGNAL_METRICS: tuple[Metric, ...] = get_args(Metric)
 LIMITS: tuple[Limit, ...] = get_args(Limit)
 HARD_LIMITS: frozenset[Limit] = frozenset(
     {"MaxReplicas", "Unschedulable", "PodsNotStarting", "GpuBudget", "DownstreamSaturated"}
@@ -64,15 +54,17 @@ HARD_LIMITS: frozenset[Limit] = frozenset(
 class Signal:
     """One reason for a size. `observed` and `target` are of one replica; `need` replicas would just meet the target.
 
-    `full` replicas would be used up entirely by the present load. `seconds` of work wait in all, where that is known.
+    `full` replicas would be used up entirely by the present load. `seconds` of work wait in all, where that is known. `metric` and
+    `words` are the name and the sentence that its rule gives it.
     """
 
-    metric: Metric
     observed: float
     target: float
     need: float
     full: float
     seconds: float = 0.0
+    metric: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +201,7 @@ class Decision:
             verb = verb.replace("scales", "would scale").replace("stays", "would stay")
         parts = [f"{self.pool} {verb} ({self.reason})"]
         if self.signal is not None:
-            parts.append(f"{_sentence(self.signal, self.ready)}, which needs {in_replicas(self.wanted)}")
+            parts.append(f"{self.signal.words}, which needs {in_replicas(self.wanted)}")
         elif self.idle:
             parts.append("the pool is idle")
         if self.limits:
@@ -230,21 +222,3 @@ class Decision:
 def in_replicas(count: int) -> str:
     """A size in words."""
     return f"{count} replica" if count == 1 else f"{count} replicas"
-
-
-def _sentence(signal: Signal, ready: int) -> str:
-    each = f"per replica ({ready} ready)"
-    match signal.metric:
-        case "BacklogSeconds":
-            return f"backlog is {signal.observed:.2f} s, target {signal.target:.2f} s {each}"
-        case "TtftSeconds":
-            return f"time to first token is {signal.observed:.3f} s, SLO {signal.target:.3f} s ({ready} replicas ready)"
-        case "ItlSeconds":
-            return f"inter-token latency is {signal.observed:.4f} s, SLO {signal.target:.4f} s ({ready} replicas ready)"
-        case "Sequences":
-            return f"sequences: {signal.observed:.1f}, target {signal.target:.1f} {each}"
-        case "HeldRequests":
-            return f"{signal.observed:.0f} requests are held at the gateway ({ready} replicas ready)"
-        case "BusyFraction" | "KvUtilization":
-            name = "busy time" if signal.metric == "BusyFraction" else "KV utilization"
-            return f"{name} is {signal.observed:.0%}, target {signal.target:.0%} {each}"
