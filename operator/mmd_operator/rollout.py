@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import StepEffect
 from mmd_operator import rollout_steps as steps
 from mmd_operator.observed import Child, ObjectKey, Observed
 from mmd_operator.replacement import Replacement
 from mmd_operator.resources.naming import Manifest
-from mmd_operator.rollout_steps import RolloutState
+from mmd_operator.rollout_steps import RolloutState, StepResult
 
 Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Complete", "Updating"]
 
-STEPS: tuple[Callable[[RolloutState], RolloutState], ...] = (
+STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     # What is applied.
     steps.share_gpu_budget,
     steps.apply_planned_objects,
@@ -69,6 +70,8 @@ class Step:
     """Sizes of the gateway and of NATS, where another client changed them: no scaler owns them, and neither drains before it shrinks."""
     blocked: bool = False
     """The rollout cannot continue until what `waits_for` names has changed."""
+    effects: tuple[StepEffect, ...] = ()
+    """What the steps did, in the order in which they applied."""
 
 
 def next_step(
@@ -84,8 +87,10 @@ def next_step(
     `uid` is the deployment's own; `now`: Unix seconds.
     """
     state = RolloutState(spec, revision, planned, observed, uid, now)
+    effects: list[StepEffect] = []
     for step in STEPS:
-        state = step(state)
+        state, effect = step(state)
+        effects += [effect] if effect is not None else []
     return Step(
         stage=next(stage for stage, holds in STAGES if holds(state)),
         revision=revision,
@@ -97,4 +102,5 @@ def next_step(
         waits_for="; ".join(words for words in (state.share.words, state.waits_for) if words),
         restore=state.restore,
         blocked=state.share.blocked,
+        effects=tuple(effects),
     )

@@ -42,31 +42,13 @@ TICK_SECONDS = 2.0
 THROUGHPUT_STEP = 0.1
 """A measured throughput is written again once it has changed by this share."""
 STEADY_TICKS = 3
-"""The missing reports and the bottleneck in the status change once they have been the same for this many ticks."""
+"""Decisions that change no size, missing reports and the bottleneck change in the status once they have been the same for this many ticks."""
 _AGE = re.compile(r" for -?[0-9.]+ s$")
 """The age at the end of a missing report's description; it changes with every tick."""
 Events = list[tuple[str, str]]
+Shape = tuple[object, ...]
+"""What of a decision is worth a write of the status: its sizes, reason, metric and rules, not its numbers."""
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class PoolRecord:
-    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
-
-    `change`: the decision that began the present change of size; `announced`: the sizes and the limit of the last Event about them;
-    `counted`: the size whose change has been counted; `draining`: since when, by uid; `overdue`: pods with an Event about it;
-    `last_change` and `throughput`: as in the status.
-    """
-
-    bounds: tuple[int, int] | None = None
-    decision: Decision | None = None
-    change: Decision | None = None
-    announced: tuple[int, int, str | None] | None = None
-    counted: int | None = None
-    draining: dict[str, float] = field(default_factory=dict)
-    overdue: set[str] = field(default_factory=set)
-    last_change: ScalingDecision | None = None
-    throughput: PoolThroughput | None = None
 
 
 class Debounced(Generic[T]):
@@ -82,6 +64,28 @@ class Debounced(Generic[T]):
         if self._ticks >= STEADY_TICKS:
             self._published = value
         return self._published
+
+
+@dataclass(slots=True)
+class PoolRecord:
+    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
+
+    `change`: the decision that began the present change of size; `announced`: the sizes and the limit of the last Event about them;
+    `counted`: the size whose change has been counted; `draining`: since when, by uid; `overdue`: pods with an Event about it;
+    `steady`: the shape of the decisions of the last ticks; `last_decision`, `last_change` and `throughput`: as in the status.
+    """
+
+    bounds: tuple[int, int] | None = None
+    decision: Decision | None = None
+    change: Decision | None = None
+    announced: tuple[int, int, str | None] | None = None
+    counted: int | None = None
+    draining: dict[str, float] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
+    steady: Debounced[Shape | None] = field(default_factory=lambda: Debounced(None))
+    last_decision: ScalingDecision | None = None
+    last_change: ScalingDecision | None = None
+    throughput: PoolThroughput | None = None
 
 
 class PoolScaling:
@@ -189,10 +193,19 @@ class PoolScaling:
         """Restore the last decisions and throughputs from the status after a start."""
         for name, record in self._records.items():
             kept = status.get("pools", {}).get(name, {})
-            last, rates = kept.get("lastDecision"), kept.get("throughput")
-            record.last_change = None if last is None else ScalingDecision.model_validate(last)
+            last, change, rates = (kept.get(key) for key in ("lastDecision", "lastChange", "throughput"))
+            record.last_decision = None if last is None else ScalingDecision.model_validate(last)
+            record.last_change = None if change is None else ScalingDecision.model_validate(change)
             record.throughput = None if rates is None else PoolThroughput.model_validate(rates)
-        self.report = replace(self.report, decisions=self._last_changes(), throughput=self._throughputs())
+        self.report = replace(
+            self.report,
+            decisions=self._last_decisions(),
+            changes=self._last_changes(),
+            throughput=self._throughputs(),
+        )
+
+    def _last_decisions(self) -> dict[PoolName, ScalingDecision]:
+        return {name: r.last_decision for name, r in self._records.items() if r.last_decision is not None}
 
     def _last_changes(self) -> dict[PoolName, ScalingDecision]:
         return {name: r.last_change for name, r in self._records.items() if r.last_change is not None}
@@ -302,15 +315,18 @@ class PoolScaling:
         scaled = {n: d for n, d in decided.decisions.items() if getattr(spec, n).autoscaling is not None}
         for name, record in self._records.items():
             record.decision = scaled.get(name)
+            record.last_decision = record.last_decision if name in scaled else None
             record.throughput = _refreshed(record.throughput, decided.decisions.get(name))
         for name, decision in scaled.items():
             self._count(decision)
             self._announce(self._records[name], decision, events)
+            self._keep(self._records[name], decision)
         hard = [d for d in scaled.values() if d.hard_limit]
         missing = sorted({_AGE.sub("", words) for d in scaled.values() for words in d.missing})
         bottleneck = decided.bottleneck
         self.report = Scaling(
-            decisions=self._last_changes(),
+            decisions=self._last_decisions(),
+            changes=self._last_changes(),
             throughput=self._throughputs(),
             pools=tuple(scaled),
             shadow=tuple(name for name, d in scaled.items() if not d.act),
@@ -331,6 +347,15 @@ class PoolScaling:
                 events.append(("ScalingLimited" if decision.act else "WouldScale", str(decision)))
         if changes or decision.hard_limit or not decision.missing:
             record.announced = news
+
+    def _keep(self, record: PoolRecord, decision: Decision) -> None:
+        """Keep the decision for the status if it is another than the one there: a change at once, anything else once it is steady."""
+        status = decision.status()
+        shape = _shape(status)
+        steady = record.steady.update(shape) == shape
+        changes = decision.act and decision.replicas != decision.current
+        if (steady or changes) and (record.last_decision is None or _shape(record.last_decision) != shape):
+            record.last_decision = status
 
     def _count(self, decision: Decision) -> None:
         """Count a decision once, however many ticks it takes to carry it out."""
@@ -385,7 +410,7 @@ def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolTh
     """With what was measured since, where it differs enough to be worth a write. A pool that is gone has none."""
     if decision is None:
         return None
-    now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
+    now = PoolThroughput.of(decision.history.throughput, datetime.fromtimestamp(decision.at, UTC))
     if kept is not None and not _differ(kept.rates, now.rates):
         return kept
     return now if now.rates else None
@@ -396,6 +421,11 @@ def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
         kind not in before or abs(rate - before[kind]) > THROUGHPUT_STEP * before[kind]
         for kind, rate in now.items()
     )
+
+
+def _shape(decision: ScalingDecision) -> Shape:
+    rules = tuple((effect.rule, effect.limit) for effect in decision.effects)
+    return decision.from_replicas, decision.to_replicas, decision.reason, decision.metric, rules
 
 
 def _size_words(decision: Decision) -> str:
