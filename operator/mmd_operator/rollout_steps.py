@@ -171,7 +171,8 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
 
 
 def replace_outdated_pods(state: RolloutState) -> StepResult:
-    """Pods that were made from other settings are replaced, one at a time."""
+    """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
+    successor first, if `gpuBudget` leaves room and a node takes it."""
     found, free = {}, state.free_gpus
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
