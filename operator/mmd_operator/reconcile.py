@@ -134,7 +134,7 @@ class Reconciler:
         if changed:
             self.wake.set()
         for reason, message in events:
-            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded")
+            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded", "FieldsContested")
             self._events.report(body, reason, message, warning=warning)
 
     async def _keep_reconciling(self) -> None:

@@ -66,7 +66,9 @@ def replacement(
         return Replacement()
     names = tuple(pod.name for pod in outdated)
     pods = pods_of(child, observed)
-    if len(pods) != workload.replicas or not workload.seen or any(pod.deleting for pod in pods):
+    if (more := len(pods) - workload.replicas) > 0:
+        return Replacement(names, waiting=f"pods beyond the pool's size that have not ended: {more}")
+    if more < 0 or not workload.seen or any(pod.deleting for pod in pods):
         ready = sum(pod.ready and not pod.deleting for pod in pods)
         return Replacement(names, waiting=f"{ready} of {workload.replicas} pods are Ready")
     if useless := [pod for pod in outdated if not pod.ready]:

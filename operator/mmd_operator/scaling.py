@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from mmd_api.contract import paths
 from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
 from mmd_api.status import PoolThroughput, ScalingDecision
@@ -33,9 +34,11 @@ from mmd_operator.autoscaling import (
 )
 from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
+from mmd_operator.contest import Contests
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PodView
 from mmd_operator.pool_sizes import affordable
+from mmd_operator.problems import contested
 from mmd_operator.replacement import gpus_held, outdated_pods
 
 TICK_SECONDS = 2.0
@@ -95,6 +98,7 @@ class PoolScaling:
         self._cluster, self._asker, self._metrics, self._namespace = cluster, asker, metrics, namespace
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
+        self._drain_requests = Contests()
         self._records = {name: PoolRecord() for name in POOL_NAMES}
         self._missing: Debounced[tuple[str, ...]] = Debounced(())
         self._bottleneck: Debounced[PoolName | None] = Debounced(None)
@@ -282,7 +286,10 @@ class PoolScaling:
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
         for name in actions.drain:
+            if self._drain_requests.pause(uids[name], decision.at) > 0:
+                continue  # another client keeps removing the annotation
             await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            self._drain_requests.repaired(uids[name], decision.at, None)
             self.counts.drains[pool, "begun"] += 1
             events.append(
                 (
@@ -290,6 +297,9 @@ class PoolScaling:
                     f"pod {name} is draining: it finishes its requests and accepts no new ones; {why}",
                 )
             )
+            if rival := self._drain_requests.against(uids[name], decision.at):
+                problem = contested(pool, f"the annotation {DRAIN_ANNOTATION} of pod {name}", rival)
+                events.append((problem.reason, f"{problem.seen}; {problem.remedy}"))
         for name in actions.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
             self.counts.drains[pool, "renewed"] += 1

@@ -102,7 +102,7 @@ def test_pods_that_no_node_takes_count_as_away_unless_they_are_a_surge():
 def test_a_pool_that_shrinks_is_not_replaced_before_its_last_pods_are_seen_to_go():
     found = next_of(one(0), one(1, "new"), wanted=1, replicas=1)
     assert not found.delete
-    assert found.waiting == "2 of 1 pods are Ready"
+    assert found.waiting == "pods beyond the pool's size that have not ended: 1"
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
