@@ -20,7 +20,7 @@ from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
 from mmd_workers.media.types import MediumInfo
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 
@@ -292,3 +292,12 @@ async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_sl
         os.kill(stuck.pid, signal.SIGKILL)
         await stuck.wait()
         await pool.close()
+
+
+async def test_a_decode_process_that_does_not_accept_a_job_is_reported_as_such(pool, monkeypatch):
+    monkeypatch.setattr(sandbox, "START_TIMEOUT_SECONDS", 0.5)
+    (pid,) = pool.process_ids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(OverloadedError, match=r"a decode process did not accept a job within 0.5 s"):
+        await pool.probe(image_bytes("JPEG"), "image", POLICY)
+    await until(lambda: gone(pid))

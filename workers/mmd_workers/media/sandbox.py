@@ -368,9 +368,15 @@ class DecodePool:
                 async with asyncio.timeout(START_TIMEOUT_SECONDS):
                     socket.send_fds(decoder.control, [message], descriptors)
                     await decoder.receive()
+            except TimeoutError as error:  # which is an OSError
+                slot.discard()
+                raise OverloadedError(
+                    f"a decode process did not accept a job within {START_TIMEOUT_SECONDS:g} s; send it again, and check this "
+                    "pod's CPU limit if this recurs"
+                ) from error
             except (OSError, _ProcessLostError):
                 slot.discard()
-            except (asyncio.CancelledError, TimeoutError):
+            except asyncio.CancelledError:
                 slot.discard()
                 raise
             else:
