@@ -25,7 +25,11 @@ async def test_the_admin_port_is_where_the_gateway_is_scraped(launch: Launch) ->
     assert (await gateway.admin.get("/metrics")).status_code == 200
 
 
-@pytest.mark.parametrize("limit", ["\u00b2", "9" * 5000, "-1", "many", ""])
+@pytest.mark.parametrize(
+    "limit",
+    ["\u00b2", "9" * 5000, "-1", "many", ""],
+    ids=["superscript", "too-long", "negative", "word", "empty"],
+)
 async def test_a_limit_that_is_no_number_is_the_default_and_not_an_error(launch: Launch, limit: str) -> None:
     gateway = await launch()
     answer = await gateway.admin.get("/debug/requests", params={"limit": limit})

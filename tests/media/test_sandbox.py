@@ -294,10 +294,18 @@ async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_sl
         await pool.close()
 
 
-async def test_a_decode_process_that_does_not_accept_a_job_is_reported_as_such(pool, monkeypatch):
-    monkeypatch.setattr(sandbox, "START_TIMEOUT_SECONDS", 0.5)
+async def test_decode_processes_that_do_not_accept_a_job_are_reported_as_such(pool, monkeypatch):
+    monkeypatch.setattr(sandbox, "START_TIMEOUT_SECONDS", 8.0)
+    spawn = pool._spawn
+
+    async def spawn_stuck():
+        decoder = await spawn()
+        os.kill(decoder.pid, signal.SIGSTOP)
+        return decoder
+
+    monkeypatch.setattr(pool, "_spawn", spawn_stuck)
     (pid,) = pool.process_ids
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(OverloadedError, match=r"a decode process did not accept a job within 0.5 s"):
+    with pytest.raises(OverloadedError, match=r"decode processes did not accept a job within 8 s"):
         await pool.probe(image_bytes("JPEG"), "image", POLICY)
     await until(lambda: gone(pid))
