@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -289,6 +290,32 @@ async def test_the_jobs_of_an_encoder_that_lost_its_device_go_to_others_at_once_
         redelivered = heir.encoding.metrics.redeliveries.labels("image")._value.get()
     assert failures == []
     assert redelivered == sum(map(len, dead.batches)), "only the batch that was on the device counts"
+
+
+async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiver_is_dead(
+    connect: Connect,
+) -> None:
+    """Nobody answers whether it is still wanted, so it counts as wanted; what it waits for has no end of its own."""
+    queue, release = EncodeQueue(await connect("prefill-0"), LIMITS), threading.Event()
+    await queue.ensure()
+
+    class Stuck(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            release.wait(120)
+            return super().process(decoded, layout)
+
+    soon = time.time() + 3
+    async with Pod(await connect("e-0"), Stuck(), {}) as pod:
+        try:
+            await queue.publish(job(1))
+            await until(lambda: pod.service._jobs)
+            await queue.publish(replace(job(2), deadline=soon))
+            await until(lambda: len(pod.service._jobs) == 2)
+            await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon, 30)
+        finally:
+            release.set()
+    jobs = pod.encoding.metrics.encode_jobs
+    assert jobs.labels("image", "deadline_exceeded")._value.get() == 1
 
 
 async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_culprit_is_found(

@@ -176,6 +176,18 @@ async def test_a_chunk_that_is_announced_again_is_expected_once(offering: Offeri
         await offering.prefill.request(subject, replace(chunk, epoch=7), Acknowledged, timeout=30)
 
 
+async def test_an_announcement_that_must_wait_is_answered_in_time_so_that_repeated_ones_do_not_pile_up(
+    offering: Offering,
+) -> None:
+    grant = await offering.offer("r")
+    chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
+    subject = offering.prefill.subjects.kv_chunk("decode-0")
+    for _ in range(2):  # the link is not there yet, so nothing is received
+        with pytest.raises(OverloadedError, match="announce it again"):
+            await offering.prefill.request(subject, chunk, Acknowledged, timeout=8)
+    assert offering.service._pumps["prefill-0"].chunks.qsize() == 1
+
+
 async def test_a_repeated_commit_gets_the_answer_of_the_first(offering: Offering) -> None:
     grant = await offering.offer("r")
     now = time.time()

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 LEASE_CHECK_SECONDS = 0.5
 MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
+ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
 MAX_COMMITS = 8192  # whose answers are remembered
 
 
@@ -322,7 +323,13 @@ class DecodeService(SequenceOwner):
             pump.started.add_done_callback(lambda started: started.cancelled() or started.exception())
             pump.chunks.put_nowait((chunk, pump.started))
         if pump.started is not None:
-            await asyncio.shield(pump.started)
+            try:
+                async with asyncio.timeout(ANNOUNCED_SECONDS):
+                    await asyncio.shield(pump.started)
+            except TimeoutError as error:
+                raise OverloadedError(
+                    f"an earlier chunk of {chunk.pod} is still being stored; announce it again"
+                ) from error
         return Acknowledged()
 
     async def _pump(self, pod: str, pump: _Pump) -> None:
