@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mmd_api.contract.errors import MmdError
@@ -124,10 +124,28 @@ class Pod:
         return EncodeQueue(self.bus, QueueLimits(max_attempts=self.encoder_spec.max_deliveries))
 
 
+@dataclass(frozen=True, slots=True)
+class Advertised:
+    """What a part adds to the pod's heartbeat besides its load. None: the part has nothing to add to this field."""
+
+    max_model_len: int | None = None
+    prefix_blocks: list[str] | None = None
+    features: list[str] | None = None
+
+
 class Part:
-    """A part of a pod. The process takes all parts through a phase (`load_weights`, `start`, `warm_up`, `accept`, `connect`) before
-    the next phase begins. Drain, heartbeats and probes may come at any time, also before a part has started.
+    """A part of a pod: a role, or what roles share. A part overrides what concerns it; the rest does nothing.
+
+    A process takes its parts through this life, in the order of `worker.parts_of`; every part ends a phase before the next one begins:
+
+    1. Start: `load_weights`, `start`, `warm_up`, `accept`, `connect`. Work comes from `accept` on.
+    2. Serve: `sample` a few times a second; `load`, `advertised` and `progress` for heartbeats and probes; `reconfigure` when live
+       settings change. These, and `drain`, may be called at any time, also before the part has started.
+    3. End: asked to go, `drain`, then wait for `drained`, then `give_back` what is left; after a failure `drain`, `surrender`,
+       `give_back` at once. In both cases `stop` last, in reverse order, also after a start that failed half-way.
     """
+
+    # --- start ----------------------------------------------------------------------------------------------------
 
     async def load_weights(self) -> None:
         """Read weights, in a thread: heartbeats go on."""
@@ -144,6 +162,28 @@ class Part:
     async def connect(self) -> None:
         """Connect with peers ahead of the first request, which does not wait for it."""
 
+    # --- serve ----------------------------------------------------------------------------------------------------
+
+    async def sample(self) -> None:
+        """Refresh the figures that heartbeats and scrapes read."""
+
+    def load(self) -> PodLoad:
+        """This part's share of the pod's load."""
+        return PodLoad()
+
+    def advertised(self) -> Advertised:
+        """Fields of the heartbeat besides the load; those of a later part replace those of an earlier one."""
+        return Advertised()
+
+    def progress(self) -> dict[str, Progress]:
+        """What must move for the process to count as alive."""
+        return {}
+
+    def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
+        """Take settings that changed while this process runs."""
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
     def drain(self) -> None:
         """Take no more work; what is in progress is finished."""
 
@@ -152,32 +192,23 @@ class Part:
         """Whether nothing is in progress."""
         return True
 
-    async def give_back(self, error: MmdError) -> None:
-        """End what is still in progress with `error`: another pod continues it."""
-
     async def surrender(self) -> None:
         """This process has failed: let other pods have its work now instead of at a timeout."""
+
+    async def give_back(self, error: MmdError) -> None:
+        """End what is still in progress with `error`: another pod continues it."""
 
     async def stop(self) -> None:
         """Release what `load_weights`, `start` and `accept` took; also after a start that failed half-way."""
 
-    def load(self) -> PodLoad:
-        """This part's share of the pod's load."""
-        return PodLoad()
 
-    def advertised(self) -> dict[str, Any]:
-        """Fields of the heartbeat besides the load; those of a later part replace those of an earlier one."""
-        return {}
-
-    async def sample(self) -> None:
-        """Refresh the figures that heartbeats and scrapes read."""
-
-    def progress(self) -> dict[str, Progress]:
-        """What must move for the process to count as alive."""
-        return {}
-
-    def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
-        """Take settings that changed while this process runs."""
+def merged(advertised: Iterable[Advertised]) -> Advertised:
+    """What a pod advertises: each field as the last part that has it reports it."""
+    result = Advertised()
+    for one in advertised:
+        own = {each.name: value for each in fields(one) if (value := getattr(one, each.name)) is not None}
+        result = replace(result, **own)
+    return result
 
 
 def sum_of(loads: Iterable[PodLoad]) -> PodLoad:

@@ -31,7 +31,7 @@ from mmd_workers.live import LiveConfig
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.server import HttpServer, Progress, listen_address, routes
-from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod, sum_of
+from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod, merged, sum_of
 from mmd_workers.prefill.role import PrefillRole
 from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.native import NativeHost
@@ -222,9 +222,7 @@ class Worker:
         pod, settings = self.pod, self.settings
         for state in get_args(WorkerState):
             pod.metrics.pod_state.labels(state).set(state == self.state)
-        advertised: dict[str, Any] = {}
-        for part in self._parts:
-            advertised |= part.advertised()
+        advertised = merged(part.advertised() for part in self._parts)
         return Heartbeat(
             pod=settings.pod,
             pool=pod.pool,
@@ -237,7 +235,9 @@ class Worker:
             load=sum_of(part.load() for part in self._parts),
             identity=settings.identity,
             commit=settings.commit,
-            **advertised,
+            max_model_len=advertised.max_model_len or 0,
+            prefix_blocks=advertised.prefix_blocks or [],
+            features=advertised.features or [],
         )
 
     def _described(self) -> dict[str, Any]:

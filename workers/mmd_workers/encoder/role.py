@@ -25,7 +25,7 @@ from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.observe.server import Progress
-from mmd_workers.pod import ADVERTISED_FEATURES, LIVENESS_SECONDS, Part, Pod
+from mmd_workers.pod import ADVERTISED_FEATURES, LIVENESS_SECONDS, Advertised, Part, Pod
 from mmd_workers.warmup import media_steps, warm_up
 
 log = logging.getLogger(__name__)
@@ -162,9 +162,11 @@ class EncoderRole(Part):
             encode_busy_fraction=pipeline.stages.busy_fraction(),
         )
 
-    def advertised(self) -> dict[str, list[str]]:
+    def advertised(self) -> Advertised:
         """Features in the cache."""
-        return {"features": self._pipeline.newest(ADVERTISED_FEATURES) if self._pipeline is not None else []}
+        return Advertised(
+            features=self._pipeline.newest(ADVERTISED_FEATURES) if self._pipeline is not None else []
+        )
 
     async def sample(self) -> None:
         """Rates of the stages, and the backlog in seconds."""

@@ -39,6 +39,7 @@ from mmd_workers.live import LiveConfig
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.memory import host_bytes, resident_bytes
 from mmd_workers.model.frontend import load_frontend
+from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.metrics import Metrics
@@ -67,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> None:
-    """Run until SIGTERM or SIGINT (or `stop`): then serve on until no new request comes, finish those in flight, and return.
+    """Run a gateway until SIGTERM or SIGINT (or `stop`), and until it has drained.
 
     Raises:
         UnsupportedModelError: the model's settings cannot be loaded.
@@ -75,106 +76,191 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
         RevisionMismatchError: the configuration names another model than this process runs.
     """
     stop = stop if stop is not None else _stop_on_signals()
-    pipeline, spec = settings.pipeline, settings.pipeline.spec
-    frontend = await asyncio.to_thread(load_frontend, spec.model, spec.gateway.media)
+    frontend = await asyncio.to_thread(
+        load_frontend, settings.pipeline.spec.model, settings.pipeline.spec.gateway.media
+    )
+    await GatewayProcess(settings, frontend, await _connected(settings), stop).serve()
+
+
+async def _connected(settings: WorkerSettings) -> Bus:
+    pipeline = settings.pipeline
     subjects = Subjects(pipeline.namespace, pipeline.name, settings.mesh)
-    bus = await Bus.connect(
+    return await Bus.connect(
         settings.nats_url, settings.pod, subjects, settings.nats_inbox, login=settings.nats_login
     )
-    directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
-    first_pool = spec.prefill
-    router = Router(
-        pipeline.revision,
-        first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
-        random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
-    )
-    metrics = _metrics(pipeline)
-    tracing = Tracing(settings.pod, pipeline.name, pipeline.namespace, spec.observability.otlp_endpoint)
-    dispatcher = Dispatcher(bus, directory, router, settings.pod, spec.gateway.max_retries, metrics)
-    max_body_bytes = spec.gateway.max_body_mebibytes << 20
-    hold = MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES)
-    demand = GatewayDemand(spec.slo.percentile)
-    dispatcher.on_first_token = demand.first_token
-    sandbox = DecodePool(PROBE_PROCESSES, spec.gateway.media.decode_timeout_seconds)
-    gateway = Gateway(
-        models=spec.model.names,
-        max_body_bytes=max_body_bytes,
-        max_concurrent_requests=spec.gateway.max_concurrent_requests,
-        request_timeout_seconds=spec.gateway.request_timeout_seconds,
-        frontend=frontend,
-        intake=Intake(pipeline, frontend, sandbox, metrics),
-        hold=hold,
-        answers=answer_budget(host_bytes()),
-        dispatcher=dispatcher,
-        directory=directory,
-        bus=bus,
-        metrics=metrics,
-        tracing=tracing,
-        slo=spec.slo,
-        demand=demand,
-        web_page=spec.gateway.web_page,
-    )
 
-    def reconfigure(fresh: MultimodalDeploymentSpec) -> None:
-        """Take settings that changed while this process runs; requests in flight keep those they started with."""
-        gateway.max_body_bytes = fresh.gateway.max_body_mebibytes << 20
-        gateway.max_concurrent_requests = fresh.gateway.max_concurrent_requests
-        gateway.web_page = fresh.gateway.web_page
-        gateway.models = fresh.model.names
-        gateway.slo = fresh.slo
-        gateway.intake.policy = fresh.gateway.media
-        sandbox.set_timeout(fresh.gateway.media.decode_timeout_seconds)
-        hold.resize(_hold_bytes(gateway.max_body_bytes))
-        dispatcher.max_retries = fresh.gateway.max_retries
-        if fresh.prefill is not None:
-            router.max_waiting_requests = fresh.prefill.max_waiting_requests
-        demand.percentile = fresh.slo.percentile
-        _show_promises(metrics, fresh.slo)
+
+class GatewayProcess:
+    """A gateway's process: its parts from start to end, its settings while they change, its drain when asked to go.
+
+    A part that must not end before the gateway does is a watched task: if it fails, the gateway drains and exits with its error.
+    """
+
+    def __init__(self, settings: WorkerSettings, frontend: Frontend, bus: Bus, stop: asyncio.Event) -> None:
+        self._settings = settings
+        self._stop = stop
+        self._watched: list[asyncio.Task[None]] = []
+        pipeline, spec = settings.pipeline, settings.pipeline.spec
+        self._metrics = _metrics(pipeline)
+        self._tracing = Tracing(
+            settings.pod, pipeline.name, pipeline.namespace, spec.observability.otlp_endpoint
+        )
+        self._sandbox = DecodePool(PROBE_PROCESSES, spec.gateway.media.decode_timeout_seconds)
+        first_pool = spec.prefill
+        self._router = Router(
+            pipeline.revision,
+            first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
+            random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
+        )
+        directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
+        max_body_bytes = spec.gateway.max_body_mebibytes << 20
+        self._gateway = Gateway(
+            models=spec.model.names,
+            max_body_bytes=max_body_bytes,
+            max_concurrent_requests=spec.gateway.max_concurrent_requests,
+            request_timeout_seconds=spec.gateway.request_timeout_seconds,
+            frontend=frontend,
+            intake=Intake(pipeline, frontend, self._sandbox, self._metrics),
+            hold=MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES),
+            answers=answer_budget(host_bytes()),
+            dispatcher=Dispatcher(
+                bus, directory, self._router, settings.pod, spec.gateway.max_retries, self._metrics
+            ),
+            directory=directory,
+            bus=bus,
+            metrics=self._metrics,
+            tracing=self._tracing,
+            slo=spec.slo,
+            demand=GatewayDemand(spec.slo.percentile),
+            web_page=spec.gateway.web_page,
+        )
+        gateway = self._gateway
+        gateway.dispatcher.on_first_token = gateway.demand.first_token
         _check_memory(gateway)
-        set_level(fresh.observability.log_level)
+        self._heartbeater = Heartbeater(bus, self.heartbeat, spec.observability.heartbeat_milliseconds / 1000)
+        self._media_server = MediaServer(bus, settings.pod, gateway.hold.get)
+        address = listen_address(settings.pod_ip)
+        self._server = HttpServer(
+            build_app(gateway),
+            address,
+            settings.http_port,
+            lambda: max(most_connections(), 2 * gateway.max_concurrent_requests),
+            lambda: gateway.request_timeout_seconds,
+        )
+        self._admin = HttpServer(
+            build_admin_app(gateway, self.heartbeat),
+            address,
+            settings.admin_port,
+            answer_seconds=lambda: gateway.request_timeout_seconds,
+        )
 
-    _check_memory(gateway)
+    async def serve(self) -> None:
+        """Run until the stop event: then serve on until no new request comes, finish those in flight, and return."""
+        self._watch_parts()
+        try:
+            await self.start()
+            await self._stop.wait()
+            await _drain(self._gateway, self._heartbeater, self._settings.grace_seconds)
+        finally:
+            ended = await self.stop()
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
 
-    def beat() -> Heartbeat:
+    async def start(self) -> None:
+        """Warm up what computes, then take requests."""
+        settings, gateway = self._settings, self._gateway
+        startup = Startup(self._metrics)
+        with startup.phase("sandbox"):
+            await self._sandbox.start()
+        for layer, active in self._sandbox.layers.items():
+            self._metrics.sandbox_layers.labels(layer).set(active)
+        steps: dict[str, WarmUpStep] = {
+            "tracing": partial(asyncio.to_thread, self._tracing.warm_up),
+            **media_steps(self._sandbox, gateway.frontend, settings.pipeline.spec.gateway.media),
+        }
+        await warm_up(steps, startup, torch.device("cpu"))
+        await gateway.directory.start()
+        await gateway.dispatcher.start()
+        await self._media_server.start()
+        await self._admin.start()  # before heartbeats, which name its port
+        await self._heartbeater.start()
+        await self._server.start()
+        where = settings.pod, ", ".join(gateway.models), settings.http_port, self._admin.port
+        _log.info("gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *where, startup)
+
+    def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
+        """Take settings that changed while this process runs; requests in flight keep those they started with."""
+        gateway = self._gateway
+        gateway.max_body_bytes = spec.gateway.max_body_mebibytes << 20
+        gateway.max_concurrent_requests = spec.gateway.max_concurrent_requests
+        gateway.web_page = spec.gateway.web_page
+        gateway.models = spec.model.names
+        gateway.slo = spec.slo
+        gateway.intake.policy = spec.gateway.media
+        self._sandbox.set_timeout(spec.gateway.media.decode_timeout_seconds)
+        gateway.hold.resize(_hold_bytes(gateway.max_body_bytes))
+        gateway.dispatcher.max_retries = spec.gateway.max_retries
+        if spec.prefill is not None:
+            self._router.max_waiting_requests = spec.prefill.max_waiting_requests
+        gateway.demand.percentile = spec.slo.percentile
+        _show_promises(self._metrics, spec.slo)
+        _check_memory(gateway)
+        set_level(spec.observability.log_level)
+
+    def heartbeat(self) -> Heartbeat:
+        """The state of this gateway now."""
+        settings = self._settings
         return Heartbeat(
             pod=settings.pod,
             pool="gateway",
             roles=[],
             incarnation=settings.incarnation,
-            revision=pipeline.revision,
-            state="draining" if gateway.draining else "ready",
-            http_endpoint=f"{settings.pod_ip}:{admin.port}",
+            revision=settings.pipeline.revision,
+            state="draining" if self._gateway.draining else "ready",
+            http_endpoint=f"{settings.pod_ip}:{self._admin.port}",
             sent=sent_now(),
             load=PodLoad(),
             identity=settings.identity,
             commit=settings.commit,
         )
 
-    heartbeater = Heartbeater(bus, beat, spec.observability.heartbeat_milliseconds / 1000)
-    media_server = MediaServer(bus, settings.pod, hold.get)
-    address = listen_address(settings.pod_ip)
-    server = HttpServer(
-        build_app(gateway),
-        address,
-        settings.http_port,
-        lambda: max(most_connections(), 2 * gateway.max_concurrent_requests),
-        lambda: gateway.request_timeout_seconds,
-    )
-    admin = HttpServer(
-        build_admin_app(gateway, beat),
-        address,
-        settings.admin_port,
-        answer_seconds=lambda: gateway.request_timeout_seconds,
-    )
-    watching: list[asyncio.Task[None]] = []
+    async def stop(self) -> list[BaseException | None]:
+        """Close everything, also after a start that failed half-way; returns how each watched task ended."""
+        gateway = self._gateway
+        for task in self._watched:
+            task.cancel()
+        ended = await asyncio.gather(*self._watched, return_exceptions=True)
+        await close_each(
+            self._server.stop,
+            self._heartbeater.close,
+            gateway.dispatcher.close,
+            self._media_server.close,
+            gateway.directory.close,
+            self._sandbox.close,
+            gateway.bus.close,
+            self._admin.stop,
+            partial(asyncio.to_thread, self._tracing.close),
+        )
+        return ended
 
-    def watch(work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run what must not end before the gateway does."""
+    def _watch_parts(self) -> None:
+        """Begin what must not end before the gateway does."""
+        settings, gateway = self._settings, self._gateway
+        self._watch(bus_watch.watch(gateway.bus, self._metrics), "watch-bus")
+        if settings.config_file:
+            file, check = Path(settings.config_file), partial(check_pinned, settings)
+            live = LiveConfig(file, settings.pipeline, self.reconfigure, self._metrics, check)
+            self._watch(live.run(), "live-config")
+        if settings.pipeline.spec.encoder is not None:
+            self._watch(_watch_queue(EncodeQueue(gateway.bus), self._metrics, gateway.demand), "watch-queue")
+
+    def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(failed)
-        watching.append(task)
+        task.add_done_callback(self._ended)
+        self._watched.append(task)
 
-    def failed(task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical(
                 "%s failed permanently; draining and exiting: %s",
@@ -182,56 +268,8 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> 
                 error,
                 exc_info=error,
             )
-            gateway.failed = f"{task.get_name()} has failed"
-            stop.set()
-
-    watch(bus_watch.watch(bus, metrics), "watch-bus")
-    if settings.config_file:
-        live = LiveConfig(
-            Path(settings.config_file), pipeline, reconfigure, metrics, partial(check_pinned, settings)
-        )
-        watch(live.run(), "live-config")
-    if spec.encoder is not None:
-        watch(_watch_queue(EncodeQueue(bus), metrics, demand), "watch-queue")
-    try:
-        startup = Startup(metrics)
-        with startup.phase("sandbox"):
-            await sandbox.start()
-        for layer, active in sandbox.layers.items():
-            metrics.sandbox_layers.labels(layer).set(active)
-        steps: dict[str, WarmUpStep] = {
-            "tracing": partial(asyncio.to_thread, tracing.warm_up),
-            **media_steps(sandbox, frontend, spec.gateway.media),
-        }
-        await warm_up(steps, startup, torch.device("cpu"))
-        await directory.start()
-        await dispatcher.start()
-        await media_server.start()
-        await admin.start()  # before heartbeats, which name its port
-        await heartbeater.start()
-        await server.start()
-        where = settings.pod, ", ".join(gateway.models), settings.http_port, admin.port
-        _log.info("gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *where, startup)
-        await stop.wait()
-        await _drain(gateway, heartbeater, settings.grace_seconds)
-    finally:
-        for task in watching:
-            task.cancel()
-        ended = await asyncio.gather(*watching, return_exceptions=True)
-        await close_each(
-            server.stop,
-            heartbeater.close,
-            dispatcher.close,
-            media_server.close,
-            directory.close,
-            sandbox.close,
-            bus.close,
-            admin.stop,
-            partial(asyncio.to_thread, tracing.close),
-        )
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
+            self._gateway.failed = f"{task.get_name()} has failed"
+            self._stop.set()
 
 
 def _check_memory(gateway: Gateway) -> None:

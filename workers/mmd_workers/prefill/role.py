@@ -15,7 +15,7 @@ from mmd_api.contract.load import PodLoad
 from mmd_workers.features.source import FeatureSource
 from mmd_workers.features.store import FeatureState, FeatureStore
 from mmd_workers.memory import MEBIBYTE
-from mmd_workers.pod import ADVERTISED_FEATURES, Part, Pod
+from mmd_workers.pod import ADVERTISED_FEATURES, Advertised, Part, Pod
 from mmd_workers.prefill.handoff import KvSender
 from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.prefill.service import PrefillService
@@ -174,9 +174,9 @@ class PrefillRole(Part):
             feature_bytes_budget=store.budget_bytes,
         )
 
-    def advertised(self) -> dict[str, list[str]]:
+    def advertised(self) -> Advertised:
         """Features in the store."""
-        return {"features": self._store.newest(ADVERTISED_FEATURES)} if self._store is not None else {}
+        return Advertised(features=None if self._store is None else self._store.newest(ADVERTISED_FEATURES))
 
     async def sample(self) -> None:
         """Features by state, room granted to transfers, and prompt tokens that wait, in the engine or for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.interface import EngineStats, StepOutput
 from mmd_workers.model.prompt import Feature, KvLayout
-from mmd_workers.pod import Part, Pod
+from mmd_workers.pod import Advertised, Part, Pod
 from mmd_workers.wire.messages import GenerateRequest
 
 
@@ -152,9 +151,9 @@ class EngineHost(Part, ABC):
             itl_seconds=stats.step_seconds,
         )
 
-    def advertised(self) -> dict[str, Any]:
+    def advertised(self) -> Advertised:
         """The longest request it takes, and prefix blocks in its cache."""
-        return {"max_model_len": self.max_model_len, "prefix_blocks": self._prefix_blocks}
+        return Advertised(max_model_len=self.max_model_len, prefix_blocks=self._prefix_blocks)
 
     async def sample(self) -> None:
         """Ask the engine for its figures."""
