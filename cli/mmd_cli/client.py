@@ -70,7 +70,7 @@ class Client:
             try:
                 self._model = self._openai.models.list().data[0].id
             except openai.OpenAIError as error:
-                raise AskError(f"no gateway answers at {self.url}: {error}") from error
+                raise AskError(f"no gateway responded at {self.url}: {error}") from error
         return self._model
 
     def stream(
@@ -126,7 +126,7 @@ def timeline(admin_url: str, request_id: str) -> dict[str, Any]:
             f"{admin_url}{paths.GATEWAY_REQUESTS}/{quote(request_id, safe='')}", timeout=10.0
         )
     except httpx.HTTPError as error:
-        raise AskError(f"no gateway answers at {admin_url} ({error}); check that it is running") from error
+        raise AskError(f"no gateway responded at {admin_url} ({error}); check that it is running") from error
     if response.status_code != 200:
         raise AskError(
             f"{admin_url} has no request {request_id}; a gateway keeps only the latest ones "

@@ -59,7 +59,7 @@ def look(admin_url: str) -> GatewaySnapshot:
             text = client.get(paths.METRICS).raise_for_status().text
     except (httpx.HTTPError, ValueError) as error:
         raise UnreachableError(
-            f"no gateway answers at {admin_url} ({error}); check that it is its admin port"
+            f"no gateway responded at {admin_url} ({error}); check that it is its admin port"
         ) from error
     counters = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

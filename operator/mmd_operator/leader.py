@@ -66,7 +66,7 @@ class Leadership:
             NotLeaderError: the lease is not held; a process that slept too long finds out here.
         """
         if not self.held:
-            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; it stops")
+            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; stopping")
 
     @property
     def quiet_seconds(self) -> float:
@@ -107,7 +107,7 @@ class Leadership:
                 taken = await self._take(started)
         except _FAILED_CALL as error:
             if not (isinstance(error, ApiException) and error.status == 409):  # another was faster
-                logger.warning("lease not written: %s", str(error) or repr(error))
+                logger.warning("failed to write the lease: %s", str(error) or repr(error))
             return False
         if taken:
             self._renewed = started
@@ -177,4 +177,4 @@ class Leadership:
                     path = f"{self._collection}/{LEASE_NAME}"
                     await self._call("put", path, lease)
         except _FAILED_CALL as error:
-            logger.warning("lease not released; it expires in %d s: %s", LEASE_SECONDS, error)
+            logger.warning("failed to release the lease; it expires in %d s: %s", LEASE_SECONDS, error)

@@ -35,7 +35,7 @@ def operator(
     from mmd_operator.serve import NoDefinitionError, NotLeaderError, Options, serve
 
     if bool(namespace) == all_namespaces:
-        raise typer.BadParameter("give either --namespace or --all-namespaces")
+        raise typer.BadParameter("set either --namespace or --all-namespaces")
     home = lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("kopf").setLevel(logging.WARNING)

@@ -277,7 +277,7 @@ class PoolScaling:
         for name in actions.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
             self.counts.drains[pool, "renewed"] += 1
-            events.append(("Renewed", f"drained pod {name} is needed again and is replaced"))
+            events.append(("Renewed", f"drained pod {name} is needed again and is being replaced"))
         for name in actions.overdue:
             if name not in record.overdue:
                 record.overdue.add(name)

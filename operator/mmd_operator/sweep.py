@@ -80,7 +80,7 @@ class Sweep:
             except (BusyError, RefusedError) as error:
                 self._afresh.add(resource)
                 logger.warning(
-                    "%s not listed; deletions may go unnoticed until the next attempt: %s",
+                    "failed to list %s; deletions may go unnoticed until the next attempt: %s",
                     resource.plural,
                     error,
                 )

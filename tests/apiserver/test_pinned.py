@@ -1,4 +1,4 @@
-"""What a pipeline revision consists of is recorded when it is first seen and handed to later pods, which are made from the image that it began with."""
+"""What a pipeline revision consists of is recorded when it is first seen and handed to later pods, which are created from the pinned image."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model(
     ("timelines", "words"),
     [
         (requests(20), "has 20 answered requests and at least 30 are needed"),
-        ([timeline(n, usage={}) for n in range(90)], "of another version"),
+        ([timeline(n, usage={}) for n in range(90)], "from another version"),
         ([timeline(3 * n) for n in range(90)], "0 text requests ran alone in prefill"),
     ],
 )
@@ -184,4 +184,4 @@ def test_a_url_without_a_gateway_is_an_error():
         ["simulate", "-f", str(SPEC), "--generate", "bursty", "--calibrate", "http://127.0.0.1:1"],
     )
     assert result.exit_code == 1
-    assert "no gateway answers at http://127.0.0.1:1" in result.stderr
+    assert "no gateway responded at http://127.0.0.1:1" in result.stderr

@@ -148,7 +148,7 @@ class LocalScaler:
             self._drain_requested_at[name] = time.time()
             _annotate(by_name[name], datetime.now(UTC))
         for name in actions.renew:
-            self._log_line("autoscaler", f"drained pod {name} is needed again and is replaced")
+            self._log_line("autoscaler", f"drained pod {name} is needed again and is being replaced")
             self._stop(by_name[name], again=True)
         if actions.replicas is None:
             return

@@ -37,8 +37,8 @@ class Bottleneck:
 
     def __str__(self) -> str:
         text = (
-            f"{self.pool} is the bottleneck: {self.ready} ready replicas are at {self.load:.0%} of their target load; one more "
-            f"would bring them to {self.load_with_one_more:.0%}"
+            f"{self.pool} is the bottleneck at {self.load:.0%} of its target load ({self.ready} ready); one more replica "
+            f"would bring it to {self.load_with_one_more:.0%}"
         )
         if self.seconds_gained > 0:
             text += f" and clear the backlog {self.seconds_gained:.2f} s sooner"

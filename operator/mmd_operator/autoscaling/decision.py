@@ -207,13 +207,17 @@ def _sentence(signal: Signal, ready: int) -> str:
         case "BacklogSeconds":
             return f"backlog is {signal.observed:.2f} s, target {signal.target:.2f} s {each}"
         case "TtftSeconds":
-            return f"time to first token is {signal.observed:.3f} s, SLO {signal.target:.3f} s ({ready} replicas ready)"
+            return (
+                f"time to first token is {signal.observed:.3f} s, SLO {signal.target:.3f} s ({ready} ready)"
+            )
         case "ItlSeconds":
-            return f"inter-token latency is {signal.observed:.4f} s, SLO {signal.target:.4f} s ({ready} replicas ready)"
+            return (
+                f"inter-token latency is {signal.observed:.4f} s, SLO {signal.target:.4f} s ({ready} ready)"
+            )
         case "Sequences":
             return f"sequences: {signal.observed:.1f}, target {signal.target:.1f} {each}"
         case "HeldRequests":
-            return f"{signal.observed:.0f} requests are held at the gateway ({ready} replicas ready)"
+            return f"requests held at the gateway: {signal.observed:.0f} ({ready} ready)"
         case "BusyFraction" | "KvUtilization":
             name = "busy time" if signal.metric == "BusyFraction" else "KV utilization"
             return f"{name} is {signal.observed:.0%}, target {signal.target:.0%} {each}"

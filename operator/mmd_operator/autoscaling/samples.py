@@ -50,7 +50,7 @@ class Demand:
         """Why these numbers cannot be true, or None."""
         for number in (*self.encode_work.values(), self.held_requests):
             if not believable(number):
-                return f"a queue of {number}"
+                return f"queue length {number}"
         return None
 
 

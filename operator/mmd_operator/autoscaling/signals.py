@@ -245,7 +245,7 @@ def _usable_latency(
     if "prefill" not in policy.roles or policy.ttft_slo_seconds is None:
         return None, None
     if latency is None or not abs(now - latency.received_at) <= policy.stale_after_seconds:
-        return None, "no report of the time to first token"
+        return None, "no time-to-first-token report"
     return latency, None
 
 

@@ -114,7 +114,7 @@ class Calibration(_Part):
             raise InvalidDeploymentError([Fault("", f"cannot be read as YAML ({error})")]) from error
         calibration = parse(cls, data)
         faults = [
-            Fault(f"{field}.{modality}", "is not given; a trace may hold such media")
+            Fault(f"{field}.{modality}", "is not set; a trace may contain such media")
             for field, given in (
                 ("media", calibration.media),
                 ("encoder.workPerSecond", calibration.encoder.work_per_second),

@@ -146,7 +146,7 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
         try:
             request = SeenRequest.model_validate(timeline)
         except ValidationError as error:
-            raise NotObservedError(f"the gateway's timelines are of another version: {error}") from error
+            raise NotObservedError(f"the gateway's timelines are from another version: {error}") from error
         if request.phase("prefill") is not None:
             requests.append(request)
     if len(requests) < LEAST_REQUESTS:
@@ -301,5 +301,5 @@ def _get(url: str) -> Any:
             return json.load(answer)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
         raise NotObservedError(
-            f"no gateway answers at {url} ({error}); give the URL of a gateway's admin port"
+            f"no gateway responded at {url} ({error}); give the URL of a gateway's admin port"
         ) from error
