@@ -54,7 +54,7 @@ class PodLoad:
                 if not believable(number):
                     return f"{name} is {number}"
         if self.kv_blocks_free > self.kv_blocks_total:
-            return f"kv_blocks_free is {self.kv_blocks_free:g} of {self.kv_blocks_total:g}"
+            return f"kv_blocks_free is {self.kv_blocks_free:g}, more than kv_blocks_total {self.kv_blocks_total:g}"
         return None
 
 
