@@ -53,7 +53,7 @@ TRANSFERS = Board(
                     ),
                 ),
                 Panel(
-                    "Transfers that failed",
+                    "Failed transfers",
                     "By link and reason. Each is retried; a steady rate means a broken pair or network.",
                     "ops",
                     (

@@ -300,7 +300,7 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
     launch: Launch,
 ) -> None:
     gateway = await launch()
-    full = Placed("", False, "overloaded", "512 requests wait here already")
+    full = Placed("", False, "overloaded", "512 requests are already waiting on this pod")
     first = await gateway.worker(TEXT, refuse=full)
     second = await gateway.worker(TEXT)
     assert [await ask(gateway) for _ in range(3)] == [TEXT] * 3
@@ -309,7 +309,7 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
     response = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    assert "512 requests wait here already" in response.json()["error"]["message"]
+    assert "512 requests are already waiting on this pod" in response.json()["error"]["message"]
     assert first.requests
     await assert_nothing_is_left(gateway)
 
@@ -318,7 +318,7 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
 async def test_a_client_comes_back_when_the_shortest_queue_is_done(launch: Launch, stream: bool) -> None:
     """Whether the gateway knows that the queue is full, or the pod refuses."""
     gateway = await launch()
-    refusing = Placed("", False, "overloaded", "512 requests wait here already")
+    refusing = Placed("", False, "overloaded", "512 requests are already waiting on this pod")
     busy = PodLoad(prefill_waiting_tokens=8500, prefill_tokens_per_second=1000.0)
     body = {"model": MODEL, "messages": HELLO, "stream": stream}
     worker = await gateway.worker(TEXT, load=busy, refuse=refusing)
@@ -393,7 +393,10 @@ async def test_ready_means_a_pod_of_every_role_and_readyz_that_requests_are_take
     assert (await gateway.http.get("/readyz")).status_code == 200
     seen = await gateway.http.get("/ready")
     assert seen.status_code == 503
-    assert seen.json()["reason"] == "no ready pod for encode and prefill and decode: requests wait for one"
+    assert (
+        seen.json()["reason"]
+        == "no ready pod for encode and prefill and decode: requests are waiting for one"
+    )
     await gateway.worker(TEXT, roles=["encode", "prefill"])
     seen = await gateway.http.get("/ready")
     assert seen.status_code == 503

@@ -396,7 +396,7 @@ def test_parts_that_never_end_are_forgotten_and_bounded():
     assert assembler.take("more 0 2", b"a", now=1.0) is None
     late = ASSEMBLY_SECONDS + 0.5
     assert assembler.take("later 0 2", b"a", now=late) is None
-    with pytest.raises(WireError, match="part 1 of 2 arrived where 0 was expected"):
+    with pytest.raises(WireError, match="part 1 of 2 arrived, but part 0 was expected"):
         assembler.take("r1 1 2", b"b", now=late)
 
 

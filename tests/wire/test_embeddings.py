@@ -192,10 +192,10 @@ HALF = MIB // 2
 @pytest.mark.parametrize(
     ("chunks", "fault"),
     [
-        ([(0, 0, DATA[:HALF], False), (0, 0, DATA[:HALF], False)], "chunk 0 at byte 0 came where chunk 1"),
-        ([(1, HALF, DATA[HALF:], True)], "chunk 1 .* came where chunk 0"),
-        ([(0, 0, DATA[: HALF // 2], False), (2, HALF, DATA[HALF:], True)], "chunk 2 .* came where chunk 1"),
-        ([(0, 0, DATA[:HALF], False), (1, 0, DATA[HALF:], True)], "chunk 1 at byte 0 came where chunk 1"),
+        ([(0, 0, DATA[:HALF], False), (0, 0, DATA[:HALF], False)], "chunk 0 at byte 0 arrived, but chunk 1"),
+        ([(1, HALF, DATA[HALF:], True)], "chunk 1 .* arrived, but chunk 0"),
+        ([(0, 0, DATA[: HALF // 2], False), (2, HALF, DATA[HALF:], True)], "chunk 2 .* arrived, but chunk 1"),
+        ([(0, 0, DATA[:HALF], False), (1, 0, DATA[HALF:], True)], "chunk 1 at byte 0 arrived, but chunk 1"),
         ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[:HALF], True)], "digest"),
         ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[HALF:], False)], "last=False"),
         ([(0, 0, DATA[:HALF], True)], "last=True"),

@@ -47,7 +47,7 @@ async def warm_up(
                     await step()
             except TimeoutError:
                 log.warning(
-                    "warm-up of %s not finished: all warm-ups together are limited to %.0f s; the first request of that kind will be slow",
+                    "warm-up of %s did not finish: all warm-ups together are limited to %.0f s; the first request of that kind will be slow",
                     name,
                     limit_seconds,
                 )

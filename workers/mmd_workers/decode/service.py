@@ -187,7 +187,7 @@ class DecodeService(SequenceOwner):
         """Answer an offer of the link alone, ahead of the first hand-over."""
         if self._draining or offer.layout != asdict(self._kv_layout):
             code = DrainingError.code if self._draining else LayoutMismatchError.code
-            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod takes nothing")
+            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod accepts no sequences")
         epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
         await self._ensure_pump(offer, epoch)
         return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
@@ -210,7 +210,7 @@ class DecodeService(SequenceOwner):
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
-            return refuse(OverloadedError.code, f"{ahead} older requests wait for KV blocks")
+            return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
         try:
             await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
         except MmdError as error:

@@ -101,7 +101,7 @@ class Engine:
         left = sampling.max_tokens - len(item.output_token_ids)
         if left < 1:
             raise ValueError(
-                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} are already generated"
+                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} have already been generated"
             )
         self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left)
         sequence = Sequence(
@@ -286,8 +286,8 @@ class Engine:
                 (
                     sequence.sequence_id,
                     PreemptedError(
-                        f"the pool of {self.blocks.num_blocks} KV blocks is full and this request is the newest; it continues "
-                        f"elsewhere after its {sequence.num_outputs} tokens"
+                        f"the pool of {self.blocks.num_blocks} KV blocks is full, and this request is the newest; it continues "
+                        f"on another pod after its {sequence.num_outputs} tokens"
                     ),
                 )
             )
@@ -421,7 +421,7 @@ class Engine:
                     (
                         sequence.sequence_id,
                         BadLogitsError(
-                            "the model's logits are not finite; check its weights and the features that it received"
+                            "the model's logits are not finite; check its weights and its input features"
                         ),
                     )
                 )
@@ -518,13 +518,13 @@ class Engine:
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens >= self.max_model_len:
             raise CapacityError(
-                f"the prompt has {prompt_tokens} tokens and the context length is {self.max_model_len}; shorten it by "
+                f"the prompt has {prompt_tokens} tokens, but the context length is {self.max_model_len}; shorten it by "
                 f"{prompt_tokens + 1 - self.max_model_len} tokens"
             )
         total = min(prompt_tokens + max_tokens, self.max_model_len)
         if self.blocks.blocks_for(total) > self.blocks.num_blocks:
             raise CapacityError(
-                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, the pool has "
+                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, but the pool has "
                 f"{self.blocks.num_blocks}; lower max_tokens, or give the pool more memory"
             )
 
@@ -540,7 +540,7 @@ def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:
         )
     else:
         failure = StepFailedError(
-            f"the model failed on {what}, in a batch of its own: {type(error).__name__}: {str(error)[:300]}"
+            f"the model failed on {what}, in a separate batch: {type(error).__name__}: {str(error)[:300]}"
         )
     failure.__cause__ = error
     return failure

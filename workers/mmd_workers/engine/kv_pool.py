@@ -40,7 +40,7 @@ class KvPool:
         block_bytes = layout.bytes_per_token() * block_tokens
         if num_bytes < block_bytes:
             raise CapacityError(
-                f"kv_cache_bytes is {num_bytes}, but one block takes {block_bytes} bytes; raise it"
+                f"kv_cache_bytes is {num_bytes}, but one block needs {block_bytes} bytes; raise it"
             )
         return cls(layout, num_bytes // block_bytes, block_tokens, device)
 

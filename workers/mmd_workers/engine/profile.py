@@ -144,7 +144,7 @@ def _run_largest_step(
             hidden = model.forward(embeds, positions, extras)
         if len(ran) != model.kv_layout.num_layers:
             raise UnsupportedModelError(
-                f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow their attention to be replaced; choose another "
+                f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow replacing their attention; choose another "
                 "architecture"
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]

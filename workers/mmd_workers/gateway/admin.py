@@ -53,7 +53,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         timeline = gateway.dispatcher.timelines.get(request.path_params["request_id"])
         if timeline is None:
             error = ApiError(
-                404, "no such request at this gateway; it keeps the newest 512", code="not_found"
+                404, "request not found; this gateway keeps only the newest 512", code="not_found"
             )
             return JSONResponse(error.body(), error.status)
         return JSONResponse(timeline.to_json())

@@ -69,13 +69,13 @@ class AnswerShare(Share):
         )
         if size.logprobs:
             need += f" with {size.top_logprobs} top_logprobs"
-        need += f" may take {size.num_bytes} bytes"
+        need += f" may need {size.num_bytes} bytes"
         try:
             await self.grow(size.num_bytes)
         except TooLargeError as error:
             raise ApiError(
                 400,
-                f"{need} and one request may take {share + self._budget.allowance_bytes} bytes; lower {lower}, or raise "
+                f"{need}, but one request may use {share + self._budget.allowance_bytes} bytes; lower {lower}, or raise "
                 "spec.gateway.resources.memory",
                 code="too_large",
                 param=fields[0],
@@ -83,7 +83,7 @@ class AnswerShare(Share):
         except NoRoomError as error:
             raise ApiError(
                 503,
-                f"{need} and other requests use the gateway's {budget} bytes for answers; retry, lower {lower}, "
+                f"{need}, but other requests are using the gateway's {budget} bytes for answers; retry, lower {lower}, "
                 "or raise spec.gateway.resources.memory",
                 code="overloaded",
                 param=fields[0],

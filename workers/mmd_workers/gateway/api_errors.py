@@ -10,7 +10,7 @@ from mmd_api.contract.errors import MmdError, OverloadedError
 
 log = logging.getLogger(__name__)
 
-INTERNAL = "internal error; see the gateway's log"
+INTERNAL = "internal error; check the gateway's log"
 RETRY_AFTER_SECONDS = 2.0  # if there is no estimate
 
 
@@ -69,7 +69,7 @@ def refused(error: MmdError, param: str) -> ApiError:
 def api_error(error: MmdError) -> ApiError:
     """Any typed error in the shape clients know; retryable ones include when to retry."""
     if error.status is None or error.code == MmdError.code:  # its message is for those who run the pods
-        log.error("answered with an internal error: %s: %s", type(error).__name__, error.message)
+        log.error("responded with an internal error: %s: %s", type(error).__name__, error.message)
         return ApiError(500, INTERNAL, code=MmdError.code)
     estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
     wait = (estimated or RETRY_AFTER_SECONDS) if error.status == 503 else None

@@ -34,7 +34,7 @@ def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
 
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        fault = ApiError(status, f"no such path or method; this port serves {known}", code="not_found")
+        fault = ApiError(status, f"path or method not found; this port serves {known}", code="not_found")
         return JSONResponse(fault.body(), status)
 
     return Starlette(
@@ -126,4 +126,4 @@ def _missing_pods(gateway: Gateway) -> str:
         for role, count in gateway.dispatcher.ready_pods().items()
         if not count and (role != "encode" or gateway.frontend.modalities)
     ]
-    return f"no ready pod for {' and '.join(missing)}: requests wait for one" if missing else ""
+    return f"no ready pod for {' and '.join(missing)}: requests are waiting for one" if missing else ""

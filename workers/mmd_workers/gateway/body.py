@@ -174,7 +174,7 @@ async def read_json(
         except TimeoutError as error:
             raise ApiError(
                 408,
-                "the body was not complete at the request's deadline (spec.gateway.requestTimeoutSeconds); send it faster",
+                "the body was incomplete at the request deadline (spec.gateway.requestTimeoutSeconds); send it faster",
                 code="request_timeout",
             ) from error
     except ApiError:
@@ -216,7 +216,7 @@ class _Chunks:
             raise ApiError(
                 408,
                 f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - begun:.0f} s; the gateway waits "
-                f"{STALL_SECONDS:.0f} s and then expects {MIN_BYTES_PER_SECOND} bytes/s; send it faster",
+                f"{STALL_SECONDS:.0f} s, then requires at least {MIN_BYTES_PER_SECOND} bytes/s; send it faster",
                 code="request_timeout",
             ) from error
         self._seconds += time.monotonic() - begun
@@ -289,7 +289,11 @@ def _check_headers(headers: Headers) -> None:
             code="unsupported_media_type",
         )
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "send the body without content-encoding", code="unsupported_media_type")
+        raise ApiError(
+            415,
+            "content-encoding is not supported; send the body uncompressed",
+            code="unsupported_media_type",
+        )
 
 
 def _check_declared_length(headers: Headers, max_bytes: int) -> None:

@@ -71,7 +71,7 @@ class ChatCompletions:
             await exchange.fail(api_error(error))
         except ClientGoneError:
             timeline.status, timeline.code = CLIENT_GONE_STATUS, "client_gone"
-            timeline.error = "the client hung up"
+            timeline.error = "the client disconnected"
         except Exception:  # noqa: BLE001 - a bug must not leave the client waiting
             _log.exception("%s failed", request_id)
             await exchange.fail(ApiError(500, INTERNAL, code="internal"))
@@ -92,7 +92,7 @@ class ChatCompletions:
                 prepared = await gateway.intake.prepare(request, reservation, timeline, gateway.model_len())
         except TimeoutError as error:
             raise DeadlineError(
-                f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller ones, or from faster "
+                f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller media or use faster "
                 "servers, or raise spec.gateway.requestTimeoutSeconds"
             ) from error
         if truncated := truncated_seconds(prepared.layout):
@@ -128,7 +128,7 @@ async def _reserve(share: AnswerShare, request: ChatRequest, prepared: Prepared,
             await share.reserve(size)
     except TimeoutError as error:
         raise DeadlineError(
-            "the gateway had no memory for the answer by the request's deadline; retry, request fewer tokens or log "
+            "the gateway had no memory for the answer before the request deadline; retry, request fewer tokens or log "
             "probabilities, or raise spec.gateway.resources.memory"
         ) from error
 

@@ -64,7 +64,7 @@ class Gateway:
             names = " or ".join(repr(served) for served in self.models)
             raise ApiError(
                 404,
-                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; use {names}",
+                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; use {names}",
                 code="model_not_found",
                 param="model",
             )
@@ -84,7 +84,7 @@ class Gateway:
         if self.running >= self.max_concurrent_requests:
             raise ApiError(
                 429,
-                f"{self.running} requests are running and the limit is {self.max_concurrent_requests}; retry, "
+                f"{self.running} requests are running, and the limit is {self.max_concurrent_requests}; retry, "
                 "or raise spec.gateway.maxConcurrentRequests",
                 code="too_many_requests",
                 retry_after_seconds=1.0,

@@ -239,8 +239,8 @@ class RequestReservation(Share):
         except TooLargeError as error:
             raise ApiError(
                 413,
-                f"the request's body and media need {self._beyond_allowance(num_bytes)} bytes and the gateway holds at most "
-                f"{self._hold.budget_bytes}; send less at once, or raise spec.gateway.maxBodyMebibytes",
+                f"the request's body and media need {self._beyond_allowance(num_bytes)} bytes, but the gateway holds at most "
+                f"{self._hold.budget_bytes}; send less data per request, or raise spec.gateway.maxBodyMebibytes",
                 code="request_too_large",
             ) from error
         except NoRoomError as error:

@@ -102,7 +102,7 @@ class Intake:
         if characters > (limit - 1) * longest:
             raise ApiError(
                 400,
-                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, and at most {limit - 1} fit; "
+                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, but at most {limit - 1} fit; "
                 "shorten it, or raise spec.model.maxModelLen",
                 code="context_length_exceeded",
                 param="messages",
@@ -113,16 +113,16 @@ class Intake:
         if len(sources) > most:
             raise ApiError(
                 400,
-                f"the request has {len(sources)} media and the limit is {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest",
+                f"the request has {len(sources)} media items, more than the limit of {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest",
                 code="too_many_media",
                 param=sources[most].param,
             )
-        takes = ", ".join(sorted(self._frontend.modalities)) or "nothing but text"
+        takes = ", ".join(sorted(self._frontend.modalities)) or "text only"
         for source in sources:
             if source.modality not in self._frontend.modalities:
                 raise ApiError(
                     400,
-                    f"{source.param}: this model takes no {source.modality} (it takes {takes}); remove the part or use another model",
+                    f"{source.param}: this model does not accept {source.modality} (accepted: {takes}); remove the part or use another model",
                     code="unsupported_input",
                     param=source.param,
                 )
@@ -160,7 +160,7 @@ class Intake:
                 return await self._sandbox.probe(data, modality, self.policy)
         except TimeoutError as error:
             raise OverloadedError(
-                f"no decode process was free for this {modality} within {seconds:.0f} s; send it again later"
+                f"no decode process became available for this {modality} within {seconds:.0f} s; retry later"
             ) from error
 
     def _room(self, layout: PromptLayout, sources: list[MediaSource], limit: int) -> int:
@@ -175,7 +175,7 @@ class Intake:
                 largest, tokens = source.param, medium.num_tokens
         raise ApiError(
             400,
-            f"the prompt has {prompt} tokens and at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
+            f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
             f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen",
             code="context_length_exceeded",
             param="messages" if largest == "the text" else largest,

@@ -310,7 +310,7 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
             continue
         packets += 1
         if packets > max_packets:
-            raise BadMediaError(f"the audio has more than {max_packets} packets; send it re-encoded")
+            raise BadMediaError(f"the audio has more than {max_packets} packets; re-encode the file")
         if packet.pts is not None:
             first = packet.pts if first is None else first
             end = max(end, packet.pts + (packet.duration or 0))

@@ -47,7 +47,7 @@ async def lookup(host: str, port: int) -> list[str]:
             else:
                 raise OverloadedError(
                     f"{MAX_LOOKUPS} host names are being resolved and {MAX_WAITING} more are waiting; retry later, or send the file as a "
-                    "data URL; if this lasts, check the cluster's DNS"
+                    "data URL; if this persists, check the cluster's DNS"
                 )
         if found is not None:
             return await asyncio.wrap_future(found)
@@ -68,7 +68,7 @@ def _begun(target: Target) -> Future[list[str]]:
     try:
         thread.start()
     except RuntimeError as error:
-        raise OverloadedError(f"no thread for a name lookup ({error}); retry later") from error
+        raise OverloadedError(f"no thread available for a DNS lookup ({error}); retry later") from error
     _under_way[target] = found
     return found
 

@@ -259,7 +259,7 @@ class DecodePool:
         info = replace(MediumInfo(**reply["info"]), modality=modality, digest=sha256, num_bytes=len(data))
         if not _possible(info, policy):
             raise BadMediaError(
-                f"the decoder returned inconsistent facts about this {modality}; send it re-encoded"
+                f"the decoder returned inconsistent data about this {modality}; re-encode the file"
             )
         return info
 
@@ -295,8 +295,8 @@ class DecodePool:
     ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
         if result_bytes < 1 or 2 * len(data) + result_bytes > self._memory_bytes:
             raise BadMediaError(
-                f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB a decode "
-                "may use; send a smaller one, or request fewer frames"
+                f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB that a decode "
+                "may use; send a smaller file, or request fewer frames"
             )
         message = json.dumps(job | {"result_bytes": result_bytes}).encode()
         if len(message) > MAX_MESSAGE_BYTES:
@@ -330,7 +330,7 @@ class DecodePool:
         except TimeoutError as error:
             slot.discard()
             raise BadMediaError(
-                f"decoding took longer than {self._timeout_seconds} seconds; send a smaller one, or raise "
+                f"decoding took longer than {self._timeout_seconds} seconds; send a smaller file, or raise "
                 "spec.gateway.media.decodeTimeoutSeconds"
             ) from error
         except _ProcessLostError as error:
@@ -343,11 +343,11 @@ class DecodePool:
             if status is None:
                 log.warning("decode process %d did not exit after SIGKILL; abandoning it", decoder.pid)
                 raise BadMediaError(
-                    "the decoder hung on this medium and could not be killed; send it re-encoded"
+                    "the decoder hung on this medium and could not be killed; re-encode the file"
                 ) from error
             log.warning("decode process %d exited with %s", decoder.pid, _how(status))
             raise BadMediaError(
-                f"the decoder crashed on this medium ({_how(status)}); send it re-encoded"
+                f"the decoder crashed on this medium ({_how(status)}); re-encode the file"
             ) from error
         except asyncio.CancelledError:
             slot.discard()

@@ -68,7 +68,7 @@ def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
         for outer in (base, model):
             found |= _handed_over(outer, decoder) - provided - NO_INPUTS
         if any(_writes_embeddings(outer) for outer in (base, model)):
-            found.add("embeddings of its own for tokens beside the placeholders")
+            found.add("separate embeddings for tokens other than the placeholders")
         if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
             found.add("a mask in which the tokens of a medium see each other (bidirectional attention)")
     if adapter.bidirectional != "prompt" and any(_is_bidirectional(module) for module in decoder.modules()):

@@ -130,12 +130,12 @@ class KvSender:
         self, request: GenerateRequest, avoid: Collection[str], queued: set[str]
     ) -> KvReservation:
         """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
-        reason, pauses = "no decode pod was named", Backoff(*RETRY_SECONDS)
+        reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         too_small: dict[str, str] = {}
         while time.time() < request.deadline:
             there = self._incarnations()
             if not there:
-                reason = f"{', '.join(request.decode_pods)} gone and no other is ready"
+                reason = f"{', '.join(request.decode_pods)} lost and no other pod is ready"
                 break
             new = [pod for pod in there if pod not in request.decode_pods]
             named = [pod for pod in request.decode_pods if pod in there]
@@ -302,7 +302,7 @@ class KvSender:
                     sent += 1
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
-            raise DeadlineError("the request's deadline passed while its KV was being sent") from error
+            raise DeadlineError("request deadline exceeded while its KV was being sent") from error
 
     async def _send(
         self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int

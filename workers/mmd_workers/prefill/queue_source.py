@@ -130,7 +130,7 @@ class QueueSource:
         except Exception as error:  # waiters must be notified
             log.exception("requesting feature %s failed", feature_id[:12])
             message = (
-                f"requesting the feature failed ({type(error).__name__}); see the log of pod {self._pod}"
+                f"requesting the feature failed ({type(error).__name__}); check the log of pod {self._pod}"
             )
             self._give_up(job, EncodeError(message, MmdError.code, retryable=True))
         finally:

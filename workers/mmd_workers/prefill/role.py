@@ -137,7 +137,9 @@ class PrefillRole(Part):
         try:
             await sender.link(decoder.pod, decoder.incarnation)
         except MmdError as error:
-            log.info("KV link to %s not opened ahead of the first request: %s", decoder.pod, error.message)
+            log.info(
+                "failed to open the KV link to %s ahead of the first request: %s", decoder.pod, error.message
+            )
 
     def _peer_event(self, event: PeerEvent) -> None:
         there = event.heartbeat

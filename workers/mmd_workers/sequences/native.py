@@ -202,7 +202,7 @@ class NativeHost(EngineHost):
             max_sequences=spec.decode.max_sequences,
             pool="prefill" if pool is spec.prefill else "decode",
         )
-        log.info("memory: %s; the KV pool takes %d bytes", budget, kv_bytes)
+        log.info("memory: %s; the KV pool uses %d bytes", budget, kv_bytes)
         with pod.startup.phase("engine"):
             engine = await asyncio.to_thread(
                 Engine,

@@ -126,7 +126,7 @@ class Sequences(Part):
                 await self.book.fail(
                     sequence,
                     DeadlineError(
-                        "the request's deadline passed while its tokens were computed; request fewer tokens, or raise "
+                        "request deadline exceeded while its tokens were being generated; request fewer tokens, or raise "
                         "spec.gateway.requestTimeoutSeconds"
                     ),
                 )

@@ -94,7 +94,7 @@ class EmbeddingSender:
         for (header, _), view in zip(tensors, views, strict=True):
             if header.num_bytes != view.nbytes:
                 raise WireError(
-                    f"tensor {header.name} has {view.nbytes} bytes and its header says {header.num_bytes}"
+                    f"tensor {header.name} has {view.nbytes} bytes, but its header declares {header.num_bytes}"
                 )
         offer = EmbeddingOffer(
             transfer_id=uuid.uuid4().hex,
@@ -219,7 +219,7 @@ class _Outgoing:
 
     async def _credit(self, message: Msg) -> None:
         if message.headers and message.headers.get("Status") == "503":
-            self._error = "the receiver has given this transfer up"
+            self._error = "the receiver has abandoned this transfer"
         else:
             try:
                 credit = unpack(EmbeddingCredit, message.data)
@@ -256,11 +256,11 @@ class _Incoming:
         end = self.received + payload.nbytes
         if chunk.sequence != self.sequence or chunk.offset != self.received:
             return (
-                f"chunk {chunk.sequence} at byte {chunk.offset} came where chunk {self.sequence} at "
-                f"byte {self.received} was due"
+                f"chunk {chunk.sequence} at byte {chunk.offset} arrived, but chunk {self.sequence} at "
+                f"byte {self.received} was expected"
             )
         if payload.nbytes > limit or end > self.offer.total_bytes:
-            return f"chunk {chunk.sequence} of {payload.nbytes} bytes exceeds what was granted"
+            return f"chunk {chunk.sequence} of {payload.nbytes} bytes exceeds the granted credit"
         if chunk.last != (end == self.offer.total_bytes) or (payload.nbytes == 0 and not chunk.last):
             return f"chunk {chunk.sequence} ends at byte {end} of {self.offer.total_bytes}, last={chunk.last}"
         self.buffer[self.received : end] = payload
@@ -353,7 +353,7 @@ class EmbeddingReceiver:
         verdict: OfferDecision = await bulk.home(self._wants, offer.feature_id, offer.total_bytes)
         if verdict != "send":
             return EmbeddingGrant(
-                offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not wanted here"
+                offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not needed on this pod"
             )
         earlier = self._transfers.get(offer.feature_id)
         if (
@@ -364,7 +364,7 @@ class EmbeddingReceiver:
             self._end(earlier, "its sender offered it again")
         full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
         if full or offer.feature_id in self._transfers:
-            reason = "no room now" if full else "another sender is at it"
+            reason = "no capacity now" if full else "another sender is already sending it"
             return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=_RETRY_SECONDS, reason=reason)
         incoming = _Incoming(
             offer,
@@ -457,7 +457,7 @@ class EmbeddingReceiver:
             await self._credit(incoming, fault, complete)
         except MmdError as error:
             _log.warning(
-                "result of transfer %s not sent to its sender: %s",
+                "failed to send the result of transfer %s to its sender: %s",
                 incoming.offer.feature_id[:16],
                 error.message,
             )
@@ -475,7 +475,7 @@ class EmbeddingReceiver:
 def _check(offer: EmbeddingOffer) -> None:
     """Refuse an offer that contradicts itself, before memory is set aside for it."""
     if len(offer.tensors) > _MAX_TENSORS:
-        raise WireError(f"an offer of {len(offer.tensors)} tensors; the limit is {_MAX_TENSORS}")
+        raise WireError(f"the offer has {len(offer.tensors)} tensors, more than the limit of {_MAX_TENSORS}")
     for tensor in offer.tensors:
         item = _ITEM_BYTES.get(tensor.dtype)
         if (

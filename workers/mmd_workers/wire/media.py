@@ -75,7 +75,7 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
             actual = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
     except TimeoutError as error:
         raise DeadlineError(
-            f"medium {digest[:16]} was not read from {gateway} before the job's deadline"
+            f"medium {digest[:16]} was not read from {gateway} before the job deadline"
         ) from error
     if actual != digest:
         raise LinkError(
@@ -127,7 +127,7 @@ async def _read_slice(bus: Bus, gateway: str, digest: str, offset: int, num_byte
             length,
         ):
             raise LinkError(
-                f"{gateway} sent {piece.nbytes} bytes at {header.offset} of {header.total_bytes}; asked were {length} at "
+                f"{gateway} sent {piece.nbytes} bytes at {header.offset} of {header.total_bytes}; requested were {length} at "
                 f"{offset} of {num_bytes}"
             )
         return piece

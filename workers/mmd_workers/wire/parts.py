@@ -56,7 +56,7 @@ class Assembler:
         if number != len(assembly.parts) or count != assembly.count or len(data) > PART_BYTES:
             del self._assemblies[name]
             raise WireError(
-                f"part {number} of {count} arrived where {len(assembly.parts)} was expected; send it again"
+                f"part {number} of {count} arrived, but part {len(assembly.parts)} was expected; send it again"
             )
         assembly.parts.append(data)
         assembly.last_activity = now

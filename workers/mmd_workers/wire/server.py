@@ -136,7 +136,7 @@ class NatsServer:
             ended = self.crashed
             self.kill()
             printed = " | ".join(list(self._lines)[-5:]) or "nothing"
-            how = "ended at once" if ended else f"was not ready within {timeout_seconds:.0f} s"
+            how = "exited immediately" if ended else f"was not ready within {timeout_seconds:.0f} s"
             raise PeerLostError(f"nats-server {how}; it printed: {printed}")
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
