@@ -42,8 +42,8 @@ _HEAD = """# Messages
 
 <!-- Generated from the code by `make crds`. Do not edit. -->
 
-What a user or an operator may read, by where it comes from. The list is not complete: it has the texts that stand where an error, a log
-line or a condition is made, but not those that are put together elsewhere. `‹name›` is filled in when it is written. The descriptions of fields
+Messages that a user or an operator may see, by origin. The list is not complete: it contains the texts found where an error, a log
+line or a condition is created, but not those that are composed elsewhere. `‹name›` is a placeholder. The descriptions of fields
 are in [reference.md](reference.md), those of metrics in [metrics.md](metrics.md), alerts in [runbooks.md](runbooks.md).
 """
 _SECTIONS = {
@@ -168,7 +168,7 @@ def main() -> None:
     if not parser.parse_args().check:
         PAGE.write_text(page())
     elif not PAGE.exists() or PAGE.read_text() != page():
-        sys.exit(f"{PAGE.name} is not what the code says: run make crds")
+        sys.exit(f"{PAGE.name} is out of date: run make crds")
 
 
 if __name__ == "__main__":

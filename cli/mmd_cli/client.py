@@ -49,7 +49,7 @@ def file_part(kind: str, path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise AskError(f"--{kind} {path}: {error.strerror}; give the path of a readable file") from error
+        raise AskError(f"--{kind} {path}: {error.strerror}; pass the path of a readable file") from error
     return media_part(kind, data, mimetypes.guess_type(path.name)[0] or f"{kind}/octet-stream")
 
 
@@ -129,7 +129,7 @@ def timeline(admin_url: str, request_id: str) -> dict[str, Any]:
         raise AskError(f"no gateway responded at {admin_url} ({error}); check that it is running") from error
     if response.status_code != 200:
         raise AskError(
-            f"{admin_url} has no request {request_id}; a gateway keeps only the latest ones "
+            f"{admin_url} has no request {request_id}; a gateway keeps only the newest requests "
             "and serves them on its admin port"
         )
     data: dict[str, Any] = response.json()

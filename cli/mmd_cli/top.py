@@ -157,7 +157,7 @@ def shown(name: str, seen: Mapping[str, Any]) -> RenderableType:
     )
     queue = ", ".join(f"{kind} {jobs:.0f}" for kind, jobs in seen["encode_queue_jobs"].items() if jobs)
     lines: list[RenderableType] = [head, Text(f"encode queue: {queue or 'empty'}", style="dim")]
-    lines += [Text(f"{n:.0f} requests wait for a {role} pod", style="red") for role, n in held.items()]
+    lines += [Text(f"requests waiting for a {role} pod: {n:.0f}", style="red") for role, n in held.items()]
     table = Table(box=None, pad_edge=False)
     for heading in ("pod", "roles", "state", "waiting", "running", "busy", "KV", "step"):
         table.add_column(heading, justify="left" if heading in ("pod", "roles", "state") else "right")

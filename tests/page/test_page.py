@@ -201,7 +201,7 @@ def test_too_large_a_request_and_an_unreachable_gateway_are_distinguished(page: 
         with page.expect_request("**/debug/state"):
             pass
     ask(page)
-    expect(alert).to_contain_text("the limit is 1 KiB; remove one")
+    expect(alert).to_contain_text("the limit of 1 KiB; remove one")
     page.unroute("**/debug/state")
     page.get_by_role("button", name="Remove sample.png").click()
     page.route("**/v1/chat/completions", lambda route: route.abort())

@@ -30,7 +30,7 @@ def check(
     from mmd_cli.check.report import lines_of
 
     if dtype not in ("Float32", "BFloat16", "Float16"):
-        raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the values")
+        raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the accepted values")
     transformers.logging.set_verbosity_error()
     spec = ModelSpec.model_validate({"id": model, "revision": revision, "dtype": dtype})
     try:

@@ -199,7 +199,11 @@ def _reap(children: dict[int, int]) -> None:
     for pid in list(children):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            _reply(number=children.pop(pid), status=os.waitstatus_to_exitcode(status), why="it ended at once")
+            _reply(
+                number=children.pop(pid),
+                status=os.waitstatus_to_exitcode(status),
+                why="it exited immediately",
+            )
 
 
 def _leave_the_server(order: Order, output: int) -> None:

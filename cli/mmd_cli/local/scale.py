@@ -119,7 +119,7 @@ class LocalScaler:
                 )
                 self._reported.add(pod.name)
         except httpx.HTTPError as error:
-            log.debug("%s does not answer: %r", pod.name, error)
+            log.debug("%s did not respond: %r", pod.name, error)
         except ReportError as error:
             log.warning("%s", error)
 
