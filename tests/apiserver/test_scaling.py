@@ -62,7 +62,7 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]
     assert (decision["fromReplicas"], decision["toReplicas"], decision["metric"]) == (1, 3, "BacklogSeconds")
     assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
-    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "raise autoscaling.maxReplicas"))
+    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "autoscaling.maxReplicas"))
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
     explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
     assert "encoder: 3 of 3 ready" in explained

@@ -111,7 +111,7 @@ async def test_one_request_cannot_take_the_memory_of_all_answers() -> None:
     with pytest.raises(ApiError) as refused:
         await AnswerShare(budget).reserve(AnswerSize(1, most // token_bytes + 1, True, 20, False))
     assert (refused.value.status, refused.value.code) == (400, "too_large")
-    assert f"one request may take {most} bytes;" in refused.value.message
+    assert f"one request may use {most} bytes;" in refused.value.message
     shares = [AnswerShare(budget) for _ in range(4)]
     for share in shares:
         await share.reserve(AnswerSize(1, most // token_bytes, True, 20, False))

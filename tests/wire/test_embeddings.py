@@ -199,7 +199,7 @@ HALF = MIB // 2
         ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[:HALF], True)], "digest"),
         ([(0, 0, DATA[:HALF], False), (1, HALF, DATA[HALF:], False)], "last=False"),
         ([(0, 0, DATA[:HALF], True)], "last=True"),
-        ([(0, 0, DATA[: HALF + 1], False)], "exceeds what was granted"),
+        ([(0, 0, DATA[: HALF + 1], False)], "exceeds the granted credit"),
         ([(0, 0, b"", False)], "ends at byte 0"),
         ([(0, 0, DATA[:HALF], False)], "no chunk within"),
     ],
