@@ -119,7 +119,7 @@ def test_gateways_keep_the_tag_until_they_are_replaced_for_another_reason(pullin
     pulling.until(lambda: gateway_is(pulling, BEGAN))
 
 
-def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None:
+def test_the_next_revision_has_its_own_image(pulling: Fleet) -> None:
     pulling.until(lambda: images_are(pulling, BEGAN))
     first = pulling.namespace.get()["status"]["pipelineRevision"]
     pulling.image = MOVED

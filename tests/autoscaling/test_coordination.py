@@ -66,7 +66,7 @@ def test_prefill_does_not_grow_while_decode_is_the_bottleneck():
     assert result.bottleneck.pool == "decode"
 
 
-def test_prefill_grows_beside_a_decode_pool_that_grows_enough():
+def test_prefill_grows_together_with_a_decode_pool_that_grows_enough():
     full = of([decode_load(64, kv_used=0.99)])
     result = decided(
         DeploymentPolicy(FAST), **{**QUIET, "prefill": of([prefill_load(90_000.0)]), "decode": full}

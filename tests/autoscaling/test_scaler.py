@@ -216,7 +216,7 @@ def test_a_queue_report_that_is_late_is_named_with_its_age():
     assert "no queue report for 5.2 s" in str(decision)
 
 
-def test_work_that_only_the_queue_knows_wakes_a_pool_at_zero():
+def test_work_that_is_only_in_the_queue_wakes_a_pool_at_zero():
     made = scaler()
     made.record_gateway_report("g-0", NOW, gateway_report(gateway_answer({"video": 5.0}), "g-0", "r"))
     decision = made.tick(NOW, {"encoder": PoolFacts(0)}, frozenset({"g-0"})).decisions["encoder"]

@@ -142,7 +142,7 @@ def test_the_page_lists_every_status_with_its_codes() -> None:
 
 
 @pytest.mark.parametrize("code", sorted(documented_codes()))
-def test_an_error_that_a_worker_reports_reaches_the_client_as_the_page_says(code: str) -> None:
+def test_an_error_that_a_worker_reports_reaches_the_client_as_documented(code: str) -> None:
     if code not in ERRORS:
         return
     answer = api_error(error_of(code, "why"))

@@ -68,7 +68,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "TICK_SECONDS", 0.05)
 
 
-async def test_a_stream_goes_on_elsewhere_when_its_pod_dies_in_the_middle(launch: Launch) -> None:
+async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launch) -> None:
     gateway = await launch()
     reached = asyncio.Event()
 
@@ -221,7 +221,7 @@ async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) ->
     assert second.requests, "the pod that failed is avoided"
 
 
-async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_speaks(
+async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_reports(
     launch: Launch, impatient: None
 ) -> None:
     gateway = await launch()
@@ -296,7 +296,7 @@ async def test_retries_end_with_the_last_reason(launch: Launch) -> None:
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_when_to_return(
+async def test_a_full_pod_is_skipped_and_when_all_are_full_the_client_receives_a_retry_time(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -533,7 +533,7 @@ async def test_a_request_that_the_model_cannot_compute_is_tried_once_and_reporte
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_sequence_that_yields_its_blocks_goes_on_without_using_up_its_retries(launch: Launch) -> None:
+async def test_a_preempted_sequence_continues_without_using_up_its_retries(launch: Launch) -> None:
     gateway = await launch(maxRetries=0)
 
     async def yield_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -550,7 +550,7 @@ async def test_a_sequence_that_yields_its_blocks_goes_on_without_using_up_its_re
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_sequence_that_yields_again_and_again_waits_longer_each_time(
+async def test_a_sequence_preempted_repeatedly_waits_longer_each_time(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await launch(maxRetries=0)

@@ -33,7 +33,7 @@ POLICY = MediaPolicy()
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_an_image_decodes_to_the_size_its_header_says(fmt):
+def test_an_image_decodes_to_the_size_its_header_declares(fmt):
     data = image_bytes(fmt)
     info = probe(data, "image", POLICY)
     assert (info.width, info.height, info.container) == (64, 48, fmt.lower())

@@ -92,7 +92,7 @@ def test_a_name_from_a_deployment_cannot_bring_markup_into_the_report() -> None:
 class TestServed:
     pytestmark = served
 
-    def test_top_shows_every_pod_and_what_is_under_way(self, observed: Deployment) -> None:
+    def test_top_shows_every_pod_and_what_is_in_flight(self, observed: Deployment) -> None:
         load(observed, 8, 95_000)
         seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
         shown = {pod["pod"] for pod in seen["pods"]}

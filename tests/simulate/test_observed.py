@@ -140,7 +140,7 @@ def test_failed_repeated_and_unfinished_requests_teach_nothing():
     assert len(seen([*requests(), *bad], STATE).requests) == 90
 
 
-def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model():
+def test_contention_between_requests_in_flight_is_measured_and_applied_in_the_model():
     """Of each pair the second comes while the first one's answer is still being written, and takes half as long again."""
     pairs = []
     for n in range(120):

@@ -138,7 +138,7 @@ class Deployment:
         assert self._loop is not None
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
-        assert done.wait(30), "the deployment's thread does not answer"
+        assert done.wait(30), "the deployment's thread does not respond"
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """What the pod says of itself."""

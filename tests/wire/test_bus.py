@@ -259,7 +259,7 @@ async def test_a_flush_confirms_what_was_sent_before_it(nats_server, subjects):
         await bus.close()
 
 
-async def test_bulk_has_a_connection_of_its_own(connect):
+async def test_bulk_has_a_separate_connection(connect):
     here = await connect("here")
     bulk = await here.bulk()
     assert bulk is await here.bulk()

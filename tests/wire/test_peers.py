@@ -174,7 +174,7 @@ def raising_once(function):
     return wrapped
 
 
-async def test_heartbeats_go_on_after_one_that_could_not_be_made(connect, caplog):
+async def test_heartbeats_continue_after_one_that_could_not_be_built(connect, caplog):
     directory = PeerDirectory(await connect("gateway"), timeout_seconds=60.0)
     await directory.start()
     pod = Process(await connect("a"), "d-0")
