@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 class UnreachableError(MmdError, code="unreachable"):
-    """The gateway does not answer."""
+    """The gateway does not respond."""
 
 
 @dataclass(frozen=True, slots=True)

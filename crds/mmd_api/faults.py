@@ -144,7 +144,7 @@ def _repair(data: Any, location: Location, *, missing: bool) -> None:
     parent: Any = data
     for step in location[:-1]:
         if isinstance(parent, list) and isinstance(step, int) and step >= len(parent):
-            return  # the entry went with an earlier fault of its own
+            return  # the entry went with its own earlier fault
         if isinstance(parent, dict) and step not in parent:
             return
         parent = parent[step]

@@ -47,7 +47,7 @@ _ROLES: dict[Component, tuple[Role, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
 }
-"""Roles of a component's pods where every pool has pods of its own."""
+"""Roles of a component's pods where every pool has its own pods."""
 
 
 def reference_page() -> str:
@@ -86,7 +86,7 @@ def _refusals(title: str, paths_by_message: dict[str, list[str]]) -> str:
 
 
 def _objects(parent: Schema, name: str, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Every object with fields of its own, parents first."""
+    """Every object with its own fields, parents first."""
     node, below = parent["properties"][name], f"{path}.{name}".lstrip(".")
     if "items" in node:
         node, below = node["items"], f"{below}[]"

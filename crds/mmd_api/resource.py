@@ -1,6 +1,6 @@
 """The MultimodalDeployment in a file or from the API server, and how to read it from YAML.
 
-Knows no cluster and opens nothing but the file it is given.
+Independent of the cluster; opens nothing but the file it is given.
 """
 
 from __future__ import annotations

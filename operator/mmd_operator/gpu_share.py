@@ -1,4 +1,4 @@
-"""What the GPU budget leaves a new revision beside the one that serves. Pure."""
+"""What the GPU budget leaves a new revision next to the one that serves. Pure."""
 
 from __future__ import annotations
 

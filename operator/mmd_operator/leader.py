@@ -1,4 +1,4 @@
-"""One operator acts at a time: a Lease that is held, renewed and given back. Knows no deployment.
+"""One operator acts at a time: a Lease that is held, renewed and given back. Independent of deployments.
 
 The rules are those of client-go's leaderelection: a lease of another counts as held until this process has seen it unchanged for
 its whole duration on its own clock, so clocks of machines need not agree. The client library's own election is not used: its lock

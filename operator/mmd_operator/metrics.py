@@ -1,4 +1,4 @@
-"""What the operator exposes to Prometheus about itself and every deployment that it manages. Knows no API server.
+"""What the operator exposes to Prometheus about itself and every deployment that it manages. Independent of the API server.
 
 Counted events of the operator live in prometheus-client's own metrics. What belongs to one deployment is read off its loop at every
 scrape, so that nothing of a deployment outlives it.
@@ -284,7 +284,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class _Families(Collector):
-    """Metrics without a memory of their own: declared once, filled at every scrape."""
+    """Metrics without their own memory: declared once, filled at every scrape."""
 
     def __init__(self, table: OperatorMetrics) -> None:
         self._table = table

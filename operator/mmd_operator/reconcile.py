@@ -1,4 +1,4 @@
-"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Knows no kopf: it is
+"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Independent of kopf: it is
 given what was seen and is woken when that changes. What a pass does is in `reconcile_pass`.
 """
 

@@ -84,7 +84,7 @@ class RolloutState:
 
 
 def share_gpu_budget(state: RolloutState) -> RolloutState:
-    """A new revision gets what the budget leaves beside the one that serves."""
+    """A new revision gets what the budget leaves next to the one that serves."""
     return replace(state, share=gpu_share(state.spec, state.revision, state.serving, state.observed))
 
 

@@ -1,4 +1,4 @@
-"""Greedy output of the engine is what `generate` says, token for token, however the work is cut, batched, cached or moved."""
+"""Greedy output of the engine equals that of `generate`, token for token, however the work is cut, batched, cached or moved."""
 
 import functools
 

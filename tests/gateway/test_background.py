@@ -1,4 +1,4 @@
-"""What runs beside the requests: a part that fails ends the gateway and is logged; a message bus that is away cuts no request off."""
+"""What runs besides the requests: a part that fails ends the gateway and is logged; a message bus that is away cuts no request off."""
 
 from __future__ import annotations
 

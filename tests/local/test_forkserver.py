@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported everything: they are told apart, ended and counted like any others."""
+"""Processes forked from one that has imported everything: they are distinguished, ended and counted like any others."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_too_large_a_request_and_an_unreachable_gateway_are_distinguished(page: 
     attach(page, draw("image", 5))
     for _ in range(
         3
-    ):  # one that was under way, one with the small limit, and one that is asked for when that was read
+    ):  # one that was in flight, one with the small limit, and one that is asked for when that was read
         with page.expect_request("**/debug/state"):
             pass
     ask(page)

@@ -1,4 +1,4 @@
-"""A hand-over that is called off ends at once, whatever comes at the same moment."""
+"""A handover that is called off ends at once, whatever comes at the same moment."""
 
 from __future__ import annotations
 

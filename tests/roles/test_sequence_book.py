@@ -1,4 +1,4 @@
-"""The book of sequences: who is told of tokens and failures, and what is remembered of cancelled requests."""
+"""The book of sequences: who receives tokens and failures, and what is remembered of cancelled requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput and busy time of the stages of encoding, on a clock of their own."""
+"""Throughput and busy time of the stages of encoding, on a separate clock."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ENDS_SECONDS = 120
 
 @dataclass
 class Pipeline:
-    """Processes as containers run them, each with a configuration file of its own and the model in one folder."""
+    """Processes as containers run them, each with its own configuration file and the model in one folder."""
 
     server: NatsServer
     folder: Path

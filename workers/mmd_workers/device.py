@@ -1,4 +1,4 @@
-"""What an exception says about the accelerator, and how a failing batch is split until only its culprit fails.
+"""What an exception reports about the accelerator, and how a failing batch is split until only its culprit fails.
 
 Knows torch, no model and no network.
 """

@@ -80,7 +80,7 @@ def identity_of(code: str, weights: str) -> str:
 
 @lru_cache(maxsize=1)
 def code_fingerprint() -> str:
-    """Content of our own packages, and versions of Python and of everything installed beside them.
+    """Content of our own packages, and versions of Python and of everything installed with them.
 
     Kept for the life of the process and of those forked from it: files that change later are not what runs.
     """

@@ -1,6 +1,6 @@
 """Settings that change while a process runs: its configuration file is read again whenever the file changes.
 
-Kubernetes updates the files of a mounted ConfigMap, and `mmd up` writes the same files. Knows no setting's meaning.
+Kubernetes updates the files of a mounted ConfigMap, and `mmd up` writes the same files. Independent of the meaning of settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a pod's memory is divided: weights, activations, and the KV pool as a share of what is left. Knows no model and no network."""
+"""How a pod's memory is divided: weights, activations, and the KV pool as a share of what is left. Independent of the model and the network."""
 
 from __future__ import annotations
 

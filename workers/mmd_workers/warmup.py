@@ -1,6 +1,6 @@
 """What a pod does once before it reports Ready, so that its first request is no slower than the next.
 
-Whatever is warmed up leaves no trace: no count, no estimate, nothing in a cache. Knows no network.
+Whatever is warmed up leaves no trace: no count, no estimate, nothing in a cache. Independent of the network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the comparison found, and how it is printed. Knows no model."""
+"""What the comparison found, and how it is printed. Independent of the model."""
 
 from __future__ import annotations
 

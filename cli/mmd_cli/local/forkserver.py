@@ -47,7 +47,7 @@ class Order:
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A process in a group of its own, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
+    """A process in a separate group, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
 
     pid: int
     output: asyncio.StreamReader

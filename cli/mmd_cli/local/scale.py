@@ -1,6 +1,6 @@
 """The autoscaler of `mmd up`: the operator's decisions and actions, carried out on processes.
 
-A process is requested to drain as a pod is: by an annotation, in the file that its environment names. Knows no decision's reasons.
+A process is requested to drain as a pod is: by an annotation, in the file that its environment names. Independent of the reasons of decisions.
 """
 
 from __future__ import annotations

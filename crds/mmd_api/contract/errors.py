@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 
 class MmdError(Exception):
-    """A defect, or a failure without a code of its own. Base of every error that this project raises on purpose.
+    """A defect, or a failure without its own code. Base of every error that this project raises on purpose.
 
     A subclass with a `code` is a row of the table, and then no other field of the row is inherited. `status` None: it is between
     pods alone, and a client that it reaches all the same sees `internal`.

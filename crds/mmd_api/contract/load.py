@@ -1,6 +1,6 @@
 """What workers and gateways report about their load: the one definition for the wire, `/state`, `/demand`, autoscaler and simulator.
 
-A signal exists only if it is a field here, and then workers and gateways send it. Pure data: knows no transport and no clock.
+A signal exists only if it is a field here, and then workers and gateways send it. Pure data: independent of the transport and the clock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All pools of a deployment together: nothing grows upstream of a saturated pool, GPUs go where they help the SLO most.
 
-Takes the decisions that each pool would make alone and cuts them down. Knows no cluster and no clock.
+Takes the decisions that each pool would make alone and cuts them down. Independent of the cluster and the clock.
 """
 
 from __future__ import annotations

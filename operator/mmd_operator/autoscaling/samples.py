@@ -1,6 +1,6 @@
 """What the autoscaler is given: samples of pods, of what waits before them, and of latencies.
 
-Knows no wire, no cluster and no clock. Times are Unix seconds of the machine that decides, so that a pod's wrong clock
+Independent of the wire format, the cluster and the clock. Times are Unix seconds of the machine that decides, so that a pod's wrong clock
 changes nothing; work of media is in the units of the calibrated throughput (patches, mel frames).
 """
 

@@ -18,7 +18,7 @@ from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PoolSamples
 
 TOKENS = "tokens"
-"""The kind of work that prefill has, beside the modalities of encode work."""
+"""The kind of work that prefill has, in addition to the modalities of encode work."""
 LATENCY_STEP = 0.5
 """A missed latency adds at most this share of the pods that were measured, however far it was missed."""
 LATENCY_COMFORT = 0.8

@@ -173,7 +173,7 @@ def _json_rows(path: Path) -> Iterator[tuple[float, ...]]:
 
 
 def _time(text: str, where: str) -> float:
-    """An ISO date and time (UTC unless it says otherwise), or seconds."""
+    """An ISO date and time (UTC unless it states otherwise), or seconds."""
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Knows no tensor and no sequence."""
+"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Independent of tensors and sequences."""
 
 from __future__ import annotations
 

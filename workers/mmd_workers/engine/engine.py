@@ -1,4 +1,4 @@
-"""The engine: sequences in, tokens out, one step at a time. Knows no network and no clock but its own stopwatch; not thread safe.
+"""The engine: sequences in, tokens out, one step at a time. Independent of the network, and of any clock but its own stopwatch; not thread safe.
 
 A step goes through the files in this order: scheduler (what runs) → batch (where its KV stands) → model with `attention` → sampler.
 """

@@ -1,4 +1,4 @@
-"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Knows no sequence and no scheduling."""
+"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Independent of sequences and scheduling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a step takes beside weights and KV pool, from one run of the largest step that the engine may schedule.
+"""How much memory a step takes in addition to weights and KV pool, from one run of the largest step that the engine may schedule.
 
 Runs on any device, meta included: there nothing is computed and only sizes count, so no weights are needed.
 """
@@ -84,7 +84,7 @@ def activation_bytes(
     max_model_len: int,
     kernel: attention.Kernel | None = None,
 ) -> int:
-    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, beside `max_sequences` decoding sequences that share
+    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, together with `max_sequences` decoding sequences that share
     a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One sequence in the engine: its tokens, how much of its KV exists, and the blocks that hold it. Knows no model and no pool."""
+"""One sequence in the engine: its tokens, how much of its KV exists, and the blocks that hold it. Independent of the model and the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths for those who run the deployment, on a port of their own: metrics, state, demand, recent requests, scrape targets."""
+"""The paths for those who run the deployment, on a dedicated port: metrics, state, demand, recent requests, scrape targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that answers take until they are sent: how much one may need, its share of the common budget. Knows no HTTP.
+"""Memory that answers take until they are sent: how much one may need, its share of the common budget. Independent of HTTP.
 
 An answer is reserved at its full length before it is placed, so that one that has begun always has room to end.
 """

@@ -1,4 +1,4 @@
-"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Knows no request."""
+"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Independent of requests."""
 
 from __future__ import annotations
 

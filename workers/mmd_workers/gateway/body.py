@@ -1,5 +1,5 @@
 """Reads a JSON body under limits: size, depth, number of elements and time are checked while it arrives, before anything is parsed.
-Knows no field."""
+Independent of fields."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class JsonScanner:
 
     @property
     def parsed_bytes(self) -> int:
-        """What the values take beside the body itself, at most."""
+        """What the values take in addition to the body itself, at most."""
         open_string = self._string_bytes if self._in_string and self._wide else 0
         return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string)
 

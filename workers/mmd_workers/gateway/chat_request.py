@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Knows no network.
+"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Independent of the network.
 
 Fields that this server does not serve are refused by name with a remedy, never ignored, unless they carry the value that
 means "off".
@@ -22,7 +22,7 @@ from mmd_workers.gateway.parts import PART_TYPES, ContentPart, MediaSource, Text
 from mmd_workers.gateway.strict import Strict
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of a message; the number of media has a limit of its own in the spec
+MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
 
 
 def _content_kind(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Knows no HTTP."""
+"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Independent of HTTP."""
 
 from __future__ import annotations
 

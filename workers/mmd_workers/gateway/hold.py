@@ -1,7 +1,7 @@
 """Memory that requests hold at the gateway: bodies as they arrive, media until their request ends, answers until they are sent.
-Knows no request.
+Independent of requests.
 
-Each request has an allowance of its own, which is large enough for text and never waits. What a request needs beyond it comes from a
+Each request has its own allowance, which is large enough for text and never waits. What a request needs beyond it comes from a
 budget that all share, one for bodies and media and one for answers: work waits for room there; it is not dropped. So text never
 waits for media.
 """
@@ -170,7 +170,7 @@ class Share:
             raise
 
     def shrink(self, to_bytes: int) -> None:
-        """Keep only so much. No `grow` may be under way."""
+        """Keep only so much. No `grow` may be in flight."""
         if to_bytes < self.num_bytes:
             self.num_bytes = to_bytes
             freed = self._granted_bytes - self._beyond_allowance()

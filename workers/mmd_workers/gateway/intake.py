@@ -1,6 +1,6 @@
 """From a validated request to an exact prompt: media fetched, probed and held, placeholders laid out, limits checked.
 
-Knows no worker. Media are opened in the sandbox only; here they are bytes.
+Independent of workers. Media are opened in the sandbox only; here they are bytes.
 """
 
 from __future__ import annotations

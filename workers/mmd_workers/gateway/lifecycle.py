@@ -1,6 +1,6 @@
 """Keeps every sequence moving: places it, listens for its tokens, places it again when a worker is lost, frees it at the end.
 
-Knows neither HTTP nor text: it provides tokens in order, and a typed error if the rest will not come.
+Independent of HTTP and text: it provides tokens in order, and a typed error if the rest will not come.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ UNREPORTED_SECONDS = (
 STALL_SECONDS = 2.0  # between two looks at a sequence: this process stood still, and silence proves nothing
 KEPT_ATTEMPTS = 64
 BYTES_PER_TOKEN = 5  # of an id on the wire, at most
-COMMIT_BYTES = 4096  # of a hand-over's message, beside the placement and the outputs
+COMMIT_BYTES = 4096  # of a handover's message, besides the placement and the outputs
 SILENCE_SECONDS = 60.0  # between two tokens of a sequence that has begun
 
 _log = logging.getLogger(__name__)
@@ -454,7 +454,7 @@ def _is_final(refusal: MmdError) -> bool:
 
 
 def _largest_placement(request: GenerateRequest) -> int:
-    """Bytes of a placement whose hand-over, outputs included, still fits."""
+    """Bytes of a placement whose handover, outputs included, still fits."""
     return MAX_REQUEST_BYTES - 2 * BYTES_PER_TOKEN * request.sampling.max_tokens - COMMIT_BYTES
 
 

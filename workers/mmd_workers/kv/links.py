@@ -1,6 +1,6 @@
 """Who is linked with whom: one link per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
 
-It knows neither NATS nor leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
+It is independent of NATS and leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
 the side whose (pod, incarnation) sorts first is rank 0 and lends its store, so simultaneous calls meet.
 """
 
@@ -402,11 +402,11 @@ class LinkManager:
     def _make_channel(
         self, peer: tuple[str, str], peer_endpoint: str, epoch: int
     ) -> tuple[Channel, socket.socket]:
-        """The backend's channel at this epoch and the sentinel connection beside it."""
+        """The backend's channel at this epoch and the sentinel connection next to it."""
         rank = 0 if self._self < peer else 1
         seconds = self._connect_timeout_seconds
         host, _, port = (self.endpoint if rank == 0 else peer_endpoint).rpartition(":")
-        # A client of its own for every attempt, also to our own store: one that waits would hold up all others.
+        # A separate client for every attempt, also to our own store: one that waits would hold up all others.
         client = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
         if rank == 0:
             self._sweep(client)

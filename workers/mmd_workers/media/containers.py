@@ -1,4 +1,4 @@
-"""What the bytes really are, and how they are opened: magic bytes, pinned demuxers, packet tables. Knows no policy and no model.
+"""What the bytes really are, and how they are opened: magic bytes, pinned demuxers, packet tables. Independent of policies and the model.
 
 The demuxer is always named, never guessed: formats that refer to other files or addresses (playlists, concat scripts)
 cannot be reached through here.

@@ -1,7 +1,7 @@
-"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Knows no policy and no model.
+"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Independent of policies and the model.
 
 The functions run where they are called; bytes from outside belong into `sandbox.DecodePool`, which runs these same
-functions in processes of their own.
+functions in separate processes.
 """
 
 from __future__ import annotations

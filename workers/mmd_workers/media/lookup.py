@@ -1,5 +1,5 @@
-"""Host names to addresses, each lookup in a thread of its own: clients choose the names, and a name server that does not answer
-must not hold up the event loop's own lookups, which reconnect this process. Knows no URL and no policy.
+"""Host names to addresses, each lookup in a dedicated thread: clients choose the names, and a name server that does not answer
+must not hold up the event loop's own lookups, which reconnect this process. Independent of URLs and policies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from mmd_api.contract.errors import OverloadedError
 
 MAX_LOOKUPS = 64
-"""Lookups under way at once. An abandoned one counts until the system's resolver gives it up."""
+"""Lookups in flight at once. An abandoned one counts until the system's resolver gives it up."""
 MAX_WAITING = 1024
 """Lookups that may wait for one of those to end."""
 Target = tuple[str, int]
@@ -24,7 +24,7 @@ _waiting: OrderedDict[Future[None], None] = OrderedDict()
 
 
 async def lookup(host: str, port: int) -> list[str]:
-    """The addresses of a host, for TCP. Waits, without a deadline of its own, while too many lookups are under way; those of one host
+    """The addresses of a host, for TCP. Waits, without its own deadline, while too many lookups are in flight; those of one host
     and port are made once.
 
     Raises:

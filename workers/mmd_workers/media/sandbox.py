@@ -1,4 +1,4 @@
-"""Decoding bytes from outside in processes of their own, so that a crash, a hang or a bomb costs one medium and one process.
+"""Decoding bytes from outside in separate processes, so that a crash, a hang or a bomb costs one medium and one process.
 
 Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. That of results is used again, by processes that
 are used again likewise: to map, clear and free the pages of a clip's pixels takes longer than to write them.
@@ -58,7 +58,7 @@ class _ProcessLostError(Exception):
 class _Decoder:
     """A running decode process and this end of its socket (one message in, one out).
 
-    `process` is what was started, `pid` what decodes: its child, where it could be given namespaces of its own.
+    `process` is what was started, `pid` what decodes: its child, where it could be given its own namespaces.
     """
 
     process: asyncio.subprocess.Process
@@ -229,14 +229,14 @@ class DecodePool:
                      active, "; ".join(refused) or "nothing")  # fmt: skip
 
     async def close(self) -> None:
-        """Kill every process and wait until all have exited; decodes under way fail with OverloadedError."""
+        """Kill every process and wait until all have exited; decodes in flight fail with OverloadedError."""
         self._closed = True
         self._results.close()
         for process, pid in self._started.items():
             _kill(process, pid)
         async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
             await asyncio.gather(*(process.wait() for process in self._started))
-            for _ in self._slots:  # a job under way sees its socket end first, then gives its place back
+            for _ in self._slots:  # a job in flight sees its socket end first, then gives its place back
                 (await self._free.get()).discard()
 
     @property

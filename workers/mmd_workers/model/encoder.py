@@ -1,4 +1,4 @@
-"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Knows no network and no cache."""
+"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Independent of the network and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat messages and medium facts to token ids, without weights and without decoding anything. Knows no network and no tower.
+"""Chat messages and medium facts to token ids, without weights and without decoding anything. Independent of the network and towers.
 
 Counts come from the model's own processors, run on tensors that have a shape but no data (see `inputs`).
 """

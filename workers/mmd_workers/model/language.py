@@ -1,4 +1,4 @@
-"""The language model of a checkpoint: embeddings, decoder stack, output head. Knows no KV pool: the engine brings the attention."""
+"""The language model of a checkpoint: embeddings, decoder stack, output head. Independent of the KV pool: the engine brings the attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class HfLanguageModel:
-    """Lowers prompts and runs the decoder on ragged batches. `lower` and `fill` may run beside `forward`."""
+    """Lowers prompts and runs the decoder on ragged batches. `lower` and `fill` may run concurrently with `forward`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What an architecture's decoder needs beside what the split gives it, read from the architecture's own source. Runs nothing.
+"""What an architecture's decoder needs beyond what the split gives it, read from the architecture's own source. Runs nothing.
 
 An architecture is served without a line of code if its outer model does no more than put features in the places of placeholders and
 call the decoder. One that hands its decoder anything else would be served with wrong answers: it is refused here.

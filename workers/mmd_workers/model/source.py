@@ -1,4 +1,4 @@
-"""Where a model's files are and what its configuration says. Reads settings files only; knows no weights and no architecture."""
+"""Where a model's files are and what its configuration contains. Reads settings files only; independent of weights and architectures."""
 
 from __future__ import annotations
 

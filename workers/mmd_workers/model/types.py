@@ -1,4 +1,4 @@
-"""What the three model roles hand to each other: prompt layouts, features, lowered prompts. Knows no network and no KV pool.
+"""What the three model roles hand to each other: prompt layouts, features, lowered prompts. Independent of the network and the KV pool.
 
 Four objects speak for a model, each loading only what it needs:
 - `Frontend` (gateway): tokenizer, chat template, exact placeholder layout from dimensions. No weights.
@@ -145,7 +145,7 @@ class LoweredPrompt:
 
     positions: int64 [axes, tokens] with axes 1 (plain) or 3 (multi-axis rotary). `next_position`: rotary position of the
     first generated token (what `generate` uses: last column + 1). `embeds`: [tokens, hidden], placeholder rows zero until
-    `LanguageModel.fill` scatters a feature. `extras`: per-token tensors an architecture needs beside the embeddings
+    `LanguageModel.fill` scatters a feature. `extras`: per-token tensors an architecture needs besides the embeddings
     (first dimension = tokens), sliced together with them. `atomic_ranges`: [start, end) token ranges that must be
     prefilled in one chunk because attention inside is bidirectional.
     """

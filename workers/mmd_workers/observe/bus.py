@@ -1,4 +1,4 @@
-"""Watches a process's connection to the message server: availability, round trip time, losses. Knows no message."""
+"""Watches a process's connection to the message server: availability, round trip time, losses. Independent of messages."""
 
 from __future__ import annotations
 

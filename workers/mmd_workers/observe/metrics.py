@@ -1,4 +1,4 @@
-"""Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Knows nothing of what it counts.
+"""Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Independent of what it counts.
 
 Labels take values from small fixed sets only: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
 this table.
@@ -28,7 +28,7 @@ STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics(MetricTable):
-    """The catalogue; one object per process, on a registry of its own.
+    """The catalogue; one object per process, on a separate registry.
 
     `roles`: of gateway, encode, prefill, decode; what belongs to others can be fed and is not exposed. Empty: everything is.
     """

@@ -1,6 +1,6 @@
 """The small HTTP server of a worker: alive, ready, metrics, state. Runs in the worker's own event loop, so a stuck loop is a
 failed probe. On a loopback address it serves this machine's programs and not the web pages that its browsers show.
-Knows nothing of what it reports.
+Independent of what it reports.
 """
 
 from __future__ import annotations

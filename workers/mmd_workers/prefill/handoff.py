@@ -1,4 +1,4 @@
-"""The prefill role's side of a KV hand-over: reserve blocks at a decode pod, send ranges as they are finished, commit.
+"""The prefill role's side of a KV handover: reserve blocks at a decode pod, send ranges as they are finished, commit.
 
 The KV stays here until the decoder has said that it owns the sequence; when a peer or a link fails before that, the next
 candidate gets everything from the start.
@@ -52,7 +52,7 @@ REPEAT_SECONDS = (
 )
 ANNOUNCE_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
-MAX_TRIES = 5  # pairs that may fail during one hand-over
+MAX_TRIES = 5  # pairs that may fail during one handover
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class KvSender:
                 except asyncio.CancelledError:
                     queued.add(
                         pod
-                    )  # its answer is under way: it may have granted blocks, or queued the request
+                    )  # its answer is in flight: it may have granted blocks, or queued the request
                     raise
                 except MmdError as error:
                     reason = error.message
@@ -181,7 +181,7 @@ class KvSender:
         of requests come first: nothing is done.
 
         Raises:
-            MmdError: the pod did not answer or could not be linked; the next hand-over tries again.
+            MmdError: the pod did not answer or could not be linked; the next handover tries again.
         """
         if self._links.live_links + self._linking >= LINKS_AHEAD:
             return

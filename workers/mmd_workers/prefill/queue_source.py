@@ -201,7 +201,7 @@ class QueueSource:
 
     @property
     def reserved_bytes(self) -> int:
-        """Room granted to transfers under way."""
+        """Room granted to transfers in flight."""
         return self._receiver.reserved_bytes
 
     def times(self, feature_id: str) -> dict[str, float]:

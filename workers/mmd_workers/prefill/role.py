@@ -33,7 +33,7 @@ LINK_SECONDS = 5.0  # for the links with decode pods that are ready before this 
 
 
 class PrefillRole(Part):
-    """Owns the feature store, the source of features, the sending side of hand-overs, and the service that joins them."""
+    """Owns the feature store, the source of features, the sending side of handovers, and the service that joins them."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService(SequenceOwner):
-    """One task per request from placement to hand-over."""
+    """One task per request from placement to handover."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PrefillService(SequenceOwner):
 
     @property
     def active(self) -> int:
-        """Requests between placement and hand-over."""
+        """Requests between placement and handover."""
         return len(self._tasks)
 
     def waiting_tokens(self) -> int:

@@ -217,7 +217,7 @@ class NativeHost(EngineHost):
         self.run(engine)
 
     def run(self, engine: Engine) -> None:
-        """Run an engine on a thread of its own from now on."""
+        """Run an engine on a dedicated thread from now on."""
         self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
         self._engine = NativeEngine(self._runner, engine.model)
         self._runner.start()

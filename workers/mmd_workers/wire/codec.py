@@ -1,4 +1,4 @@
-"""Bytes to messages and back: msgpack, checked against the dataclasses of `messages` on arrival. Knows no connection.
+"""Bytes to messages and back: msgpack, checked against the dataclasses of `messages` on arrival. Independent of connections.
 
 A `Frame` is one message with raw bytes behind it: 4 bytes of header length (little endian), the msgpack header, the payload.
 """

@@ -1,4 +1,4 @@
-"""Features from encoder to receiver: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Knows no model.
+"""Features from encoder to receiver: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Independent of the model.
 
 Flow control is byte credit: the receiver reserves the whole feature in its budget before it grants, and the sender never
 has more than the granted window unacknowledged. Chunks carry their sequence number and offset, the offer a blake2b-128
@@ -271,10 +271,10 @@ class _Incoming:
 
 
 class EmbeddingReceiver:
-    """Takes features in on one pod, within a budget of bytes under way.
+    """Takes features in on one pod, within a budget of bytes in flight.
 
     `wants(feature_id, num_bytes)` answers an offer; `on_feature(feature_id, headers, data, timings)` gets the verified bytes of
-    all tensors one after the other, owns them from then on (the budget here covers transfers under way), and is done when
+    all tensors one after the other, owns them from then on (the budget here covers transfers in flight), and is done when
     it returns: only then is the encode job acknowledged. Both run on the bus's loop and must be quick.
     """
 
@@ -305,7 +305,7 @@ class EmbeddingReceiver:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that transfers under way hold."""
+        """Bytes of the budget that transfers in flight hold."""
         return self._reserved
 
     async def start(self) -> None:
@@ -314,7 +314,7 @@ class EmbeddingReceiver:
         await self._bulk.run(self._start(self._bulk.bus))
 
     async def close(self) -> None:
-        """Take no more offers and give up the transfers under way; their senders are notified at once."""
+        """Take no more offers and give up the transfers in flight; their senders are notified at once."""
         if self._bulk is not None and self._bus.is_connected:
             await self._bulk.run(self._close())
 
@@ -437,7 +437,7 @@ class EmbeddingReceiver:
         self._end(incoming, f"no chunk within {self._timeout} s")
 
     def _end(self, incoming: _Incoming, fault: str, complete: bool = False) -> None:
-        """Free the room; nothing after this touches the transfer. The result is sent by a task of its own."""
+        """Free the room; nothing after this touches the transfer. The result is sent by a separate task."""
         if self._transfers.get(incoming.offer.feature_id) is not incoming:
             return
         del self._transfers[incoming.offer.feature_id]

@@ -1,4 +1,4 @@
-"""The work queue of encode jobs on JetStream: one message a medium, one durable consumer a modality. Knows no encoder.
+"""The work queue of encode jobs on JetStream: one message a medium, one durable consumer a modality. Independent of encoders.
 
 How much work waits is read off the stream itself. The last token of a job's subject is its work, rounded up to two
 significant digits, and the server counts messages by subject; a job leaves the stream when it is acknowledged or

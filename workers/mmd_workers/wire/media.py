@@ -1,4 +1,4 @@
-"""Encoders read the bytes of media from the gateway that holds them, slice by slice on the bulk connection. Knows no codec."""
+"""Encoders read the bytes of media from the gateway that holds them, slice by slice on the bulk connection. Independent of codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there: heartbeats out, and a live view of the other pods in. Knows nothing of what the pods do."""
+"""Who is there: heartbeats out, and a live view of the other pods in. Independent of what the pods do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A nats-server with JetStream as a child process on loopback, for `mmd up` and for tests. Knows no subject."""
+"""A nats-server with JetStream as a child process on loopback, for `mmd up` and for tests. Independent of subjects."""
 
 from __future__ import annotations
 
