@@ -54,7 +54,10 @@ def test_a_true_report_is_read_and_what_is_new_in_it_is_left_out():
             b'{"pod": "e-0", "revision": "r", "state": "ready", "load": {"itl_seconds": NaN}}',
             "invalid load report",
         ),
-        (answer(load={"kv_blocks_total": 1, "kv_blocks_free": 2}), "kv_blocks_free is 2 of 1"),
+        (
+            answer(load={"kv_blocks_total": 1, "kv_blocks_free": 2}),
+            "kv_blocks_free is 2, more than kv_blocks_total 1",
+        ),
         (answer(padding="x" * 300_000), "more than"),
         (answer(pod="x" * 100_000), "pod"),
         (answer(load={"encode_work_per_second": {"smell": 1.0}}), "encode_work_per_second.smell"),

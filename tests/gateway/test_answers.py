@@ -100,7 +100,7 @@ async def test_bounds_that_exceed_the_memory_are_reported_at_the_start(
     monkeypatch.setattr(service, "host_bytes", lambda: mebibytes * MEBIBYTE)
     monkeypatch.setattr(service, "resident_bytes", lambda: 100 * MEBIBYTE)
     await launch(maxConcurrentRequests=512)
-    assert ("has 900 MiB for them; raise spec.gateway.resources.memory" in caplog.text) == warned
+    assert ("has only 900 MiB for them; raise spec.gateway.resources.memory" in caplog.text) == warned
     assert ("512 concurrent requests may need" in caplog.text) == warned
 
 

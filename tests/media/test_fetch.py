@@ -225,7 +225,7 @@ async def test_redirects_are_followed_three_times_and_no_more():
         ("http://user:secret@example.org/", "user name"),
         ("http://8.8.8.8:22/", "port 22"),
         ("http://" + "a" * 9000, "longer than"),
-        ("http://exa mple.org\x00/", "not a URL|cannot be resolved"),
+        ("http://exa mple.org\x00/", "invalid URL|cannot be resolved"),
         ("data:image/png;base64", "no comma"),
         ("data:image/png;base64,####", "base64"),
         ("data:image/png;base64,AAA", "base64"),

@@ -143,7 +143,7 @@ async def test_the_receiver_is_notified_of_a_job_that_no_encoder_finishes(queue,
     async with asyncio.timeout(DEADLINE_SECONDS):
         told = await failed.get()
     assert (told.job_id, told.code, told.retryable) == ("crasher", "unprocessable_medium", False)
-    assert "2 encoders" in told.message
+    assert "2 consecutive encoders" in told.message
     async with asyncio.timeout(30):
         while (await queue.depth())["video"].jobs:
             await asyncio.sleep(0.02)
