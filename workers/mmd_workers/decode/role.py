@@ -42,7 +42,7 @@ class DecodeRole(Part):
         gone = event.before
         if event.kind in ("lost", "reborn") and gone is not None and self._service is not None:
             lost = self._service.peer_lost(gone.pod, gone.incarnation)
-            self._pod.tasks.in_background(lost, f"end-hand-overs-of-{gone.pod}")
+            self._pod.tasks.in_background(lost, f"end-handovers-of-{gone.pod}")
 
     def drain(self) -> None:
         """Grant no more handovers."""

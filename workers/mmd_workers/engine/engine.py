@@ -192,7 +192,7 @@ class Engine:
                 f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         needed = self.blocks.blocks_for(prompt_tokens + 1)
-        # One spare block for each sequence that grows, so that an admission does not make another one yield at once.
+        # One spare block for each sequence that grows, so that an admission does not preempt another one at once.
         growing = len(self.scheduler.running) + len(self._reservations)
         if growing and needed + growing > self.blocks.available:
             raise OverloadedError(
