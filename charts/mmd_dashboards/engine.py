@@ -83,7 +83,7 @@ ENGINE = Board(
                 ),
                 Panel(
                     "Duration of decode",
-                    "From handoff to last token.",
+                    "From handover to last token.",
                     "s",
                     quantiles("mmd_phase_seconds", "phase=decode"),
                 ),

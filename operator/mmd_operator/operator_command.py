@@ -31,7 +31,7 @@ def operator(
     ] = 8080,
     log_level: Annotated[str, typer.Option(help="Minimum log level.")] = "INFO",
 ) -> None:
-    """Run the Kubernetes operator: turn MultimodalDeployments into pods and keep them so."""
+    """Run the Kubernetes operator, which reconciles MultimodalDeployments."""
     from mmd_operator.serve import NoDefinitionError, NotLeaderError, Options, serve
 
     if bool(namespace) == all_namespaces:

@@ -18,7 +18,7 @@ def check(
 ) -> None:
     """Compare a model split into roles with the same model in transformers.
 
-    Exit status: 0, agrees; 1, differs; 2, refused or cannot be loaded; 3, nothing differs but not everything was compared.
+    Exit status: 0, agrees; 1, differs; 2, rejected or cannot be loaded; 3, nothing differs but not everything was compared.
 
     Both copies are loaded at once: the device needs memory for the weights twice.
     """

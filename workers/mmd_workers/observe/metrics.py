@@ -180,7 +180,9 @@ class Metrics(MetricTable):
             "state: registered, encoding, encoded, merged, prefilled, discarded",
         )
         self.feature_bytes = gauge(
-            "mmd_feature_used_bytes", "Features currently reserved or held", "state: registered … discarded"
+            "mmd_feature_used_bytes",
+            "Size of the features currently reserved or held",
+            "state: registered … discarded",
         )
         self.feature_budget = gauge("mmd_feature_budget_bytes", "Maximum size of the features held")
         self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome: hit, miss")
@@ -196,7 +198,7 @@ class Metrics(MetricTable):
 
         self._begin("Transfers between pods", "encode", "prefill", "decode")
         self.transfer_bytes = counter(
-            "mmd_transfer_bytes_total", "Payload moved between pods", "link", "direction"
+            "mmd_transfer_bytes_total", "Payload transferred between pods", "link", "direction"
         )
         self.transfer = histogram(
             "mmd_transfer_seconds",
@@ -228,7 +230,7 @@ class Metrics(MetricTable):
         )
         self.inbound = gauge(
             "mmd_kv_inbound_sequences",
-            "Sequences with granted blocks, not yet committed; above zero when handoffs are slow",
+            "Sequences with granted blocks, not yet committed; above zero when handovers are slow",
             moved_by="trouble",
         )
 

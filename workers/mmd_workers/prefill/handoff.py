@@ -250,7 +250,7 @@ class KvSender:
                 if len(failed) == MAX_TRIES or not error.retryable:
                     raise
                 log.warning(
-                    "handoff of %s to %s failed, retrying: %s",
+                    "handover of %s to %s failed, retrying: %s",
                     sequence,
                     reservation.pod,
                     error.message,
