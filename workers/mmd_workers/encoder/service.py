@@ -195,7 +195,7 @@ class EncoderService:
         if delivery.attempt > 1:
             self._metrics.redeliveries.labels(modality).inc()
         if time.time() > job.deadline:
-            await delivery.terminate("deadline passed")
+            await delivery.terminate("deadline exceeded")
             return
         async with delivery.keep_alive():
             try:

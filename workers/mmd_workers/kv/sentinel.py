@@ -80,7 +80,7 @@ def _call(store: Store, host: str, deadline: float) -> socket.socket:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("deadline passed")
+        raise TimeoutError("deadline exceeded")
     return left
 
 
