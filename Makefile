@@ -17,25 +17,25 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraints constraints.txt --editable '.[operator,worker,dev]'
 	touch $(STAMP)
 
-install: $(STAMP) ## Make a virtual environment in .venv with everything that development needs
+install: $(STAMP) ## Create a virtual environment in .venv with everything needed for development
 
-demo: install ## Start the whole pipeline on this machine and ask it about an image, a video and a sound
+demo: install ## Start the whole pipeline on this machine and query it with an image, a video and an audio clip
 	$(BIN)/mmd demo
 
-test: install ## Run every test that needs no cluster (the first time, Go builds the API server for it: minutes)
+test: install ## Run all tests that need no cluster (the first run builds the API server with Go, which takes minutes)
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-mutants: install ## Change the pure modules one operator at a time; at most one change in ten may pass their tests (half an hour)
+mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)
 	$(BIN)/python -m bench.mutants $(MUTANTS)
 
-lint: install ## Style, types and the walls between packages
+lint: install ## Check style, types and import boundaries between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
+bench: install ## Benchmark the role layouts against transformers; writes the report to bench/reports
 	$(BIN)/python -m bench.layouts
 
 vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for `python -m bench.versus_vllm`
@@ -47,8 +47,8 @@ crds: install ## Generate the CRD, the reference, the pages of metrics and messa
 	$(BIN)/python docs/make_messages_page.py
 	$(BIN)/python -m mmd_dashboards.grafana
 
-e2e: install ## Make a cluster and images, install the chart, ask a deployment questions, remove it all (E2E=--help: options)
+e2e: install ## Create a cluster and images, install the chart, query a deployment, remove everything (E2E=--help lists options)
 	$(BIN)/python -m e2e.run $(E2E)
 
-clean: ## Remove what the other targets made
+clean: ## Remove the outputs of the other targets
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -24,7 +24,7 @@ from tests.support.prometheus_server import Prometheus as Server
 
 PANELS = {
     "overview": ("Requests per second", "Time to first token", "Time by phase", "Placed again"),
-    "drill": ("Ready pods", "Jobs delivered again", "KV in use", "Sequences", "Round trip", "Pods without a connection"),
+    "drill": ("Ready pods", "Redelivered jobs", "KV in use", "Sequences", "Round trip", "Pods without a connection"),
 }  # fmt: skip
 
 

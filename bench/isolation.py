@@ -1,4 +1,4 @@
-"""Time to the first token of text while videos pour in: one process for all beside one process for each stage, on the same cores.
+"""Time to the first token of text while videos pour in: one process for all compared with one process for each stage, on the same cores.
 
     python -m bench.isolation [--videos 3] [--texts 8] [--seconds 144]
 

@@ -1,4 +1,4 @@
-"""Tokens a second, TTFT and ITL of the four role layouts, beside transformers on the same cores, in one run.
+"""Tokens a second, TTFT and ITL of the four role layouts, compared with transformers on the same cores, in one run.
 
     python -m bench.layouts [--requests 32] [--concurrency 8] [--tokens 64] [--rounds 2]
 
@@ -134,7 +134,7 @@ async def ask(
 
 
 async def drive(url: str, model: str, wanted: list[Request], concurrency: int, tokens: int) -> Run:
-    """Closed loop: `concurrency` requests are always under way."""
+    """Closed loop: `concurrency` requests are always in flight."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
     run, queue = Run(0.0, {}), list(enumerate(wanted))[::-1]
 

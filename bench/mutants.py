@@ -182,7 +182,7 @@ def enter(copies: multiprocessing.Queue[Path]) -> None:
 
 
 def passed(tests: str, timeout_seconds: float, keep_bytecode: bool = False) -> bool | None:
-    """Run pytest in a process of its own, forked from this one; None: it did not end in time."""
+    """Run pytest in a separate process, forked from this one; None: it did not end in time."""
     child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, keep_bytecode))
     child.start()
     child.join(timeout_seconds)

@@ -45,7 +45,7 @@ class Answered:
 
 
 def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
-    """A fresh file (no cache knows it), and a text with a beginning of its own."""
+    """A fresh file (no cache knows it), and a text with its own beginning."""
     rng = np.random.default_rng([seed, 7])
     text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
     parts: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""GPU-hours at equal SLO attainment: our autoscaler beside HPAs on CPU and GPU utilisation, KEDA on queue lengths and static splits, in the simulator.
+"""GPU-hours at equal SLO attainment: our autoscaler compared with HPAs on CPU and GPU utilisation, KEDA on queue lengths and static splits, in the simulator.
 
     python -m bench.policies [--rate 5] [--seconds 2400] [--attainment 0.99] [--calibration FILE]
 

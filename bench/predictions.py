@@ -1,4 +1,4 @@
-"""What the planner predicts beside what really happens: TTFT of the same requests in the model and on a running deployment.
+"""What the planner predicts compared with what really happens: TTFT of the same requests in the model and on a running deployment.
 
     python -m bench.predictions [--rate 8] [--seconds 60]
 
@@ -57,7 +57,7 @@ console = Console()
 
 
 def slices(rate: float, seconds: float, seed: int) -> list[list[Ask]]:
-    """A load in stretches of `SLICE_SECONDS`, each with requests of its own."""
+    """A load in stretches of `SLICE_SECONDS`, each with its own requests."""
     count = max(1, round(seconds / SLICE_SECONDS))
     return [mixed(rate, SLICE_SECONDS, 100 * seed + number, SHARES) for number in range(count)]
 

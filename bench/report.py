@@ -1,4 +1,4 @@
-"""What every bench shares: the facts of the machine, percentiles, and a report file beside the table it prints."""
+"""What every bench shares: the facts of the machine, percentiles, and a report file in addition to the table it prints."""
 
 from __future__ import annotations
 

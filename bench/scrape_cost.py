@@ -3,7 +3,7 @@
     python -m bench.scrape_cost [--rounds 12] [--seconds 15] [--concurrency 8]
 
 One deployment, one load that never pauses; rounds with and without scrapes take turns (A/B/A/B ...), so that what drifts on the
-machine meets both. The scraper is a process of its own, as Prometheus is. The report has every round, the ratio of each pair with its
+machine meets both. The scraper is a separate process, as Prometheus is. The report has every round, the ratio of each pair with its
 spread, and what a scrape costs the pods in CPU time while nothing else happens, which is far less noisy than throughput.
 """
 
@@ -34,7 +34,7 @@ from mmd_cli.samples import draw
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.yaml"
 EDGE_SECONDS = 1.0
-"""Left out at the beginning of each round: what the one before left under way."""
+"""Left out at the beginning of each round: what the one before left in flight."""
 SCRAPER = """
 import sys, threading, time, urllib.request
 urls, on = sys.argv[1:], threading.Event()

@@ -68,7 +68,7 @@ _HEAD = """# Messages
 
 <!-- Generated from the code by `make crds`. Do not edit. -->
 
-What a user or an operator may read, by where it comes from. `‹name›` is filled in when it is written; a text that is put together from several
+Messages that a user or an operator may see, by origin. `‹name›` is a placeholder; a text that is composed from several
 has a row for each. Descriptions of metrics are in [metrics.md](metrics.md), alerts in [runbooks.md](runbooks.md).
 """
 _SECTIONS = {
@@ -335,7 +335,7 @@ def main() -> None:
     if not parser.parse_args().check:
         PAGE.write_text(page())
     elif not PAGE.exists() or PAGE.read_text() != page():
-        sys.exit(f"{PAGE.name} is not what the code says: run make crds")
+        sys.exit(f"{PAGE.name} is out of date: run make crds")
 
 
 if __name__ == "__main__":

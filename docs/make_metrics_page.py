@@ -17,22 +17,22 @@ _HEAD = """# Metrics
 
 <!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/metrics.py by `make crds`. Do not edit. -->
 
-Every pod serves `/metrics` on port 8080: workers, gateways, the operator. The ending of a name is its unit.
-Labels take values from small fixed sets; nothing that a client sends ever becomes one. Where to scrape them, and what to look at:
+Every pod serves `/metrics` on port 8080: workers, gateways, the operator. The suffix of a name is its unit.
+Labels take values from small fixed sets; no value sent by a client becomes a label. Where to scrape them, and what to look at:
 [observe.md](observe.md).
 
-"Moves with" names what makes a metric leave zero: **load**, any served request; **deployment**, one that the operator
+"Moves with" states what makes a metric nonzero: **load**, any served request; **deployment**, one that the operator
 brings up; **scaling**, a pool that grows and shrinks; **trouble**, a failure or a shortage. Tests serve
 requests until each metric of a pod that moves with load has moved, and bring up and scale a deployment until each metric of the operator has.
 
 The operator's series about deployments carry the labels `namespace` and `deployment` themselves, and end when the deployment is
-gone. Scrape it with `honor_labels: true`. Only the operator that leads has them.
+deleted. Scrape it with `honor_labels: true`. Only the leader exposes them.
 
 Scraped as OpenMetrics, `mmd_ttft_seconds` and `mmd_e2e_seconds` carry the trace id of a recent request in each bucket as an
 exemplar. Every process also exposes the usual `process_*` metrics (CPU time, memory, file descriptors).
 
-A process belongs to one pipeline revision for its whole life, so revision is no label of each series: join it in where it
-matters.
+A process belongs to one pipeline revision for its whole life, so revision is not a label of each series: join it where
+needed.
 
 ```promql
 histogram_quantile(0.95, sum by (le, revision) (
@@ -73,7 +73,7 @@ def main() -> None:
     if not parser.parse_args().check:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
-        sys.exit(f"{PAGE.name} is not what the code says: run make crds")
+        sys.exit(f"{PAGE.name} is out of date: run make crds")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def compare(tokens: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def in_flight(lines: Iterable[Line], moments: Sequence[float]) -> list[int]:
-    """How many requests were under way at each moment."""
+    """How many requests were in flight at each moment."""
     spans = [(line["began"], line["ended"]) for line in lines if "ended" in line]
     return [sum(began <= moment <= ended for began, ended in spans) for moment in moments]
 
@@ -129,7 +129,7 @@ def in_flight(lines: Iterable[Line], moments: Sequence[float]) -> list[int]:
 def _explains(kill: Struck, deletions: Sequence[float], without_gateway: Sequence[Span], end: Line) -> bool:
     """Whether a killed gateway may have broken this connection.
 
-    A stream that was under way breaks when the gateway dies, and its client notices soon; if a gateway was deleted since, that may
+    A stream that was in flight breaks when the gateway dies, and its client notices soon; if a gateway was deleted since, that may
     be the cause, and nothing excuses it. A request that found no gateway is refused until nodes no longer route to the dead one, or
     until one is Ready again if this kill left none.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class FailedError(Exception):
-    """A step of the run failed; the message says what, and what to do."""
+    """A step of the run failed; the message contains the fault and the remedy."""
 
 
 class AlreadyEndedError(FailedError):
@@ -121,7 +121,7 @@ def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: fl
 
 @contextmanager
 def beside(name: str, look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
-    """Call `look` repeatedly on a thread of its own, with pauses, until the block ends."""
+    """Call `look` repeatedly on a dedicated thread, with pauses, until the block ends."""
     over = threading.Event()
 
     def again() -> None:

@@ -53,7 +53,7 @@ Kubectl = Callable[..., str]
 class Watch:
     """Replicas asked for and ready by pool, over all revisions, every few seconds.
 
-    `largest`: the most replicas that one StatefulSet of the pool was asked to have, so that the old beside the new of a
+    `largest`: the most replicas that one StatefulSet of the pool was asked to have, so that the old alongside the new of a
     rollout does not count as growth.
     """
 
@@ -325,7 +325,7 @@ class Oracle:
 
 
 def picture(path: Path, body: dict[str, Any]) -> None:
-    """Requests under way by kind, replicas and TTFT over time, with what was done to the deployment."""
+    """Requests in flight by kind, replicas and TTFT over time, with what was done to the deployment."""
     figure = Figure(figsize=(10, 8), layout="constrained")
     arrivals, replicas, ttft = figure.subplots(3, 1, sharex=True)
     end = body["replicas"][-1]["seconds"]

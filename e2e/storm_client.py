@@ -1,4 +1,4 @@
-"""Runs in a pod: first text alone, then a storm of videos with text, images and sounds beside it, against the gateway at argv[1].
+"""Runs in a pod: first text alone, then a storm of videos with text, images and audio at the same time, against the gateway at argv[1].
 
 Argument 2 is the smallest number of questions; more follow until the file `ENOUGH` exists. Two streams of minutes run throughout.
 Prints one JSON line before each request is sent and one when it has ended, however it ended, and a last line with the number of

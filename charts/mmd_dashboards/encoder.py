@@ -70,7 +70,7 @@ ENCODER = Board(
             "The queue and the towers",
             (
                 Panel(
-                    "Encode jobs not done",
+                    "Encode jobs not finished",
                     "Queued or in progress, by modality.",
                     "short",
                     (Query(f"max by (modality) ({of('mmd_encode_queue_jobs')})", "{{modality}}"),),
@@ -90,7 +90,7 @@ ENCODER = Board(
                     "stack",
                 ),
                 Panel(
-                    "Jobs delivered again",
+                    "Redelivered jobs",
                     "An encoder crashed or did not respond in time while it had the job.",
                     "ops",
                     (trouble_by("mmd_encode_redeliveries_total", "modality"),),
@@ -127,7 +127,7 @@ ENCODER = Board(
                     (share("mmd_cache_lookups_total", "outcome=hit", "cache"),),
                 ),
                 Panel(
-                    "Bytes of features",
+                    "Size of features",
                     "On pods that prefill, by state, and their budget. At the budget, new requests wait.",
                     "bytes",
                     (
@@ -136,7 +136,7 @@ ENCODER = Board(
                     ),
                 ),
                 Panel(
-                    "Bytes in the encoder's cache",
+                    "Size of the encoder's cache",
                     "Cached features, and evictions.",
                     "bytes",
                     (

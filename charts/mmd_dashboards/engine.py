@@ -15,7 +15,7 @@ from mmd_dashboards.queries import (
 ENGINE = Board(
     "engine",
     "Prefill, decode and KV",
-    "The language model's pools: prompts in, tokens out, and the KV between.",
+    "The language model's pools: prompts in, tokens out, and the KV transferred between them.",
     (
         Row(
             "Prefill",
@@ -37,7 +37,7 @@ ENGINE = Board(
                     "ops",
                     (
                         rate_by("mmd_prefill_tokens_total", "pod"),
-                        Query(of("mmd_prefill_tokens_per_second"), "{{pod}} at most"),
+                        Query(of("mmd_prefill_tokens_per_second"), "{{pod}} maximum"),
                     ),
                 ),
                 Panel(
@@ -47,7 +47,7 @@ ENGINE = Board(
                     quantiles("mmd_phase_seconds", "phase=prefill"),
                 ),
                 Panel(
-                    "Prompt tokens found in the prefix cache",
+                    "Prompt tokens served from the prefix cache",
                     "Share of admitted prompt tokens whose KV was cached.",
                     "percentunit",
                     (
@@ -83,7 +83,7 @@ ENGINE = Board(
                 ),
                 Panel(
                     "Duration of decode",
-                    "From handoff to last token.",
+                    "From handover to last token.",
                     "s",
                     quantiles("mmd_phase_seconds", "phase=decode"),
                 ),

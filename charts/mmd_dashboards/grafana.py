@@ -49,7 +49,7 @@ def grafana(board: Board) -> str:
         .with_variable(
             _variable("deployment", 'label_values(mmd_build_info{namespace="$namespace"}, deployment)')
         )
-        .annotation(_annotation("Pods that started", STARTED, "blue"))
+        .annotation(_annotation("Pod starts", STARTED, "blue"))
         .annotation(_annotation("Rollout", ROLLOUT, "purple"))
         .annotation(_annotation("Scaled", SCALED, "orange"))
     )

@@ -15,7 +15,7 @@ _IT = "mmd_operator_leading"
 OPERATOR = Board(
     "operator",
     "Operator",
-    "Is the operator working, and what does it report about this deployment?",
+    "Whether the operator works, and what it reports about this deployment.",
     (
         Row(
             "This deployment",
@@ -73,7 +73,7 @@ OPERATOR = Board(
                 ),
                 Panel(
                     "Reconcile failing for",
-                    "Time without a successful pass; see condition Degraded and the log for the reason.",
+                    "Time without a successful pass; for the reason, see condition Degraded and the log.",
                     "s",
                     (
                         Query(
@@ -86,7 +86,7 @@ OPERATOR = Board(
                 ),
                 Panel(
                     "Passes per second",
-                    "Over single deployments, by outcome. Busy passes are retried; failed ones are bugs, see the log.",
+                    "Of all deployments, by outcome. Busy passes are retried; failed passes are bugs: see the log.",
                     "ops",
                     (operator_rate_by("mmd_operator_passes_total", "loop, outcome"),),
                 ),

@@ -1,4 +1,4 @@
-"""The dashboard Overview: what clients get, and the pools side by side."""
+"""The dashboard Overview: what clients get, and a comparison of the pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLIENTS = Row(
     (
         Panel(
             "Requests per second",
-            "By outcome: ok, or the code of the error. Investigate anything but ok and client errors.",
+            "By outcome: ok, or the code of the error. Investigate anything other than ok and client errors.",
             "reqps",
             (rate_by("mmd_requests_total", "code"),),
             "stack",
@@ -77,7 +77,7 @@ _CLIENTS = Row(
     ),
 )
 _POOLS = Row(
-    "The pools side by side",
+    "Comparison of the pools",
     (
         Panel(
             "Time by phase",
@@ -101,7 +101,7 @@ _POOLS = Row(
                 Query(f"avg({KV_USED})", "KV in use"),
                 Query(
                     f"sum({of('mmd_sequences', 'state=running')}) / sum({of('mmd_max_sequences')})",
-                    "places taken",
+                    "sequence slots in use",
                 ),
             ),
             warn_above=0.9,
@@ -118,6 +118,6 @@ _POOLS = Row(
 OVERVIEW = Board(
     "overview",
     "Overview",
-    "Does the deployment meet its SLO, and if not, which pool is the cause?",
+    "Whether the deployment meets its SLO, and if not, which pool is the cause.",
     (_CLIENTS, _POOLS),
 )

@@ -1,4 +1,4 @@
-"""What a dashboard consists of, as data: boards, rows, panels, queries. Knows no Grafana and no server."""
+"""What a dashboard consists of, as data: boards, rows, panels, queries. Independent of Grafana and servers."""
 
 from __future__ import annotations
 

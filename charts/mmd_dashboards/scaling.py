@@ -18,7 +18,7 @@ SCALING = Board(
     "What the autoscaler observes, what it decides and why, and the current pools.",
     (
         Row(
-            "Decisions (of the operator)",
+            "Decisions (from the operator)",
             (
                 Panel(
                     "Load per replica, by signal",

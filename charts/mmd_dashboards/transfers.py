@@ -45,7 +45,7 @@ TRANSFERS = Board(
                 ),
                 Panel(
                     "Credit granted",
-                    "Credit granted by receivers to transfers in progress, and sequences waiting for their KV.",
+                    "Credit that receivers have granted to transfers in progress, and sequences waiting for their KV.",
                     "bytes",
                     (
                         Query(f"sum({of('mmd_embedding_credit_bytes')})", "embeddings"),
@@ -53,7 +53,7 @@ TRANSFERS = Board(
                     ),
                 ),
                 Panel(
-                    "Transfers that failed",
+                    "Failed transfers",
                     "By link and reason. Each is retried; a steady rate means a broken pair or network.",
                     "ops",
                     (
@@ -90,7 +90,7 @@ TRANSFERS = Board(
                     (rate_by("mmd_nats_reconnects_total", "pod"),),
                 ),
                 Panel(
-                    "Messages without effect",
+                    "Messages that had no effect",
                     "Malformed, dropped, or their handler failed. Should always be zero.",
                     "ops",
                     (rate_by("mmd_nats_messages_lost_total", "reason"),),

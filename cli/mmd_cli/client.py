@@ -49,7 +49,7 @@ def file_part(kind: str, path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise AskError(f"--{kind} {path}: {error.strerror}; give the path of a readable file") from error
+        raise AskError(f"--{kind} {path}: {error.strerror}; pass the path of a readable file") from error
     return media_part(kind, data, mimetypes.guess_type(path.name)[0] or f"{kind}/octet-stream")
 
 
@@ -70,7 +70,7 @@ class Client:
             try:
                 self._model = self._openai.models.list().data[0].id
             except openai.OpenAIError as error:
-                raise AskError(f"no gateway answers at {self.url}: {error}") from error
+                raise AskError(f"no gateway responded at {self.url}: {error}") from error
         return self._model
 
     def stream(
@@ -126,10 +126,10 @@ def timeline(admin_url: str, request_id: str) -> dict[str, Any]:
             f"{admin_url}{paths.GATEWAY_REQUESTS}/{quote(request_id, safe='')}", timeout=10.0
         )
     except httpx.HTTPError as error:
-        raise AskError(f"no gateway answers at {admin_url} ({error}); check that it is running") from error
+        raise AskError(f"no gateway responded at {admin_url} ({error}); check that it is running") from error
     if response.status_code != 200:
         raise AskError(
-            f"{admin_url} has no request {request_id}; a gateway keeps only the latest ones "
+            f"{admin_url} has no request {request_id}; a gateway keeps only the newest requests "
             "and serves them on its admin port"
         )
     data: dict[str, Any] = response.json()

@@ -74,7 +74,7 @@ class Prometheus:
             answer = httpx.post(f"{self._url}/api/v1/{path}", data=asked, timeout=TIMEOUT_SECONDS).json()
         except (httpx.HTTPError, ValueError) as error:
             raise PrometheusError(
-                f"no Prometheus answers at {self._url} ({error}); check --prometheus"
+                f"no Prometheus server responded at {self._url} ({error}); check --prometheus"
             ) from error
         if answer.get("status") != "success":
             raise PrometheusError(f"Prometheus refused {asked.get('query')}: {answer.get('error')}")

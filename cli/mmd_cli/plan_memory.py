@@ -186,7 +186,7 @@ def quantity_bytes(text: str) -> int:
         number = math.nan
     if not found or not number > 0:
         raise UnsupportedInputError(
-            f"--memory: {text!r} is not a quantity of memory; use a form such as 80Gi or 24G"
+            f"--memory: {text!r} is not a memory quantity; use a value such as 80Gi or 24G"
         )
     return int(number * _UNITS[found.group(2) or ""])
 
@@ -194,16 +194,16 @@ def quantity_bytes(text: str) -> int:
 def lines_of(plan: Plan) -> list[str]:
     """The plan as text."""
     lines = [
-        f"model {plan.model} in {plan.dtype}, context {plan.max_model_len} tokens, KV {plan.kv_bytes_per_token / 1024:.1f} KiB a token",
+        f"model {plan.model} in {plan.dtype}, context {plan.max_model_len} tokens, KV {plan.kv_bytes_per_token / 1024:.1f} KiB per token",
         "",
-        "A request's KV:",
+        "KV per request:",
         *(
             f"  {example.name:<34}{example.tokens:>9} tokens {_mebibytes(example.kv_bytes):>12}"
             for example in plan.examples
         ),
     ]
     for pool in plan.pools:
-        total = "unknown; give --memory" if pool.total_bytes is None else _mebibytes(pool.total_bytes).strip()
+        total = "unknown; set --memory" if pool.total_bytes is None else _mebibytes(pool.total_bytes).strip()
         lines += [
             "",
             f"{pool.pool} pod ({'+'.join(pool.roles)}), memory {total}:",

@@ -1,6 +1,6 @@
 """Draws what the demo model is asked about: shapes in images, moving shapes in videos, tones; each as a real, encoded file.
 
-Used by `mmd demo`, the tests, the benches and the model's training recipe, so all of them see the same world. Knows no model.
+Used by `mmd demo`, the tests, the benches and the model's training recipe, so all of them see the same world. Independent of the model.
 """
 
 from __future__ import annotations

@@ -130,10 +130,10 @@ def from_requests(
     """
     done = sorted((one for one in remembered if one["finished"]), key=lambda one: float(one["arrived"]))
     if not done:
-        raise NothingToReportError("the gateway has no finished requests; send one first")
+        raise NothingToReportError("the gateway has no finished requests; send a request first")
     start, end = float(done[0]["arrived"]), max(float(one["finished"]) for one in done)
     report = SloReport(
-        name, start, end, f"the newest {len(done)} requests of the gateway", notes=list(decisions.values())
+        name, start, end, f"the gateway's newest {len(done)} requests", notes=list(decisions.values())
     )
     codes = Counter(str(one["code"]) for one in done)
     first = sorted(one["timings"]["ttft"] / 1000 for one in done if "ttft" in one["timings"])
@@ -172,7 +172,7 @@ def _over_time(
         for phase in PHASES:
             spent[phase][place] += one["timings"].get(phase, 0.0) / 1000 / width
     first = [(one["arrived"], one["timings"]["ttft"] / 1000) for one in done if "ttft" in one["timings"]]
-    lines = [Line("each request", [t for t, _ in first], [v for _, v in first])]
+    lines = [Line("per request", [t for t, _ in first], [v for _, v in first])]
     if ttft_seconds is not None:
         lines.append(Line("promised", [start, end], [ttft_seconds] * 2))
     return [

@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 class UnreachableError(CommandError):
-    """The gateway does not answer."""
+    """The gateway does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def look(admin_url: str) -> GatewaySnapshot:
             text = client.get(paths.METRICS).raise_for_status().text
     except (httpx.HTTPError, ValueError) as error:
         raise UnreachableError(
-            f"no gateway answers at {admin_url} ({error}); check that it is its admin port"
+            f"no gateway responded at {admin_url} ({error}); check that it is its admin port"
         ) from error
     counters = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -157,7 +157,7 @@ def shown(name: str, seen: Mapping[str, Any]) -> RenderableType:
     )
     queue = ", ".join(f"{kind} {jobs:.0f}" for kind, jobs in seen["encode_queue_jobs"].items() if jobs)
     lines: list[RenderableType] = [head, Text(f"encode queue: {queue or 'empty'}", style="dim")]
-    lines += [Text(f"{n:.0f} requests wait for a {role} pod", style="red") for role, n in held.items()]
+    lines += [Text(f"requests waiting for a {role} pod: {n:.0f}", style="red") for role, n in held.items()]
     table = Table(box=None, pad_edge=False)
     for heading in ("pod", "roles", "state", "waiting", "running", "busy", "KV", "step"):
         table.add_column(heading, justify="left" if heading in ("pod", "roles", "state") else "right")

@@ -1,1 +1,1 @@
-"""The MultimodalDeployment resource: its models, rules, schema and file format. Knows neither operator nor workers."""
+"""The MultimodalDeployment resource: its models, rules, schema and file format. Independent of the operator and workers."""

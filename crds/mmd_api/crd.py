@@ -157,7 +157,7 @@ def _validation(rule: Rule) -> Schema:
 def _key_validation(pattern: str, max_length: int) -> Schema:
     return {
         "rule": f"self.all(k, k.size() <= {max_length} && k.matches('{pattern}'))",
-        "message": "a key has the wrong form; it must be a qualified name such as example.com/name",
+        "message": "a key has an invalid format; it must be a qualified name such as example.com/name",
         "reason": "FieldValueInvalid",
     }
 
@@ -167,7 +167,7 @@ def _metadata_rules() -> list[Schema]:
     pattern = structural_schema(ObjectMeta)["properties"]["name"]["pattern"]
     form = {
         "rule": f"self.metadata.name.matches('{pattern}')",
-        "message": f"metadata.name: the name has the wrong form; it must match {pattern}",
+        "message": f"metadata.name: the name has an invalid format; it must match {pattern}",
     }
     moved = [
         {

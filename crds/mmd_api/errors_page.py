@@ -10,9 +10,9 @@ _HEAD = """\
 <!-- Generated from crds/mmd_api/contract/errors.py by `make crds`. Edit the types, not this page. -->
 # Errors
 
-Codes of the errors that pods raise: in answers of the gateway ([api.md](api.md#errors)), in logs, traces and the label `code` of metrics. A client sees
-those with a status; the others are between pods, and one that reaches a client all the same is shown as `internal`. *Retryable*: another pod, or
-the same one later, may succeed; the gateway tries that itself before a client sees the error.
+Codes of the errors that pods raise: in responses of the gateway ([api.md](api.md#errors)), in logs, traces and the label `code` of metrics. A client sees
+those with a status; the others are exchanged between pods; if one reaches a client, it is shown as `internal`. *Retryable*: another pod, or
+the same one later, may succeed; the gateway retries before a client sees the error.
 
 | code | status | retryable | meaning | remedy |
 |---|---|---|---|---|

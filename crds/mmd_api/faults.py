@@ -144,7 +144,7 @@ def _repair(data: Any, location: Location, *, missing: bool) -> None:
     parent: Any = data
     for step in location[:-1]:
         if isinstance(parent, list) and isinstance(step, int) and step >= len(parent):
-            return  # the entry went with an earlier fault of its own
+            return  # the entry went with its own earlier fault
         if isinstance(parent, dict) and step not in parent:
             return
         parent = parent[step]
@@ -193,7 +193,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
             choices = str(context["expected"]).replace(" or ", ", ").replace("'", "")
             return f"{shown} is not one of {choices}; {_nearest(shown, choices.split(', '), 'choose one of them')}"
         case "int_type" | "int_from_float" | "int_parsing":
-            return f"{shown} is not a whole number; write it without quotes, fraction or unit"
+            return f"{shown} is not an integer; write it without quotes, decimals or units"
         case "bool_type" | "bool_parsing":
             return f"{shown} is neither true nor false; write true or false without quotes"
         case "string_type":
@@ -203,11 +203,11 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         case "less_than_equal":
             return f"{shown} is too large; set at most {context['le']}"
         case "string_pattern_mismatch":
-            return f"{shown} has the wrong form; it must match {context['pattern']}"
+            return f"{shown} has an invalid format; it must match {context['pattern']}"
         case "string_too_short":
-            return f"{shown} is too short; give at least {context['min_length']} characters"
+            return f"{shown} is too short; use at least {context['min_length']} characters"
         case "string_too_long":
-            return f"{shown} is too long; give at most {context['max_length']} characters"
+            return f"{shown} is too long; use at most {context['max_length']} characters"
         case "too_long":
             return f"{context['actual_length']} entries are too many; list at most {context['max_length']}"
         case "model_type" | "dict_type" | "model_attributes_type":
@@ -215,7 +215,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         case "list_type":
             return f"{shown} is not a list; begin each entry with '- '"
         case _:
-            return f"{detail['msg']} (is {shown}); see docs/reference.md"
+            return f"{detail['msg']} (got {shown}); see docs/reference.md"
 
 
 def _shown(value: object) -> str:
@@ -225,7 +225,7 @@ def _shown(value: object) -> str:
 
 def _unknown_field(model: type[BaseModel], location: Location) -> str:
     known = sorted(f.alias or n for n, f in _model_at(model, location[:-1]).model_fields.items())
-    return f"unknown field; {_nearest(str(location[-1]), known, 'known here: ' + ', '.join(known))}"
+    return f"unknown field; {_nearest(str(location[-1]), known, 'valid fields: ' + ', '.join(known))}"
 
 
 def _nearest(word: str, known: list[str], otherwise: str) -> str:

@@ -13,30 +13,30 @@ _HEAD = """\
 <!-- Generated from crds/mmd_api by `make crds`. Edit the models, not this page. -->
 # MultimodalDeployment
 
-`apiVersion: serving.multimodal.dev/v1alpha1`, short name `mmd`. `mmd validate -f FILE` names everything that is wrong with a file;
+`apiVersion: serving.multimodal.dev/v1alpha1`, short name `mmd`. `mmd validate -f FILE` reports everything that is wrong with a file;
 `mmd render -f FILE` prints every Kubernetes object that the operator would apply.
 
-- **A pool that is left out is served by the next one downstream.** Without `encoder`, prefill workers encode; without `prefill`, decode
-  workers prefill; `decode` alone is one monolithic server.
-- **Size of a pool:** `replicas`, or `autoscaling`, or neither, which means one replica. With `autoscaling` a pool is created with
-  `minReplicas`, and with one replica where that is 0, so that a new revision can become Ready.
-- **`gpuBudget`** bounds the GPUs of all pools together. Where it is short, each goes to the pool that is furthest above its target, as `slo` and
-  `autoscaling` set it; a budget below the smallest sizes is refused.
+- **The work of an omitted pool is done by the next pool downstream.** Without `encoder`, prefill workers encode; without `prefill`, decode
+  workers prefill; `decode` alone is a monolithic server.
+- **Size of a pool:** `replicas`, or `autoscaling`, or neither, which means one replica. With `autoscaling`, a pool is created with
+  `minReplicas`, or with one replica if that is 0, so that a new revision can become Ready.
+- **`gpuBudget`** limits the GPUs of all pools together. If it is too small, each GPU goes to the pool that is furthest above its target, which `slo` and
+  `autoscaling` set; a budget below the minimum sizes is rejected.
 - **Where the model comes from:** `builtin/demo`; a hub id such as `org/model`, fetched (`storage.type: Hub`) or baked into the worker image
-  (`Image`); or an absolute path, in the image or below `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
-  or `../` is taken from the file's folder by `mmd up`; a cluster rejects it, and `mmd validate` notes this without failing.
-- **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never speak to each other. It changes
+  (`Image`); or an absolute path, in the image or under `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
+  or `../` is resolved by `mmd up` relative to the file; a cluster rejects it, and `mmd validate` notes this without failing.
+- **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never communicate. It changes
   with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim and sub-path), `gateway.media.video.maxFrames` and
-  `framesPerSecondMilli`, `decode.kvBlockTokens`, `image.worker` and the version of the wire, and
+  `framesPerSecondMilli`, `decode.kvBlockTokens`, `image.worker` and the wire version, and
   with nothing else.
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
 - **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with
   the key `token`.
-- **Numbers** are whole: fractions are percent or milli, and units stand in names.
-- **The column "change"** shows what a change of the field does to running pods. *No restart*: the operator, or the process while it runs,
-  takes the new value. *Replaces*: pods of these components are replaced in a rolling update, and no others; where a pool is left out, the
-  pods that hold its role. *New revision*: pods of another pipeline revision start beside the present ones, and requests move to them. No
+- **Numbers** are integers: fractions are in percent or thousandths (milli), and units are part of field names.
+- **The column "change"** shows how a change of the field affects running pods. *No restart*: the operator, or the running process,
+  applies the new value. *Replaces*: pods of these components are replaced in a rolling update, and no others; if a pool is omitted, the
+  pods that perform its role. *New revision*: pods of a new pipeline revision start alongside the current ones, and requests move to them. No
   field is immutable.
 """
 _ROLES: dict[Component, tuple[Role, ...]] = {
@@ -46,7 +46,7 @@ _ROLES: dict[Component, tuple[Role, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
 }
-"""Roles of a component's pods where every pool has pods of its own."""
+"""Roles of a component's pods where every pool has its own pods."""
 
 
 def reference_page() -> str:
@@ -59,7 +59,7 @@ def reference_page() -> str:
     return "\n".join(
         [
             _HEAD,
-            _refusals("What is refused", refusals),
+            _refusals("Validation rules", refusals),
             *(f"## {', '.join(paths)}\n\n{table}" for table, paths in parts.items()),
         ]
     )
@@ -78,11 +78,11 @@ def _refusals(title: str, paths_by_message: dict[str, list[str]]) -> str:
         f"| {', '.join(f'`{p}`' for p in dict.fromkeys(paths))} | {message} |"
         for message, paths in paths_by_message.items()
     ]
-    return "\n".join([f"## {title}", "", "| field | why, and what to do |", "|---|---|", *rows, ""])
+    return "\n".join([f"## {title}", "", "| field | problem and remedy |", "|---|---|", *rows, ""])
 
 
 def _objects(parent: Schema, name: str, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Every object with fields of its own, parents first."""
+    """Every object with its own fields, parents first."""
     node, below = parent["properties"][name], f"{path}.{name}".lstrip(".")
     if "items" in node:
         node, below = node["items"], f"{below}[]"

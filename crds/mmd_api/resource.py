@@ -1,6 +1,6 @@
 """The MultimodalDeployment in a file or from the API server, and how to read it from YAML.
 
-Knows no cluster and opens nothing but the file it is given.
+Independent of the cluster; opens nothing but the file it is given.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def load_all(path: str | Path) -> list[MultimodalDeployment]:
             where = f"document[{number}]." if len(documents) > 1 else ""
             faults += [Fault(f"{where}{f.field}".rstrip("."), f.message) for f in error.faults]
     if not found and not faults:
-        faults = [Fault("", f"contains no {KIND}; begin it with apiVersion: {API_VERSION}, kind: {KIND}")]
+        faults = [Fault("", f"contains no {KIND}; start it with apiVersion: {API_VERSION}, kind: {KIND}")]
     if faults:
         raise InvalidDeploymentError(faults)
     return found
@@ -158,7 +158,7 @@ def _read(path: str | Path) -> str:
     if len(text) > MAX_FILE_BYTES:
         limit = MAX_FILE_BYTES // 2**20
         raise InvalidDeploymentError(
-            [Fault("", f"is larger than {limit} MiB; give the deployment's file alone")]
+            [Fault("", f"is larger than {limit} MiB; pass only the deployment's file")]
         )
     return text
 

@@ -1,6 +1,6 @@
 """A rule that one field alone cannot state, written once: pydantic evaluates `holds`, the API server evaluates `cel`.
 
-Knows no model: a model names its rules where it is defined. A rule about a value that this version does not serve yet goes away
+Independent of the model: a model names its rules where it is defined. A rule about a value that this version does not serve yet goes away
 when a later version serves it; the field stays.
 """
 

@@ -169,7 +169,7 @@ class PoolsStatus(ApiModel):
 
 
 class PinnedRevision(ApiModel):
-    """What a pipeline revision consists of, as its first Ready pod reported it. Pods that run anything else end."""
+    """What a pipeline revision consists of, as reported by its first Ready pod. Pods that run anything else exit."""
 
     revision: Revision
     """Pipeline revision."""

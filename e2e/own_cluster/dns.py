@@ -9,7 +9,7 @@ DNS_PORT = 10053
 
 
 def start(programs: Programs) -> None:
-    """CoreDNS runs beside the control plane; pods reach it, and the API server, through services without a selector."""
+    """CoreDNS runs next to the control plane; pods reach it, and the API server, through services without a selector."""
     (RUN / "Corefile").write_text(
         f"""\
 .:{DNS_PORT} {{

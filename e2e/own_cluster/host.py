@@ -40,7 +40,7 @@ def check() -> None:
         FailedError: it cannot; the message says what to install.
     """
     if os.geteuid() != 0:
-        raise FailedError("a cluster of its own needs root: run as root, or install docker and kind")
+        raise FailedError("creating a cluster needs root: run as root, or install docker and kind")
     packages = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     packages += [] if (PLUGINS / "bridge").exists() else ["containernetworking-plugins"]
     if packages:

@@ -1,4 +1,4 @@
-"""Fetches reports from pods over HTTP, each within a deadline and a size limit. Knows nothing of what they mean."""
+"""Fetches reports from pods over HTTP, each within a deadline and a size limit. Independent of what they mean."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class Cluster:
                 raise BusyError(words_of(error), _retry_after(error)) from error
             raise RefusedError(words_of(error)) from error
         except UNREACHABLE as error:
-            raise BusyError(f"the API server cannot be reached: {error!r}") from error
+            raise BusyError(f"cannot reach the API server: {error!r}") from error
         return answer
 
 

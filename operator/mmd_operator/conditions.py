@@ -314,7 +314,7 @@ def in_progress(facts: Facts) -> ConditionState | None:
         "Creating": f"starting revision {step.revision}: {counts}",
         "BringingUp": f"starting revision {step.revision} next to {step.serving}: {counts}",
         "SwitchingGateway": f"revision {step.revision} is Ready; the gateway is switching to it from {step.serving}",
-        "Draining": f"revision {step.revision} takes new requests; gateway pods of older revisions are finishing theirs",
+        "Draining": f"revision {step.revision} receives new requests; gateway pods of older revisions are finishing theirs",
         "Updating": f"updating pods of revision {step.revision}: {counts}",
     }
     more = "; ".join(part for part in (step.waits_for, waiting_words(step.replace), facts.waiting) if part)
@@ -345,7 +345,7 @@ def fields_unknown(facts: Facts) -> ConditionState | None:
         "Degraded",
         "True",
         "UnknownFields",
-        f"operator and CRD are of different releases, and the operator ignores {fields}; install both from one release",
+        f"the operator and the CRD are from different releases, and the operator ignores {fields}; install both from the same release",
     )
 
 
@@ -443,7 +443,7 @@ def limit_reached(facts: Facts) -> ConditionState | None:
         "ScalingLimited",
         "True",
         scaling.limit,
-        f"{', '.join(scaling.limited)} needs more replicas; {_REMEDIES[scaling.limit]}",
+        f"more replicas needed for {', '.join(scaling.limited)}; {_REMEDIES[scaling.limit]}",
     )
 
 
@@ -464,7 +464,7 @@ def reports_missing(facts: Facts) -> ConditionState | None:
         "MetricsFresh",
         "False",
         "MetricsMissing",
-        f"scale-down is on hold: {shown}{more}; check these pods' logs and whether the operator can reach them",
+        f"scale-down is on hold: {shown}{more}; check the logs of these pods, and that the operator can reach them",
     )
 
 
@@ -475,10 +475,10 @@ def all_reporting(facts: Facts) -> ConditionState | None:
 
 
 _REMEDIES = {
-    "MaxReplicas": "raise autoscaling.maxReplicas of the pool",
+    "MaxReplicas": "raise the pool's autoscaling.maxReplicas",
     "GpuBudget": "raise spec.gpuBudget or reduce other pools",
-    "Unschedulable": "pods of the pool cannot be scheduled; add nodes or reduce their requests",
-    "PodsNotStarting": "its pods do not become Ready; check the pool's condition",
+    "Unschedulable": "the pool's pods cannot be scheduled; add nodes or reduce their resource requests",
+    "PodsNotStarting": "the pool's pods do not become Ready; check the pool's condition",
     "DownstreamSaturated": "the next pool downstream is saturated; scale that pool first",
 }
 

@@ -1,4 +1,4 @@
-"""What all parts of a reconcile pass use: the cluster, Events, metrics, and which deployment it is. Knows no part."""
+"""What all parts of a reconcile pass use: the cluster, Events, metrics, and which deployment it is. Independent of parts."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class EventRecorder:
                 except NotLeaderError:
                     return  # the process ends
                 except Exception:  # a bug that one Event meets must not stop the others
-                    logger.exception("%s: Event %s not written", group[0], group[3])
+                    logger.exception("%s: failed to write Event %s", group[0], group[3])
             self._work.clear()
             self._idle.set()
 
@@ -154,7 +154,7 @@ class EventRecorder:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self._idle.wait()
         except TimeoutError:
-            logger.info("%d Events not written in time", len(self._pending))
+            logger.info("failed to write %d Events in time", len(self._pending))
 
     async def _write(self, event: _Event) -> None:
         low, high = RETRY_SECONDS
@@ -200,7 +200,7 @@ class EventRecorder:
 
     def _dropped(self, group: _Group, why: str) -> None:
         self._metrics.events.labels("dropped").inc()
-        logger.info("%s: Event %s not written: %s", group[0], group[3], why)
+        logger.info("%s: failed to write Event %s: %s", group[0], group[3], why)
 
 
 def _touch(entries: OrderedDict[_Key, Any], key: _Key, most: int) -> None:

@@ -35,7 +35,7 @@ async def status_of(namespace: str, name: str) -> dict[str, Any]:
         except client.ApiException as error:
             raise NoDeploymentError(words_of(error)) from error
         except UNREACHABLE as error:
-            raise NoDeploymentError(f"the API server cannot be reached ({error!r})") from error
+            raise NoDeploymentError(f"cannot reach the API server ({error!r})") from error
     status: dict[str, Any] = body.get("status", {})
     return status
 

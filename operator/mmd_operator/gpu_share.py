@@ -1,4 +1,4 @@
-"""What the GPU budget leaves a new revision beside the one that serves. Pure."""
+"""What the GPU budget leaves a new revision next to the one that serves. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gpu_share(
         wanted[name] = max(1, wanted_replicas(pool, old)) if pool.autoscaling else wanted_replicas(pool, old)
         gpus[name] = pool.gpus
     needed = sum(gpus[name] for name, size in wanted.items() if size)
-    holder = f"revision {serving} holds {held} of spec.gpuBudget {budget}"
+    holder = f"revision {serving} holds {held} of the {budget} GPUs of spec.gpuBudget"
     if needed > budget - held:
         return GpuShare(
             words=f"revision {revision} needs {needed} GPUs for one pod of each pool, but {holder}; raise spec.gpuBudget to "
@@ -65,5 +65,5 @@ def gpu_share(
         return GpuShare()
     parts = ", ".join(f"{size} of {wanted[n]} {n} pods" for n, size in cut.items())
     return GpuShare(
-        cut, f"it starts with {parts}, because {holder}; the rest follow when that revision is removed"
+        cut, f"starting with {parts} because {holder}; the rest start when that revision is removed"
     )

@@ -76,10 +76,10 @@ class Loops:
                 try:
                     ends = await self._cluster.is_terminating(namespace)
                 except (BusyError, RefusedError) as error:
-                    logger.debug("namespace %s not read: %s", namespace, error)
+                    logger.debug("failed to read namespace %s: %s", namespace, error)
                     continue
                 except Exception:  # an unusable answer; its pods show the deletion too, later
-                    logger.warning("namespace %s not read", namespace, exc_info=True)
+                    logger.warning("failed to read namespace %s", namespace, exc_info=True)
                     continue
                 for (of, _), (reconciler, _) in list(self._running.items()):
                     if ends and of == namespace:

@@ -1,4 +1,4 @@
-"""One operator acts at a time: a Lease that is held, renewed and given back. Knows no deployment.
+"""One operator acts at a time: a Lease that is held, renewed and given back. Independent of deployments.
 
 The rules are those of client-go's leaderelection: a lease of another counts as held until this process has seen it unchanged for
 its whole duration on its own clock, so clocks of machines need not agree. The client library's own election is not used: its lock
@@ -66,7 +66,7 @@ class Leadership:
             NotLeaderError: the lease is not held; a process that slept too long finds out here.
         """
         if not self.held:
-            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; it stops")
+            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; stopping")
 
     @property
     def quiet_seconds(self) -> float:
@@ -107,7 +107,7 @@ class Leadership:
                 taken = await self._take(started)
         except _FAILED_CALL as error:
             if not (isinstance(error, ApiException) and error.status == 409):  # another was faster
-                logger.warning("lease not written: %s", str(error) or repr(error))
+                logger.warning("failed to write the lease: %s", str(error) or repr(error))
             return False
         if taken:
             self._renewed = started
@@ -177,4 +177,4 @@ class Leadership:
                     path = f"{self._collection}/{LEASE_NAME}"
                     await self._call("put", path, lease)
         except _FAILED_CALL as error:
-            logger.warning("lease not released; it expires in %d s: %s", LEASE_SECONDS, error)
+            logger.warning("failed to release the lease; it expires in %d s: %s", LEASE_SECONDS, error)

@@ -1,4 +1,4 @@
-"""What the operator exposes to Prometheus about itself and every deployment that it manages. Knows no API server.
+"""What the operator exposes to Prometheus about itself and every deployment that it manages. Independent of the API server.
 
 Counted events of the operator live in prometheus-client's own metrics. What belongs to one deployment is read off its loop at every
 scrape, so that nothing of a deployment outlives it.
@@ -74,7 +74,7 @@ class OperatorMetrics(MetricTable):
         )
         self.passes = counter(
             "mmd_operator_passes_total",
-            "Passes over one deployment: reconcile passes and autoscaler ticks",
+            "Passes over a single deployment: reconcile passes and autoscaler ticks",
             "loop: reconcile, scale",
             "outcome: done, busy, refused, failed: busy and refused come from the API server, failed is a bug",
             moved_by="deployment",
@@ -94,7 +94,7 @@ class OperatorMetrics(MetricTable):
             "mmd_operator_api_calls_total",
             "API server calls, except watches",
             "verb: get, post, put, patch, delete",
-            "result: ok, absent, conflict, throttled, refused, failed, unreachable, cancelled: 404, 409, 429, other 4xx, 5xx, no answer, not waited for",
+            "result: ok, absent, conflict, throttled, refused, failed, unreachable, cancelled: 404, 409, 429, other 4xx, 5xx, no response, abandoned",
             moved_by="deployment",
         )
         self.api_seconds = histogram(
@@ -124,7 +124,7 @@ class OperatorMetrics(MetricTable):
         )
         self.drain_seconds = histogram(
             "mmd_operator_drain_seconds",
-            "Time from the drain request until the pod was removed",
+            "Time from the drain request to the removal of the pod",
             LONG_SECONDS,
             "pool",
             moved_by="scaling",
@@ -141,7 +141,7 @@ class OperatorMetrics(MetricTable):
             "namespace",
             "deployment",
             "condition: Ready, Progressing, Degraded, EncoderReady, PrefillReady, DecodeReady, ScalingActive, ScalingLimited, MetricsFresh",
-            "reason: the condition's, one of those that troubleshooting.md names",
+            "reason: reason of the condition, as listed in troubleshooting.md",
         )
         self._failing = family(
             "mmd_deployment_reconcile_failing_seconds",
@@ -152,7 +152,7 @@ class OperatorMetrics(MetricTable):
         )
         self._problems = family(
             "mmd_deployment_problem_pods",
-            "Pods (or objects) with this problem; absent without any",
+            "Pods (or objects) with this problem; absent if there are none",
             "namespace",
             "deployment",
             "component: encoder, prefill, decode, gateway, nats, or an object's kind",
@@ -198,7 +198,7 @@ class OperatorMetrics(MetricTable):
         )
         self._limits = family(
             "mmd_scaling_limited",
-            "1 for each limit that keeps the decision from the wanted size; absent without one",
+            "1 for each limit that keeps the decision from reaching the wanted size; absent if there is none",
             "namespace",
             "deployment",
             "pool",
@@ -284,7 +284,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class _Families(Collector):
-    """Metrics without a memory of their own: declared once, filled at every scrape."""
+    """Metrics without their own memory: declared once, filled at every scrape."""
 
     def __init__(self, table: OperatorMetrics) -> None:
         self._table = table

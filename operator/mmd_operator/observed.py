@@ -1,6 +1,6 @@
 """What the operator has seen of a deployment's objects and pods: small frozen projections of what the API server sent.
 
-Pure: knows neither kopf nor a Kubernetes client, and keeps nothing that no decision reads.
+Pure: independent of kopf and Kubernetes clients, and keeps nothing that no decision reads.
 """
 
 from __future__ import annotations

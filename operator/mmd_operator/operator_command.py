@@ -31,11 +31,11 @@ def operator(
     ] = 8080,
     log_level: Annotated[str, typer.Option(help="Minimum log level.")] = "INFO",
 ) -> None:
-    """Run the Kubernetes operator: turn MultimodalDeployments into pods and keep them so."""
+    """Run the Kubernetes operator, which reconciles MultimodalDeployments."""
     from mmd_operator.serve import NoDefinitionError, NotLeaderError, Options, serve
 
     if bool(namespace) == all_namespaces:
-        raise typer.BadParameter("give either --namespace or --all-namespaces")
+        raise typer.BadParameter("set either --namespace or --all-namespaces")
     home = lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("kopf").setLevel(logging.WARNING)

@@ -34,7 +34,7 @@ class Pins:
             try:
                 pinned = PinnedRevision.model_validate(entry)
             except ValidationError as error:
-                logger.warning("status.pinned holds an entry that cannot be read: %s", error)
+                logger.warning("status.pinned contains an invalid entry: %s", error)
                 continue
             self._pinned[pinned.revision] = pinned
 
@@ -80,8 +80,8 @@ class Pins:
             gateways = [pod for pod in observed.pods_of("gateway") if pod.revision == revision]
             for pod in [*_workers(observed, revision), *gateways]:
                 if pin.image and pod.image_id and _differ(pin.image, pod.image_id):
-                    message = f"pod {pod.name} has image {pod.image_id}, and revision {revision} began with {pin.image}"
-                    remedy = f"the tag of spec.image.worker moved: set it to a digest ({pin.image} to keep what runs)"
+                    message = f"pod {pod.name} runs image {pod.image_id}, but revision {revision} is pinned to {pin.image}"
+                    remedy = f"the tag in spec.image.worker has moved; set it to a digest ({pin.image} keeps what is running)"
                     problems.append(Problem("ImageMoved", pod.component, message, remedy, revision=revision))
         return problems
 

@@ -91,12 +91,12 @@ def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, st
         return (
             "NoGpu",
             f"pod {pod.name} has waited for a GPU {waited}",
-            "add GPU nodes, free GPUs, or lower gpus or replicas of the pool",
+            "add GPU nodes, free up GPUs, or lower the pool's gpus or replicas",
         )
     return (
         "Unschedulable",
         f"pod {pod.name} could not be scheduled {waited}",
-        "add nodes, or change resources, nodeSelector or tolerations of the pool",
+        "add nodes, or change the pool's resources, nodeSelector or tolerations",
     )
 
 
@@ -126,14 +126,14 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
         return (
             "ConfigInvalid",
             f"pod {pod.name} cannot start: {words}",
-            "create or fix what the message names; the pod retries on its own",
+            "create or fix the object named in the message; the kubelet retries automatically",
         )
     if reason == "CrashLoopBackOff":
         return _crashed(pod)
     return (
         "ContainerNotStarted",
         f"pod {pod.name} cannot start ({reason}): {words}",
-        "fix what the message names; the pod retries on its own",
+        "fix the problem described in the message; the kubelet retries automatically",
     )
 
 
@@ -149,7 +149,7 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str
     return (
         "NotStarting",
         f"pod {pod.name} has not become Ready within {seconds:.0f} s of its start",
-        f"check `kubectl logs {pod.name}`; if it only needs more time, raise startDeadlineSeconds of the pool",
+        f"check `kubectl logs {pod.name}`; if it only needs more time, raise the pool's startDeadlineSeconds",
     )
 
 
@@ -157,15 +157,19 @@ def _crashed(pod: PodView) -> tuple[str, str, str]:
     if pod.exit_reason == "OOMKilled":
         return (
             "OutOfMemory",
-            f"pod {pod.name} ran out of memory {pod.restarts} times",
-            "raise resources.memory of the pool, or reduce its caches",
+            f"pod {pod.name} ran out of memory {_times(pod.restarts)}",
+            "raise the pool's resources.memory, or reduce its caches",
         )
     words = f"; last message: {pod.last_words}" if pod.last_words else ""
     return (
         "CrashLoop",
-        f"pod {pod.name} exited {pod.restarts} times, last with code {pod.exit_code}{words}",
-        "fix what the last message names; check `kubectl logs --previous`",
+        f"pod {pod.name} exited {_times(pod.restarts)}, last with code {pod.exit_code}{words}",
+        "fix the error in the last message; check `kubectl logs --previous`",
     )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def refusal(component: str, words: str, revision: str | None = None) -> Problem:
@@ -175,7 +179,7 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     if "exceeded quota" in lowered or "must specify" in lowered:
         reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or request less in the spec"
     elif "violates podsecurity" in lowered or "admission webhook" in lowered or "admission policy" in lowered:
-        reason, remedy = "AdmissionRefused", "change the spec or the policy that the message names"
+        reason, remedy = "AdmissionRefused", "change the spec, or the policy named in the message"
     elif " cannot " in lowered and "forbidden" in lowered:
         reason, remedy = (
             "PermissionMissing",
@@ -184,7 +188,7 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     elif "serviceaccount" in lowered:
         reason, remedy = "ServiceAccountMissing", "create the ServiceAccount named in the pool's template"
     else:
-        reason, remedy = "ObjectRefused", "fix what the message names"
+        reason, remedy = "ObjectRefused", "fix the problem described in the message"
     return Problem(reason, component, words, remedy, revision=revision)
 
 

@@ -1,4 +1,4 @@
-"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Knows no kopf: it is
+"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Independent of kopf: it is
 given what was seen and is woken when that changes. What a pass does is in `reconcile_pass`.
 """
 
@@ -109,7 +109,7 @@ class Reconciler:
             except (BusyError, RefusedError) as error:
                 self._passed("scale", error)
                 at_least = getattr(error, "retry_seconds", None) or 0.0
-                logger.warning("%s/%s: not scaled: %s", self.namespace, self.name, error)
+                logger.warning("%s/%s: failed to scale: %s", self.namespace, self.name, error)
                 if isinstance(error, RefusedError):
                     self._pass.not_scaled = refusal("autoscaler", str(error))
             except Exception as error:  # as for passes

@@ -1,6 +1,6 @@
 """What a pass over one deployment does, as a list of steps, and what it remembers for the next: see the parts that it joins.
 
-Knows no loop and no kopf: it is given the deployment, and returns when to look again.
+Independent of loops and kopf: it is given the deployment, and returns when to look again.
 """
 
 from __future__ import annotations

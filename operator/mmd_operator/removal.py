@@ -47,7 +47,10 @@ class Removal:
                 self.ending = await self._context.cluster.is_terminating(self._context.namespace)
             except RefusedError as error:  # an older Role: deletion still works while that Role exists
                 logger.warning(
-                    "%s/%s: namespace not read: %s", self._context.namespace, self._context.name, error
+                    "%s/%s: failed to read the namespace: %s",
+                    self._context.namespace,
+                    self._context.name,
+                    error,
                 )
         return self.ending
 
@@ -84,20 +87,24 @@ class Removal:
         held = [pod.name for pod in observed.pods_of("gateway")]
         left = self._drain_seconds(body)
         if (gateways or held) and left > 0:
-            message = f"waiting up to {left:.0f} s for {len(held)} gateway pods to finish their requests"
+            message = (
+                f"waiting up to {left:.0f} s for gateway pods to finish their requests ({len(held)} left)"
+            )
             await self._status.publish_removing(body, "Draining", message if held else "stopping the gateway")
             return min(MOVING_SECONDS, left)
         if held and not self._drain_overdue:
             self._drain_overdue = True
             names = ", ".join(held[:5])
-            message = f"{len(held)} gateway pods did not terminate in time ({names}); the deletion continues"
+            message = (
+                f"{len(held)} of the gateway pods did not terminate in time ({names}); the deletion continues"
+            )
             self._context.events.report(body, "DrainDeadlineExceeded", message, warning=True)
         remaining = [c for c in ours if c not in gateways]
         for child in remaining:
             if not child.deleting:
                 await self._delete(child)
         if remaining:
-            await self._status.publish_removing(body, "Removing", f"removing {len(remaining)} objects")
+            await self._status.publish_removing(body, "Removing", f"removing objects ({len(remaining)} left)")
             return MOVING_SECONDS
         await self._finalizer.remove(body)
         self._context.events.report(body, "Removed", "all objects of the deployment have been removed")
@@ -111,7 +118,7 @@ class Removal:
             self._cut_short.add(pod.uid)
         except (BusyError, RefusedError) as error:  # it ends by itself, later
             logger.warning(
-                "%s/%s: grace period of pod %s not shortened: %s",
+                "%s/%s: failed to shorten the grace period of pod %s: %s",
                 self._context.namespace,
                 self._context.name,
                 pod.name,

@@ -1,6 +1,6 @@
 """How a deployment gets from what exists to what is wanted: the steps of one pass, in the order in which they apply. Pure.
 
-A pipeline revision is brought up beside the one that serves. When all pods of its pools are Ready, the gateway's Deployment is applied with it:
+A pipeline revision is brought up alongside the one that serves. When all pods of its pools are Ready, the gateway's Deployment is applied with it:
 Kubernetes then starts gateway pods of the new revision, which place requests on the new pools only, before it stops old ones, which finish
 what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
 the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from mmd_api.contract import paths
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.contract.pools import POOL_NAMES, PoolName
-from mmd_api.resource import DRAIN_ANNOTATION
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
 from mmd_api.status import PoolThroughput, ScalingDecision
@@ -303,7 +303,7 @@ class PoolScaling:
         for name in actions.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
             self.counts.drains[pool, "renewed"] += 1
-            events.append(("Renewed", f"drained pod {name} is needed again and is replaced"))
+            events.append(("Renewed", f"drained pod {name} is needed again and is being replaced"))
         for name in actions.overdue:
             if name not in record.overdue:
                 record.overdue.add(name)

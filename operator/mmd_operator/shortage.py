@@ -58,7 +58,7 @@ class Shortage:
                     )
                 except (BusyError, RefusedError) as error:  # the explanation is missing, the work goes on
                     logger.warning(
-                        "%s/%s: Events about %s not read: %s",
+                        "%s/%s: failed to read Events about %s: %s",
                         self._context.namespace,
                         self._context.name,
                         name,

@@ -72,7 +72,7 @@ class StatusWriter:
             await self._write(body, {**status, "conditions": conditions})
         except (BusyError, RefusedError) as refused:
             logger.warning(
-                "%s/%s: status not written: %s", self._context.namespace, self._context.name, refused
+                "%s/%s: failed to write the status: %s", self._context.namespace, self._context.name, refused
             )
 
     async def publish_removing(self, body: Body, stage: str, message: str) -> None:

@@ -2,7 +2,7 @@
 
 kopf lists again after a watch's history is lost, but does not report what is missing from that list: its indexes keep such
 objects for ever. Here each kind is listed periodically, metadata only and over all deployments at once, and an object that is
-indexed but not listed is a ghost. Knows nothing of what the objects mean.
+indexed but not listed is a ghost. Independent of what the objects mean.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sweep:
             except (BusyError, RefusedError) as error:
                 self._afresh.add(resource)
                 logger.warning(
-                    "%s not listed; deletions may go unnoticed until the next attempt: %s",
+                    "failed to list %s; deletions may go unnoticed until the next attempt: %s",
                     resource.plural,
                     error,
                 )

@@ -33,7 +33,7 @@ def test_faults_are_printed_as_file_field_problem_and_remedy(tmp_path):
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         f"{bad}: spec.decode.gpus: -1 is too small; set at least 0",
-        f"{bad}: spec.nats.url: managed is false and url is not set; set url, or managed: true",
+        f"{bad}: spec.nats.url: managed is false, but url is not set; set url, or managed: true",
     ]
 
 

@@ -38,7 +38,7 @@ def test_what_changes_the_meaning_of_an_embedding_or_a_block_changes_the_revisio
     assert revision(**change) != revision()
 
 
-def test_each_of_those_changes_gives_a_revision_of_its_own():
+def test_each_of_those_changes_yields_a_separate_revision():
     claims = [{"id": "/models", "storage": {"type": "PersistentVolumeClaim", "claimName": c}} for c in "ab"]
     assert (
         len({revision(model=m) for m in [*claims, {"id": "/models"}, {"id": "/models", "dtype": "Float16"}]})

@@ -91,7 +91,7 @@ def test_two_deployments_where_one_is_wanted(file):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "contains no MultimodalDeployment; begin it with"),
+        ("", "contains no MultimodalDeployment; start it with"),
         ("a: [1", "line 1: invalid YAML"),
         ("a: 1\na: 2\n", "line 2: invalid YAML: the key 'a' appears twice"),
         ("just words", "is not a mapping"),

@@ -1,4 +1,4 @@
-"""A real API server (etcd and kube-apiserver), started once for the suite, with the CRD; and an operator process beside it."""
+"""A real API server (etcd and kube-apiserver), started once for the suite, with the CRD; and an operator process next to it."""
 
 from __future__ import annotations
 

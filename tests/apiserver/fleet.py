@@ -1,4 +1,4 @@
-"""Pods of a deployment that answer over HTTP like real ones: each listens on a loopback address of its own."""
+"""Pods of a deployment that answer over HTTP like real ones: each listens on a separate loopback address."""
 
 from __future__ import annotations
 

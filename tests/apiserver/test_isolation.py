@@ -1,4 +1,4 @@
-"""Deployments that cannot be reconciled are conditions of their own: the others are served and the operator stays alive."""
+"""Deployments that cannot be reconciled report it as a condition: the others are served and the operator stays alive."""
 
 from __future__ import annotations
 

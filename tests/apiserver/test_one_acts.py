@@ -22,7 +22,7 @@ LEASE_END_SECONDS = 40
 def pair(
     control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
 ) -> Iterator[list[tuple[OperatorProcess, UnrulyServer]]]:
-    """Two operators, each behind a door of its own where its calls are counted."""
+    """Two operators, each behind its own proxy where its calls are counted."""
     made = []
     for number in range(2):
         folder = tmp_path / str(number)

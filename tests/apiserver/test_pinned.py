@@ -1,4 +1,4 @@
-"""What a pipeline revision consists of is recorded when it is first seen and handed to later pods, which are made from the image that it began with."""
+"""What a pipeline revision consists of is recorded when it is first seen and handed to later pods, which are created from the pinned image."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_gateways_are_replaced_once_by_those_of_the_pinned_image(pulling: Fleet)
     assert pulling.namespace.condition("Degraded")[0] == "False"
 
 
-def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None:
+def test_the_next_revision_has_its_own_image(pulling: Fleet) -> None:
     pulling.until(lambda: images_are(pulling, BEGAN))
     first = pulling.namespace.get()["status"]["pipelineRevision"]
     pulling.image = MOVED

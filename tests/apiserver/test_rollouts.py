@@ -1,4 +1,4 @@
-"""Rollouts of a pipeline revision: beside the old one, whole before it serves, and back again."""
+"""Rollouts of a pipeline revision: alongside the old one, whole before it serves, and back again."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastChange"]
     assert (decision["fromReplicas"], decision["toReplicas"], decision["metric"]) == (1, 3, "BacklogSeconds")
     assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
-    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "raise autoscaling.maxReplicas"))
+    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "autoscaling.maxReplicas"))
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
     fleet.until(
         lambda: fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]["fromReplicas"] == 3
@@ -101,7 +101,7 @@ def bounded_by(fleet: Fleet, pool: str) -> None:
     assert fleet.namespace.get()["status"]["bottleneck"] == pool
 
 
-def test_a_pool_goes_to_zero_and_wakes_for_work_that_only_the_queue_knows(fleet: Fleet):
+def test_a_pool_goes_to_zero_and_wakes_for_work_that_is_only_in_the_queue(fleet: Fleet):
     up(fleet, minReplicas=0)
     fleet.of("encoder")[0].load = IDLE
     fleet.until(lambda: fleet.sized("encoder", 0))
@@ -173,7 +173,7 @@ def test_pods_that_fit_nowhere_do_not_stop_growth_and_are_a_problem_after_the_de
     fleet.until(lambda: says(fleet, "Degraded", "False", "NoProblem"))
 
 
-def test_an_operator_that_is_killed_while_pods_drain_goes_on_where_it_was(
+def test_an_operator_killed_while_pods_drain_continues_where_it_stopped(
     fleet: Fleet, operator: OperatorProcess, namespace: Namespace
 ):
     up(fleet)

@@ -73,7 +73,7 @@ def test_a_field_that_only_a_newer_crd_has_is_named_and_the_rest_works(
         status, reason, message = namespace.condition("Degraded")
         assert (status, reason) == ("True", "UnknownFields")
         assert "spec.encoder.futureKnob" in message
-        assert "install both from one release" in message
+        assert "install both from the same release" in message
 
     namespace.settled(told)
     namespace.change({"encoder": {"futureKnob": None}})

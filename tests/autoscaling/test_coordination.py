@@ -66,7 +66,7 @@ def test_prefill_does_not_grow_while_decode_is_the_bottleneck():
     assert result.bottleneck.pool == "decode"
 
 
-def test_prefill_grows_beside_a_decode_pool_that_grows_enough():
+def test_prefill_grows_together_with_a_decode_pool_that_grows_enough():
     full = of([decode_load(64, kv_used=0.99)])
     result = decided(
         DeploymentPolicy(FAST), **{**QUIET, "prefill": of([prefill_load(90_000.0)]), "decode": full}
@@ -254,7 +254,7 @@ def test_the_bottleneck_reports_the_gain_of_one_more_replica():
     found = result.bottleneck
     assert (found.pool, found.ready, found.load, found.load_with_one_more) == ("encoder", 2, 3.0, 2.0)
     assert found.seconds_gained == 1.0
-    assert "encoder is the bottleneck: 2 ready replicas are at 300% of their target load" in str(found)
+    assert "encoder is the bottleneck at 300% of its target load (2 ready)" in str(found)
     assert "clear the backlog 1.00 s sooner" in str(found)
     slight = decided(DeploymentPolicy(ALL), **{**QUIET, "encoder": of([encode_load(1200.0)])}).bottleneck
     assert "clear the backlog 0.60 s sooner" in str(slight)

@@ -405,7 +405,7 @@ def test_the_time_since_which_pods_are_ready_changes_with_their_number():
         ((4, 2), 5, (5, True)),
     ],
 )
-def test_a_size_between_the_old_and_the_new_is_our_own_change_under_way(written, found, expected):
+def test_a_size_between_the_old_and_the_new_is_our_own_change_in_progress(written, found, expected):
     assert History(written=written).size_now(found) == expected
 
 

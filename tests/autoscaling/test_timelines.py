@@ -368,7 +368,7 @@ def test_impossible_numbers_are_reported_and_hold(number):
     assert "queued_work" in str(decisions[-1])
 
 
-def test_more_free_blocks_than_blocks_is_garbage():
+def test_more_free_blocks_than_blocks_is_invalid():
     load = replace(decode_load(), kv_blocks_free=2000)
     decision = Pool(DECODE, lambda *_: load).tick()
     assert not decision.valid

@@ -49,7 +49,7 @@ def test_every_format_is_covered():
 
 
 @pytest.mark.parametrize(("kind", "mime", "container"), CONTAINERS)
-def test_a_file_is_what_its_type_says_and_the_same_each_time(kind, mime, container):
+def test_a_file_matches_its_type_and_is_the_same_each_time(kind, mime, container):
     sample = draw(kind, 11, mime)
     assert (sample.kind, sample.mime) == (kind, mime)
     assert probe(sample.bytes, kind, MediaPolicy()).container == container
@@ -67,7 +67,7 @@ def test_the_question_is_one_of_the_kind_and_the_answer_follows_from_the_facts(k
         assert "{" not in sample.answer
 
 
-def test_the_shape_of_an_image_is_where_the_answer_says():
+def test_the_shape_of_an_image_is_where_the_answer_states():
     for seed in SEEDS:
         scene = draw_scene("image", seed)
         center = center_of_shape(np.asarray(Image.open(io.BytesIO(scene.bytes)).convert("RGB")))
@@ -75,7 +75,7 @@ def test_the_shape_of_an_image_is_where_the_answer_says():
         assert nearest == scene.facts["position"]
 
 
-def test_the_shape_of_a_video_moves_as_the_answer_says():
+def test_the_shape_of_a_video_moves_as_the_answer_states():
     for seed in SEEDS:
         scene = draw_scene("video", seed)
         info = probe(scene.bytes, "video", MediaPolicy())
@@ -88,7 +88,7 @@ def test_the_shape_of_a_video_moves_as_the_answer_says():
 
 
 @pytest.mark.parametrize("mime", MIMES["audio"])
-def test_a_tone_has_the_pitch_and_the_trend_that_the_answer_says(mime):
+def test_a_tone_has_the_pitch_and_the_trend_that_the_answer_states(mime):
     for seed in SEEDS:
         scene = draw_scene("audio", seed, mime)
         info = probe(scene.bytes, "audio", MediaPolicy())

@@ -115,7 +115,7 @@ def test_a_kill_that_comes_too_late_waits_for_another_pod() -> None:
     assert {s.component for s in faults.struck if s.killed} == {v.component for v in VICTIMS}
 
 
-def test_killing_a_container_that_ended_is_told_from_a_failure(tmp_path: Path) -> None:
+def test_killing_a_container_that_ended_is_distinguished_from_a_failure(tmp_path: Path) -> None:
     ctr = tmp_path / "ctr"
     for words, error in (
         ("ctr: permission denied", FailedError),

@@ -1,4 +1,4 @@
-"""What the cluster of `make e2e` deletes from a host's firewall, tried with real iptables in a network namespace of its own."""
+"""What the cluster of `make e2e` deletes from a host's firewall, tried with real iptables in a separate network namespace."""
 
 from __future__ import annotations
 

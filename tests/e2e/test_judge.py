@@ -181,7 +181,7 @@ def test_wrong_tokens_before_a_cut_are_wrong() -> None:
     assert verdict(*lines, struck=(KILLED,)) == {"wrong": 1}
 
 
-def test_requests_under_way_are_counted_at_each_moment() -> None:
+def test_requests_in_flight_are_counted_at_each_moment() -> None:
     assert in_flight([ended(0), ended(1, began=105.0, ended=120.0), sent(2)], [99.0, 107.0, 115.0]) == [
         0,
         2,

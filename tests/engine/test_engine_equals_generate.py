@@ -1,4 +1,4 @@
-"""Greedy output of the engine is what `generate` says, token for token, however the work is cut, batched, cached or moved."""
+"""Greedy output of the engine equals that of `generate`, token for token, however the work is cut, batched, cached or moved."""
 
 import functools
 
@@ -152,7 +152,7 @@ def test_kv_is_announced_without_gaps_and_what_is_cached_with_the_first_chunk():
     assert [e.last for e in events] == [False] * 6 + [True]
 
 
-def test_a_request_placed_again_with_its_tokens_goes_on_at_the_next_index():
+def test_a_request_placed_again_with_its_tokens_continues_at_the_next_index():
     model, prompts, answers = model_and_answers("llama")
     engine = make_engine(model)
     item = text_input(model, "1", prompts[1] + answers[1][:6], NEW_TOKENS, output_token_ids=answers[1][:6])
@@ -163,7 +163,7 @@ def test_a_request_placed_again_with_its_tokens_goes_on_at_the_next_index():
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)
-def test_sequences_that_yield_to_older_ones_go_on_elsewhere_and_lose_nothing(name):
+def test_sequences_preempted_for_older_ones_continue_elsewhere_and_lose_nothing(name):
     model, prompts, _ = model_and_answers(name)
     reference = TEXT_MODELS[name]()
     answers = [generate(reference, prompt, 40) for prompt in prompts]

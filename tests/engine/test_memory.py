@@ -53,7 +53,7 @@ def test_a_share_that_holds_no_request_of_full_length_is_refused_with_the_number
 
 def test_an_override_too_small_for_one_request_is_refused_with_the_size_it_needs():
     budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90, override_bytes=512 * MEBIBYTE)
-    with pytest.raises(MemoryBudgetError, match=r"512 MiB hold KV for 9360 tokens.*needs 1792 MiB"):
+    with pytest.raises(MemoryBudgetError, match=r"512 MiB holds KV for 9360 tokens.*needs 1792 MiB"):
         budget.kv_bytes(**POOL)
 
 

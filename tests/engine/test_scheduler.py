@@ -54,7 +54,7 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
     ]
 
 
-def test_all_decoding_sequences_run_beside_a_full_chunk():
+def test_all_decoding_sequences_run_together_with_a_full_chunk():
     bench = Bench()
     bench.add("a", 4)
     bench.add("b", 5)
@@ -98,7 +98,7 @@ def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
     assert number < 60
 
 
-def test_prefill_stops_before_the_first_missing_feature_and_goes_on_when_it_is_there():
+def test_prefill_stops_before_the_first_missing_feature_and_continues_when_it_arrives():
     bench = Bench()
     sequence = bench.add("a", 30, missing={0: (10, 14), 1: (20, 24)})
     assert (sequence.remaining, sequence.blocked) == (30, 20)
@@ -300,7 +300,7 @@ def test_no_more_than_max_sequences_run_and_reserved_places_stay_free():
     assert set(bench.step()) == {"a", "b", "c"}
 
 
-def test_when_decode_runs_out_of_blocks_the_youngest_waits_and_keeps_its_tokens():
+def test_when_decode_runs_out_of_blocks_the_newest_waits_and_keeps_its_tokens():
     bench = Bench(blocks=5, block_tokens=4)
     old = bench.add("old", 8)
     young = bench.add("young", 7)
@@ -337,7 +337,7 @@ def attached(bench, name, tokens, arrived):
     return sequence
 
 
-def test_an_attached_sequence_that_is_the_youngest_yields_and_leaves():
+def test_an_attached_sequence_that_is_the_newest_is_preempted_and_leaves():
     bench = Bench(blocks=5, block_tokens=4)
     old = attached(bench, "old", 8, arrived=20.0)
     older = attached(bench, "older", 8, arrived=10.0)  # the request is older, though it came here later
@@ -349,7 +349,7 @@ def test_an_attached_sequence_that_is_the_youngest_yields_and_leaves():
     assert set(bench.step()) == {"older"}
 
 
-def test_a_lone_sequence_waits_for_reserved_blocks_and_does_not_yield():
+def test_a_lone_sequence_waits_for_reserved_blocks_and_is_not_preempted():
     bench = Bench(blocks=5, block_tokens=4)
     alone = attached(bench, "alone", 7, arrived=10.0)
     reserved = bench.pool.allocate(3)

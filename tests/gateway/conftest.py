@@ -1,4 +1,4 @@
-"""One nats-server and one demo tokenizer for the room; a gateway per test, on a loopback port of its own."""
+"""One nats-server and one demo tokenizer for the room; a gateway per test, on a dedicated loopback port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway that serves on loopback ports, and scripted workers beside it."""
+"""A gateway that serves on loopback ports, and scripted workers next to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pipeline_config(name: str, gateway: dict, model: dict | None = None) -> Pipe
 
 @dataclass
 class Running:
-    """A gateway that serves, and the workers a test starts beside it."""
+    """A gateway that serves, and the workers a test starts next to it."""
 
     url: str
     nats: NatsServer

@@ -100,7 +100,7 @@ async def test_bounds_that_exceed_the_memory_are_reported_at_the_start(
     monkeypatch.setattr(service, "host_bytes", lambda: mebibytes * MEBIBYTE)
     monkeypatch.setattr(service, "resident_bytes", lambda: 100 * MEBIBYTE)
     await launch(maxConcurrentRequests=512)
-    assert ("has 900 MiB for them; raise spec.gateway.resources.memory" in caplog.text) == warned
+    assert ("has only 900 MiB for them; raise spec.gateway.resources.memory" in caplog.text) == warned
     assert ("512 concurrent requests may need" in caplog.text) == warned
 
 
@@ -111,7 +111,7 @@ async def test_one_request_cannot_take_the_memory_of_all_answers() -> None:
     with pytest.raises(ApiError) as refused:
         await AnswerShare(budget).reserve(AnswerSize(1, most // token_bytes + 1, True, 20, False))
     assert (refused.value.status, refused.value.code) == (400, "too_large")
-    assert f"one request may take {most} bytes;" in refused.value.message
+    assert f"one request may use {most} bytes;" in refused.value.message
     shares = [AnswerShare(budget) for _ in range(4)]
     for share in shares:
         await share.reserve(AnswerSize(1, most // token_bytes, True, 20, False))

@@ -156,7 +156,7 @@ def test_a_spelled_code_is_found() -> None:
 
 
 @pytest.mark.parametrize("code", sorted(documented_codes()))
-def test_an_error_that_a_worker_reports_reaches_the_client_as_the_page_says(code: str) -> None:
+def test_an_error_that_a_worker_reports_reaches_the_client_as_documented(code: str) -> None:
     answer = api_error(error_of(code, "why"))
     assert answer.code == code
     assert answer.status in documented_codes()[code]

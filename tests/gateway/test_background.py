@@ -1,4 +1,4 @@
-"""What runs beside the requests: a part that fails ends the gateway and is logged; a message bus that is away cuts no request off."""
+"""What runs besides the requests: a part that fails ends the gateway and is logged; a message bus that is away cuts no request off."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_fault_in_a_measurement_is_logged_and_the_measuring_continues(
     watching.cancel()
     await asyncio.wait({watching})
     assert watching.cancelled()
-    assert "the round trip to NATS was not measured: LookupError: no such thing" in caplog.text
+    assert "failed to measure the round trip to NATS: LookupError: no such thing" in caplog.text
 
 
 async def test_requests_in_flight_end_while_nats_is_disconnected_and_its_buffer_full(

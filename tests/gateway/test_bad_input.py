@@ -91,7 +91,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
     ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
     ("a presence penalty", body(presence_penalty=0.5), 400, "presence_penalty", "set it to 0"),
-    ("logit bias", body(logit_bias={"5": 1}), 400, "logit_bias", "leave it out"),
+    ("logit bias", body(logit_bias={"5": 1}), 400, "logit_bias", "omit it"),
     ("an unknown field", body(colour="red"), 400, "colour", "unknown field colour; remove it"),
     ("many unknown fields", body(c=1, a=2, b=3, d=4), 400, "c", "unknown fields c, a, b, ...; remove them"),
     ("unknown fields of a part", body(messages=user({**TEXT, "x": 1, "y": 2})), 400, "messages[0].content[0].x", "messages[0].content[0].x, messages[0].content[0].y; remove them"),
@@ -104,7 +104,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a private address", body(messages=user(image("http://127.0.0.1/x.png"))), 400, "messages[0].content[0].image_url.url", "not public"),
     ("the cloud's metadata address", body(messages=user(image("http://169.254.169.254/latest/meta-data"))), 400, "messages[0].content[0].image_url.url", "not public"),
     ("a sound that is no sound", body(messages=user({"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}})), 400, "messages[0].content[0].input_audio.data", "format"),
-    ("17 images", body(messages=user(*[IMAGE] * 17)), 400, "messages[0].content[16].image_url.url", "the limit is 16"),
+    ("17 images", body(messages=user(*[IMAGE] * 17)), 400, "messages[0].content[16].image_url.url", "the limit of 16"),
     ("4,000 images", body(messages=user(*[image("data:,x")] * 4000)), 400, "messages[0].content[16].image_url.url", "4000 media"),
     ("5,000 parts", body(messages=user(*[{"type": "text", "text": "x"}] * 5000)), 400, "messages[0].content", "at most 4096"),
 ]  # fmt: skip

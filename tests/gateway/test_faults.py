@@ -69,7 +69,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "TICK_SECONDS", 0.05)
 
 
-async def test_a_stream_goes_on_elsewhere_when_its_pod_dies_in_the_middle(launch: Launch) -> None:
+async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launch) -> None:
     gateway = await launch()
     reached = asyncio.Event()
 
@@ -222,7 +222,7 @@ async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) ->
     assert second.requests, "the pod that failed is avoided"
 
 
-async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_speaks(
+async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_reports(
     launch: Launch, impatient: None
 ) -> None:
     gateway = await launch()
@@ -297,11 +297,11 @@ async def test_retries_end_with_the_last_reason(launch: Launch) -> None:
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_when_to_return(
+async def test_a_full_pod_is_skipped_and_when_all_are_full_the_client_receives_a_retry_time(
     launch: Launch,
 ) -> None:
     gateway = await launch()
-    full = Placed("", False, "overloaded", "512 requests wait here already")
+    full = Placed("", False, "overloaded", "512 requests are already waiting on this pod")
     first = await gateway.worker(TEXT, refuse=full)
     second = await gateway.worker(TEXT)
     assert [await ask(gateway) for _ in range(3)] == [TEXT] * 3
@@ -310,7 +310,7 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
     response = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    assert "512 requests wait here already" in response.json()["error"]["message"]
+    assert "512 requests are already waiting on this pod" in response.json()["error"]["message"]
     assert first.requests
     await assert_nothing_is_left(gateway)
 
@@ -319,7 +319,7 @@ async def test_a_full_pod_is_passed_over_and_when_all_are_full_the_client_hears_
 async def test_a_client_comes_back_when_the_shortest_queue_is_done(launch: Launch, stream: bool) -> None:
     """Whether the gateway knows that the queue is full, or the pod refuses."""
     gateway = await launch()
-    refusing = Placed("", False, "overloaded", "512 requests wait here already")
+    refusing = Placed("", False, "overloaded", "512 requests are already waiting on this pod")
     busy = PodLoad(prefill_waiting_tokens=8500, prefill_tokens_per_second=1000.0)
     body = {"model": MODEL, "messages": HELLO, "stream": stream}
     worker = await gateway.worker(TEXT, load=busy, refuse=refusing)
@@ -394,7 +394,10 @@ async def test_ready_means_a_pod_of_every_role_and_readyz_that_requests_are_take
     assert (await gateway.http.get("/readyz")).status_code == 200
     seen = await gateway.http.get("/ready")
     assert seen.status_code == 503
-    assert seen.json()["reason"] == "no ready pod for encode and prefill and decode: requests wait for one"
+    assert (
+        seen.json()["reason"]
+        == "no ready pod for encode and prefill and decode: requests are waiting for one"
+    )
     await gateway.worker(TEXT, roles=["encode", "prefill"])
     seen = await gateway.http.get("/ready")
     assert seen.status_code == 503
@@ -550,7 +553,7 @@ async def test_a_request_that_the_model_cannot_compute_is_tried_once_and_reporte
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_sequence_that_yields_its_blocks_goes_on_without_using_up_its_retries(launch: Launch) -> None:
+async def test_a_preempted_sequence_continues_without_using_up_its_retries(launch: Launch) -> None:
     gateway = await launch(maxRetries=0)
 
     async def yield_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -567,7 +570,7 @@ async def test_a_sequence_that_yields_its_blocks_goes_on_without_using_up_its_re
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_sequence_that_yields_again_and_again_waits_longer_each_time(
+async def test_a_sequence_preempted_repeatedly_waits_longer_each_time(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await launch(maxRetries=0)

@@ -60,7 +60,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
         with pytest.raises(RequestTooLargeError) as caught:
             await share.grow(101 - held)
         assert caught.value.status == 413
-        assert "need 101 bytes and the gateway holds at most 100;" in caught.value.message
+        assert "need 101 bytes, but the gateway holds at most 100;" in caught.value.message
         assert share.num_bytes == held
         await share.grow(100 - held)
 

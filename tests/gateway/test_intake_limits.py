@@ -80,14 +80,14 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(intake, 
     prompt = tokens_of(frontend, asked())
     error = await refusal(intake, asked(), prompt - missing)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert f"{prompt} tokens and at most {prompt - missing - 1} fit: {missing + 1} too many" in error.message
+    assert f"{prompt} tokens, but at most {prompt - missing - 1} fit: {missing + 1} too many" in error.message
     assert f"the largest part is the text with {prompt} tokens" in error.message
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(intake, frontend):
     longest = frontend.longest_token_characters
     error = await refusal(intake, asked("x" * (4 * longest + 1)), 5)
-    assert f"the text has {4 * longest + 1} characters: at least 5 tokens, and at most 4 fit" in error.message
+    assert f"the text has {4 * longest + 1} characters: at least 5 tokens, but at most 4 fit" in error.message
     fits = await refusal(intake, asked("x" * (4 * longest)), 5)  # it may: only tokenizing can tell
     assert "the prompt has" in fits.message
 
@@ -105,12 +105,10 @@ async def test_the_third_of_three_media_is_one_too_many(intake):
     error = await refusal(intake, media("image", "image", "image"))
     assert (error.status, error.code) == (400, "too_many_media")
     assert error.param == "messages[0].content[2].image_url.url"
-    assert "has 3 media and the limit is 2" in error.message
+    assert "has 3 media items, more than the limit of 2" in error.message
 
 
-@pytest.mark.parametrize(
-    ("takes", "words"), [({"image", "audio"}, "audio, image"), (set(), "nothing but text")]
-)
+@pytest.mark.parametrize(("takes", "words"), [({"image", "audio"}, "audio, image"), (set(), "text only")])
 async def test_a_medium_that_the_model_does_not_take_is_refused_with_what_it_takes(frontend, takes, words):
     config = pipeline_config("text", {})
     narrow = copy.copy(frontend)
@@ -121,7 +119,7 @@ async def test_a_medium_that_the_model_does_not_take_is_refused_with_what_it_tak
         "unsupported_input",
         "messages[0].content[0].video_url.url",
     )
-    assert f"takes no video (it takes {words})" in error.message
+    assert f"does not accept video (accepted: {words})" in error.message
 
 
 @pytest.mark.parametrize(

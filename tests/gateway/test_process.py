@@ -182,7 +182,7 @@ async def test_a_request_that_comes_while_it_drains_ends_with_an_answer_before_t
         await worker.close()
 
 
-async def test_it_goes_on_when_its_nats_server_was_restarted(
+async def test_it_continues_after_its_nats_server_was_restarted(
     process, own_nats_server: NatsServer, frontend: HfFrontend
 ) -> None:
     child, client = process

@@ -100,7 +100,7 @@ def test_the_first_of_two_different_tokens_of_one_index_is_kept() -> None:
     assert request.duplicates == 1
 
 
-def test_prefill_holds_it_until_the_decoder_speaks() -> None:
+def test_prefill_holds_it_until_the_decoder_reports() -> None:
     request = state()
     request.place("g", "p", ["d0", "d1"])
     assert request.certain_holder() == "p"

@@ -244,7 +244,7 @@ def test_a_request_that_fits_nowhere_gets_the_capacity_of_the_largest_pod() -> N
     pods = [pod("p"), *(pod(name, "d", kv_blocks_total=n) for name, n in (("x", 3), ("y", 5), ("z", 4)))]
     outcome = router().route(text(100), pods, NOW)
     assert isinstance(outcome, NeverFits)
-    assert "150 tokens, the largest decode pod holds 80:" in outcome.message
+    assert "150 tokens, but the largest decode pod holds 80;" in outcome.message
 
 
 def test_a_pool_of_blocks_of_one_token_is_a_pool_that_has_been_reported() -> None:

@@ -1,4 +1,4 @@
-"""A worker process with KV links of its own, driven through a pipe by the tests."""
+"""A worker process with its own KV links, driven through a pipe by the tests."""
 
 import multiprocessing
 from multiprocessing.connection import Connection

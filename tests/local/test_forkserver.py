@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported everything: they are told apart, ended and counted like any others."""
+"""Processes forked from one that has imported everything: they are distinguished, ended and counted like any others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_how_a_process_ended_is_known(server: ForkServer) -> None:
 async def test_our_own_program_runs_without_importing_again(server: ForkServer) -> None:
     process = await server.start(["mmd", "worker", "--pool", "none", "--roles", "encode"], {}, 0, 16_384)
     said, status = await ended(process)
-    assert "--pool none --roles encode: see --help" in said
+    assert "--pool none --roles encode: invalid; see --help" in said
     assert status == 2
 
 

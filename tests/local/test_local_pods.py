@@ -25,7 +25,7 @@ def pods_of(example: str, folder: Path) -> list[LocalPod]:
     )
 
 
-def test_every_replica_of_every_pool_is_a_process_with_a_port_of_its_own(tmp_path: Path) -> None:
+def test_every_replica_of_every_pool_is_a_process_with_its_own_port(tmp_path: Path) -> None:
     pods = pods_of("demo.yaml", tmp_path)
     components = [pod.component for pod in pods]
     assert {name: components.count(name) for name in set(components)} == {
@@ -67,7 +67,7 @@ def test_a_secret_is_what_our_own_environment_has_for_it(
         pods_of("gpu.yaml", tmp_path)
 
 
-def test_pods_stand_back_in_proportion_to_what_they_ask_of_the_processor(tmp_path: Path) -> None:
+def test_pods_get_a_nice_value_in_proportion_to_their_cpu_request(tmp_path: Path) -> None:
     deployment = up.load(EXAMPLES / "demo.yaml")
     shares = {"encoder": "250m", "prefill": "1", "decode": "2"}
     pools = {
@@ -106,7 +106,7 @@ async def test_a_process_runs_at_its_pods_nice(tmp_path: Path) -> None:
         await supervisor.close()
 
 
-def test_the_gateway_has_a_port_of_its_own_for_what_is_not_for_clients(tmp_path: Path) -> None:
+def test_the_gateway_has_a_separate_admin_port(tmp_path: Path) -> None:
     for pod in pods_of("demo.yaml", tmp_path):
         if pod.component == "gateway":
             assert pod.http_url == "http://127.0.0.1:8000"

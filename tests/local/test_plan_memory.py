@@ -72,7 +72,7 @@ def test_the_command_prints_the_budget_and_fails_for_a_pod_that_would_not_start(
     run = CliRunner().invoke(app, ["plan-memory", "-f", str(EXAMPLES / "demo.yaml"), "--memory", "4Gi"])
     assert run.exit_code == 0, run.output
     for part in (
-        "KV 3.8 KiB a token",
+        "KV 3.8 KiB per token",
         "image of 1024 x 768 pixels",
         "decode pod (decode), memory 4,096.0 MiB",
         "KV pool",

@@ -291,7 +291,7 @@ decode_process.main()
     try:
         data = image_bytes("PNG")
         assert await pool.probe(data, "image", MediaPolicy()) == probe(data, "image", MediaPolicy())
-        with pytest.raises(BadMediaError, match="inconsistent facts"):
+        with pytest.raises(BadMediaError, match="inconsistent data"):
             await pool.probe(image_bytes("PNG", _rows(47)), "image", MediaPolicy())
     finally:
         await pool.close()

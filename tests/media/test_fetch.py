@@ -181,7 +181,9 @@ async def test_one_private_address_among_public_ones_refuses_the_host(monkeypatc
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in ("8.8.8.8", "127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with pytest.raises(FetchError, match=r"the host mixed\.example has an address that is not public"):
+    with pytest.raises(
+        FetchError, match=r"the host mixed\.example resolves to an address that is not public"
+    ):
         await fetch("http://mixed.example/", CLOSED, "image", unbounded)
 
 
@@ -194,7 +196,7 @@ async def test_a_redirect_to_a_private_address_is_checked_again(monkeypatch):
     ):
         monkeypatch.setattr(fetch_module, "PUBLIC_PORTS", (80, 443, port))
         with pytest.raises(
-            FetchError, match=r"the host 169\.254\.169\.254 has an address that is not public"
+            FetchError, match=r"the host 169\.254\.169\.254 resolves to an address that is not public"
         ):
             await fetch(f"http://127.0.0.1:{port}/", CLOSED, "image", unbounded)
     assert len(seen) == 1
@@ -223,7 +225,7 @@ async def test_redirects_are_followed_three_times_and_no_more():
         ("http://user:secret@example.org/", "user name"),
         ("http://8.8.8.8:22/", "port 22"),
         ("http://" + "a" * 9000, "longer than"),
-        ("http://exa mple.org\x00/", "not a URL|cannot be resolved"),
+        ("http://exa mple.org\x00/", "invalid URL|cannot be resolved"),
         ("data:image/png;base64", "no comma"),
         ("data:image/png;base64,####", "base64"),
         ("data:image/png;base64,AAA", "base64"),

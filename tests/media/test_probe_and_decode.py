@@ -33,7 +33,7 @@ POLICY = MediaPolicy()
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_an_image_decodes_to_the_size_its_header_says(fmt):
+def test_an_image_decodes_to_the_size_its_header_declares(fmt):
     data = image_bytes(fmt)
     info = probe(data, "image", POLICY)
     assert (info.width, info.height, info.container) == (64, 48, fmt.lower())
@@ -175,7 +175,7 @@ def test_a_container_that_lies_about_the_size_of_its_pictures_is_refused_with_bo
     assert data[at : at + 4] == bytes([0, 64, 0, 48])
     data[at + 1] = 128
     info = probe(bytes(data), "video", POLICY)
-    with pytest.raises(BadMediaError, match="is 64x48, but the container lists 128x48"):
+    with pytest.raises(BadMediaError, match="is 64x48, but the container declares 128x48"):
         decode_video(bytes(data), info, [0])
 
 

@@ -141,7 +141,7 @@ async def test_an_image_too_large_for_the_memory_of_a_decode_is_refused_before_i
         await pool.decode_image(png_claiming(20_000, 20_000), lying)
 
 
-async def test_memory_beyond_the_limit_fails_the_medium_and_the_pool_goes_on(pool):
+async def test_memory_beyond_the_limit_fails_the_medium_and_the_pool_keeps_working(pool):
     # 144 million white pixels in a small file: the promise is tiny, so the pool lets it start; as RGB it needs 432 MB.
     out = io.BytesIO()
     Image.new("L", (12_000, 12_000), 255).save(out, "PNG", compress_level=1)

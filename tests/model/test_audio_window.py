@@ -27,7 +27,7 @@ def test_sound_beyond_the_window_is_rejected_with_its_seconds_and_the_limit(chec
     medium = LONGER_THAN_QWEN2_AUDIO
     served = frontend(checkpoint("qwen2_audio"), AudioPolicy())
     with pytest.raises(
-        UnsupportedInputError, match=r"lasts 5\.5 s and this model accepts at most 4\.0 s.*tooLong"
+        UnsupportedInputError, match=r"lasts 5\.5 s, but this model accepts at most 4\.0 s.*tooLong"
     ):
         served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info])
 

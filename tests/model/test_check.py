@@ -220,7 +220,7 @@ def test_a_model_that_embeds_more_tokens_than_the_placeholders_is_refused() -> N
     )
     made = transformers.Ovis2ForConditionalGeneration(config)
     with pytest.raises(
-        UnsupportedModelError, match="embeddings of its own for tokens beside the placeholders"
+        UnsupportedModelError, match="separate embeddings for tokens other than the placeholders"
     ):
         requirements.check(made, adapters.adapter_for(config))
 

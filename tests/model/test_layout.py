@@ -193,7 +193,7 @@ def test_a_modality_the_model_lacks_names_the_part_and_the_remedy(checkpoint: Ch
     frontend = zoo.serve(checkpoint("llava")).frontend
     sound = zoo.audio(1000)
     with pytest.raises(
-        UnsupportedInputError, match=r"messages\[0\].content\[1\].*takes no audio.*it takes image"
+        UnsupportedInputError, match=r"messages\[0\].content\[1\].*does not accept audio.*accepted: image"
     ):
         frontend.layout(zoo.conversation("hear", sound), [sound.info])
 
@@ -201,7 +201,7 @@ def test_a_modality_the_model_lacks_names_the_part_and_the_remedy(checkpoint: Ch
 def test_a_text_model_refuses_pictures(checkpoint: Checkpoint) -> None:
     frontend = zoo.serve(checkpoint("llama")).frontend
     picture = zoo.image(20, 20)
-    with pytest.raises(UnsupportedInputError, match="takes no image"):
+    with pytest.raises(UnsupportedInputError, match="does not accept image"):
         frontend.layout(zoo.conversation(picture), [picture.info])
 
 

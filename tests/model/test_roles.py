@@ -247,7 +247,7 @@ def test_dtype_auto_is_the_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -
     [
         ("/no/such/folder", "has no config.json"),
         ("three/part/name", "nor a hub id"),
-        ("nobody/nothing-here", "could not be fetched|not on the hub"),
+        ("nobody/nothing-here", "could not be fetched|does not exist on the hub"),
     ],
 )
 def test_a_model_that_is_not_there_is_named_with_a_remedy(

@@ -1,4 +1,4 @@
-"""What a tower needs beside its weights is measured, by workers as by `mmd plan-memory`, and left free by the KV pool."""
+"""What a tower needs in addition to its weights is measured, by workers as by `mmd plan-memory`, and left free by the KV pool."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CATALOGUE = [entry for table in TABLES.values() for entry in table().catalogue]
 
 
 @pytest.mark.parametrize("program", ["make_metrics_page.py", "make_messages_page.py"])
-def test_the_page_is_what_the_code_says(program: str) -> None:
+def test_the_page_matches_the_code(program: str) -> None:
     command = [sys.executable, DOCS / program, "--check"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

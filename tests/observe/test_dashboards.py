@@ -177,7 +177,7 @@ def ask_long(deployment: Deployment) -> str:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_the_committed_dashboard_is_what_the_code_says(board: Any) -> None:
+def test_the_committed_dashboard_matches_the_code(board: Any) -> None:
     assert (grafana.FOLDER / f"{board.name}.json").read_text() == grafana.grafana(board), "run `make crds`"
 
 

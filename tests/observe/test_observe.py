@@ -138,7 +138,7 @@ def test_what_is_counted_is_what_prometheus_reads():
     assert samples["mmd_build_info", (("version", "1"),)] == 1
 
 
-async def test_the_server_tells_alive_ready_metrics_and_state():
+async def test_the_server_reports_alive_ready_metrics_and_state():
     age, reason, metrics = [0.0], ["loading weights"], Metrics()
     table = routes(
         metrics,

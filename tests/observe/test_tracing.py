@@ -109,7 +109,7 @@ def test_without_a_collector_there_are_ids_and_nothing_is_kept() -> None:
     tracing.close()
 
 
-def test_a_worker_that_hears_of_no_trace_makes_no_span() -> None:
+def test_a_worker_that_receives_no_trace_creates_no_span() -> None:
     tracing = Tracing("pod", "name", "namespace", "http://127.0.0.1:9")
     tracing.record({}, [Phase("encode", 1.0, 2.0)])
     tracing.record({"traceparent": "broken"}, [Phase("encode", 1.0, 2.0)])

@@ -73,14 +73,14 @@ def test_a_report_of_remembered_requests_counts_promises_failures_and_bottleneck
 
 
 def test_a_report_without_requests_is_an_error() -> None:
-    with pytest.raises(slo_report.NothingToReportError, match="send one first"):
+    with pytest.raises(slo_report.NothingToReportError, match="send a request first"):
         slo_report.from_requests("demo", [], None, {})
 
 
 def test_an_unreachable_gateway_is_reported_in_one_sentence() -> None:
     ran = CliRunner().invoke(build().app, ["top", "--url", "http://127.0.0.1:9", "--json"])
     assert ran.exit_code == 1
-    assert "no gateway answers" in ran.output
+    assert "no gateway responded" in ran.output
 
 
 def test_a_name_from_a_deployment_cannot_bring_markup_into_the_report() -> None:
@@ -92,7 +92,7 @@ def test_a_name_from_a_deployment_cannot_bring_markup_into_the_report() -> None:
 class TestServed:
     pytestmark = served
 
-    def test_top_shows_every_pod_and_what_is_under_way(self, observed: Deployment) -> None:
+    def test_top_shows_every_pod_and_what_is_in_flight(self, observed: Deployment) -> None:
         load(observed, 8, 95_000)
         seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
         shown = {pod["pod"] for pod in seen["pods"]}

@@ -197,11 +197,11 @@ def test_too_large_a_request_and_an_unreachable_gateway_are_distinguished(page: 
     attach(page, draw("image", 5))
     for _ in range(
         3
-    ):  # one that was under way, one with the small limit, and one that is asked for when that was read
+    ):  # one that was in flight, one with the small limit, and one that is asked for when that was read
         with page.expect_request("**/debug/state"):
             pass
     ask(page)
-    expect(alert).to_contain_text("the limit is 1 KiB; remove one")
+    expect(alert).to_contain_text("the limit of 1 KiB; remove one")
     page.unroute("**/debug/state")
     page.get_by_role("button", name="Remove sample.png").click()
     page.route("**/v1/chat/completions", lambda route: route.abort())

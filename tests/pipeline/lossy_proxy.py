@@ -50,7 +50,7 @@ def message_in(payload: bytes) -> tuple[type, dict[str, Any]] | None:
 
 
 class LossyProxy:
-    """Listens on a port of its own, on a thread of its own. `struck` is set when the armed message came and was not forwarded."""
+    """Listens on a dedicated port, on a dedicated thread. `struck` is set when the armed message came and was not forwarded."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = urlsplit(upstream)

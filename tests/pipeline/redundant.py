@@ -106,7 +106,7 @@ class Load:
 
     @property
     def answered(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Whether nothing is in flight any more."""
         return all(asking.done() for asking in self._askings)
 
     def enough(self) -> None:

@@ -103,7 +103,7 @@ def test_requests_wait_for_the_restart_of_the_only_prefill_workers(whole: Deploy
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 7}], ids=["greedy", "seeded"]
 )
-def test_a_stream_goes_on_when_its_decode_worker_is_killed(
+def test_a_stream_continues_when_its_decode_worker_is_killed(
     whole: Deployment, sampling: dict[str, Any]
 ) -> None:
     sample = draw("image", 4001)
@@ -239,7 +239,7 @@ def test_decoders_free_the_leases_of_a_hung_prefill_worker(whole: Deployment) ->
         until(
             lambda: reserved() and bool(at_work(whole, "prefill", "prefill_waiting_requests")),
             30,
-            "a prefill worker is busy while blocks are reserved for a hand-over",
+            "a prefill worker is busy while blocks are reserved for a handover",
         )
         pod = (at_work(whole, "prefill", "prefill_waiting_requests") or whole.pods("prefill"))[0]
         send(whole, pod, signal.SIGSTOP)

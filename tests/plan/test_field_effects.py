@@ -196,7 +196,7 @@ def test_the_reference_states_for_every_field_what_a_change_does():
             assert set(filter(None, running.split(", "))) == set(found.get("live", ())), path
 
 
-def test_no_field_is_immutable_as_the_reference_says():
+def test_no_field_is_immutable_as_the_reference_states():
     assert "No\n  field is immutable" in REFERENCE_FILE.read_text()
     assert "oldSelf" not in crd_yaml()
 

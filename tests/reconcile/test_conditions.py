@@ -124,7 +124,7 @@ COUNTS = "encoder 2/2, prefill 2/2, decode 2/2"
             facts(found=step("Updating", waits_for="the rest follows"), waiting="a pod waits for a node"),
             *("True", "Updating", f"{COUNTS}; the rest follows; a pod waits for a node"),
         ),
-        (facts(found=step("Draining", serving=NEW)), "True", "Draining", f"revision {NEW} takes new requests"),
+        (facts(found=step("Draining", serving=NEW)), "True", "Draining", f"revision {NEW} receives new requests"),
         (facts(found=step("SwitchingGateway", serving=OLD)), "True", "SwitchingGateway", f"from {OLD}"),
     ],
 )  # fmt: skip
@@ -195,7 +195,7 @@ def test_a_limit_comes_with_its_remedy():
     assert condition("ScalingLimited", facts(scaling=free)).status == "False"
     held = condition("ScalingLimited", facts(scaling=replace(free, limited=("decode",), limit="GpuBudget")))
     assert (held.status, held.reason) == ("True", "GpuBudget")
-    assert held.message == "decode needs more replicas; raise spec.gpuBudget or reduce other pools"
+    assert held.message == "more replicas needed for decode; raise spec.gpuBudget or reduce other pools"
 
 
 @pytest.mark.parametrize(

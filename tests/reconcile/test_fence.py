@@ -92,7 +92,7 @@ async def test_a_write_leaves_while_the_lease_is_held(door: Door):
 
 
 async def test_the_fence_is_checked_again_when_the_body_follows_the_headers(door: Door):
-    """aiohttp sends a body from a task of its own: the lease may end between the two."""
+    """aiohttp sends a body from a separate task: the lease may end between the two."""
     answers = iter([True, False])
 
     def fence() -> None:

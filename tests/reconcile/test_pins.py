@@ -1,4 +1,4 @@
-"""Which pods run another image than their revision began with: state in, problems out."""
+"""Which pods run an image other than the one their revision is pinned to: state in, problems out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ def running(name: str, image: str | None) -> dict[str, Any]:
 
 def test_a_pod_of_another_image_is_reported_with_both_and_the_remedy() -> None:
     (problem,) = moved(SECOND)
-    for part in ("ImageMoved", "demo-decode-0", FIRST, SECOND, NEW, f"set it to a digest ({FIRST} to keep"):
+    for part in (
+        "ImageMoved",
+        "demo-decode-0",
+        FIRST,
+        SECOND,
+        NEW,
+        f"set it to a digest ({FIRST} keeps what is running)",
+    ):
         assert part in problem
 
 

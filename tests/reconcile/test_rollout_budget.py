@@ -74,7 +74,7 @@ def test_a_new_revision_starts_with_what_the_budget_leaves_it(budget: int, expec
     assert sizes(found) == expected
     assert sum(n * GPUS[pool] for pool, n in expected.items()) + 10 <= budget
     assert f"{expected['decode']} of 4 decode pods" in found.waits_for
-    assert f"holds 10 of spec.gpuBudget {budget}" in found.waits_for
+    assert f"holds 10 of the {budget} GPUs of spec.gpuBudget" in found.waits_for
 
 
 def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_what():

@@ -1,4 +1,4 @@
-"""Sizes of pools that scale, while a new revision comes up beside the one that serves: within their bounds, and within the budget."""
+"""Sizes of pools that scale, while a new revision comes up alongside the one that serves: within their bounds, and within the budget."""
 
 from __future__ import annotations
 

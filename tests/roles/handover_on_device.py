@@ -1,6 +1,6 @@
-"""Run in a process of its own: prefill → link → decode with engines and links on a device that never mixes with host memory.
+"""Run in a separate process: prefill → link → decode with engines and links on a device that never mixes with host memory.
 
-`python -m tests.roles.handover_on_device NATS_URL` prints as JSON what came out beside what `generate` says.
+`python -m tests.roles.handover_on_device NATS_URL` prints as JSON the output compared with that of `generate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decoder whose engine is in a long step: hand-overs wait for it, whatever the deadline of a chunk on the link."""
+"""A decoder whose engine is in a long step: handovers wait for it, whatever the deadline of a chunk on the link."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ async def test_a_feature_whose_holder_does_not_deliver_comes_through_the_queue(
     running.cancel()
 
 
-async def test_a_job_shared_with_a_request_that_stays_goes_on(connect: Connect) -> None:
+async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
     await store.admit("other#0", {REF.feature_id: BYTES})
     source.request(REF, request())
@@ -392,7 +392,7 @@ def job_for(receiver: str) -> EncodeJob:
     return EncodeJob("job", REF, "gateway-0", receiver, "i1", now + 30, now, "r")
 
 
-async def test_a_second_request_for_a_feature_that_failed_gets_a_job_of_its_own(connect: Connect) -> None:
+async def test_a_second_request_for_a_feature_that_failed_gets_a_new_job(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
     source.request(REF, request())
     store.release("r#0")  # the client left

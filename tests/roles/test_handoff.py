@@ -1,4 +1,4 @@
-"""A hand-over that is called off ends at once, whatever comes at the same moment."""
+"""A handover that is called off ends at once, whatever comes at the same moment."""
 
 from __future__ import annotations
 
@@ -131,5 +131,5 @@ async def test_a_waiting_prefill_takes_a_decoder_that_appears(connect: Connect, 
 
 
 async def test_a_prefill_without_any_decoder_gives_up_at_once(connect: Connect) -> None:
-    with pytest.raises(OverloadedError, match="decode-0 gone and no other is ready"):
+    with pytest.raises(OverloadedError, match="decode-0 lost and no other pod is ready"):
         await sender_of(await connect("prefill-0"), {}).reserve(request(600))

@@ -35,7 +35,7 @@ async def run(self):
 pool, role = {roles!r}
 worker.run(WorkerSettings.from_environment(), pool, (role,))
 """
-LOST = "device_lost.*unspecified launch failure; the process ends"
+LOST = "device_lost.*unspecified launch failure; the process exits"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ LOST = "device_lost.*unspecified launch failure; the process ends"
         (("decode", "decode"), "Engine.stats = fail", 0, LOST),
         (("encoder", "encode"), "HfEncoderModel.encode = fault", 0, LOST),
         (("decode", "decode"), "Engine._run = fault", 0, LOST),
-        (("encoder", "encode"), "", 2, r"device_lost.*spec\.encoder\.gpus is 2.*finds no CUDA device"),
+        (("encoder", "encode"), "", 2, r"device_lost.*spec\.encoder\.gpus is 2.*found no CUDA device"),
     ],
     ids=[
         "tower",

@@ -1,4 +1,4 @@
-"""A pod that encodes beside its KV pool leaves memory for its towers; no other pod spends time or memory on that."""
+"""A pod that encodes in addition to holding a KV pool leaves memory for its towers; no other pod spends time or memory on that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The book of sequences: who is told of tokens and failures, and what is remembered of cancelled requests."""
+"""The book of sequences: who receives tokens and failures, and what is remembered of cancelled requests."""
 
 from __future__ import annotations
 
@@ -180,9 +180,7 @@ async def test_a_lost_token_in_the_middle_is_sent_again_with_all_that_follow(
     assert len(book) == 1
 
 
-async def test_a_failure_is_reported_until_the_gateway_goes_on_without_it(
-    connect: Connect, gateway: Gateway
-) -> None:
+async def test_a_failure_is_reported_until_the_gateway_moves_on(connect: Connect, gateway: Gateway) -> None:
     book = await new_book(connect)
     book.open(request(60))
     await book.fail("r#0", PeerLostError("gone"))

@@ -1,4 +1,4 @@
-"""Throughput and busy time of the stages of encoding, on a clock of their own."""
+"""Throughput and busy time of the stages of encoding, on a separate clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_busy_time_is_that_of_the_busiest_stage_over_all_its_servers() -> 
     assert stages.busy_fraction() == 2.0 / BUSY_WINDOW_SECONDS
 
 
-async def test_a_run_under_way_counts_as_busy_before_it_ends() -> None:
+async def test_a_run_in_progress_counts_as_busy_before_it_ends() -> None:
     clock = Clock()
     tower = stage("tower", 1, clock)
     async with tower.run("video", 100):

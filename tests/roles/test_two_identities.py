@@ -31,7 +31,7 @@ ENDS_SECONDS = 120
 
 @dataclass
 class Pipeline:
-    """Processes as containers run them, each with a configuration file of its own and the model in one folder."""
+    """Processes as containers run them, each with its own configuration file and the model in one folder."""
 
     server: NatsServer
     folder: Path
@@ -120,7 +120,7 @@ class Process:
         (line,) = [line for line in self.log.read_text().splitlines() if "cannot serve" in line]
         assert "revision_mismatch" in line
         assert f"is pinned to {identity}" in line
-        assert "the files of the model changed after the revision was first seen" in line
+        assert "the files of the model changed after the revision was pinned" in line
         assert "set spec.image.worker to a digest" in line
 
 

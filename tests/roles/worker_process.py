@@ -1,4 +1,4 @@
-"""The environment in which a worker of the demo model runs as a process of its own."""
+"""The environment in which a worker of the demo model runs as a separate process."""
 
 from __future__ import annotations
 

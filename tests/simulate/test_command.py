@@ -127,7 +127,7 @@ def test_a_bad_row_is_named(tmp_path: Path, name: str, text: str, row: str, word
     [
         ([], "either --trace or --generate"),
         (["--generate", "hurricane"], "not one of bursty, diurnal, video-storm"),
-        (["--generate", "bursty", "--plot", "x.doc"], "end its name with"),
+        (["--generate", "bursty", "--plot", "x.doc"], "unsupported extension"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_remedy(arguments: list[str], words: str):

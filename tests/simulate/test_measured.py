@@ -140,7 +140,7 @@ def test_failed_repeated_and_unfinished_requests_teach_nothing():
     assert len(seen([*requests(), *bad], STATE).requests) == 90
 
 
-def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model():
+def test_contention_between_requests_in_flight_is_measured_and_applied_in_the_model():
     """Of each pair the second comes while the first one's answer is still being written, and takes half as long again."""
     pairs = []
     for n in range(120):
@@ -168,7 +168,7 @@ def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model(
     ("timelines", "words"),
     [
         (requests(20), "has 20 answered requests and at least 30 are needed"),
-        ([timeline(n, usage={}) for n in range(90)], "of another version"),
+        ([timeline(n, usage={}) for n in range(90)], "from another version"),
         ([timeline(3 * n) for n in range(90)], "0 text requests ran alone in prefill"),
     ],
 )
@@ -184,4 +184,4 @@ def test_a_url_without_a_gateway_is_an_error():
         ["simulate", "-f", str(SPEC), "--generate", "bursty", "--calibrate", "http://127.0.0.1:1"],
     )
     assert result.exit_code == 1
-    assert "no gateway answers at http://127.0.0.1:1" in result.stderr
+    assert "no gateway responded at http://127.0.0.1:1" in result.stderr

@@ -161,7 +161,7 @@ def test_a_calibration_file_with_faults_names_each(tmp_path: Path):
     assert {"encoder.startSeconds", "prefill"} <= {fault.field for fault in refused.value.faults}
 
 
-def test_requests_on_shared_cores_take_longer_for_each_that_is_under_way_and_no_two_alike():
+def test_requests_on_shared_cores_take_longer_for_each_in_flight_and_no_two_alike():
     trace = one_video_each(np.array([0.0, 0.001]))
     alone, shared = (
         static(

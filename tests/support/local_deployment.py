@@ -1,4 +1,4 @@
-"""A deployment as `mmd up` runs it, on a thread of its own, so that plain tests can ask it, kill its pods and look at them."""
+"""A deployment as `mmd up` runs it, on a dedicated thread, so that plain tests can ask it, kill its pods and look at them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Deployment:
             await self._stop.wait()
 
     def client(self, timeout: float = 120) -> openai.OpenAI:
-        """The official client, without retries of its own."""
+        """The official client, without its own retries."""
         return openai.OpenAI(
             base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=timeout
         )
@@ -138,7 +138,7 @@ class Deployment:
         assert self._loop is not None
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
-        assert done.wait(30), "the deployment's thread does not answer"
+        assert done.wait(30), "the deployment's thread does not respond"
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """What the pod says of itself."""

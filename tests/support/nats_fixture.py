@@ -1,4 +1,4 @@
-"""A nats-server for a whole test session, and buses with subjects of their own. Use: `pytest_plugins = ["tests.support.nats_fixture"]`."""
+"""A nats-server for a whole test session, and buses with their own subjects. Use: `pytest_plugins = ["tests.support.nats_fixture"]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator as a process of its own: started, stopped, killed, frozen.
+"""The operator as a separate process: started, stopped, killed, frozen.
 
 Processes are forked from one that has already imported everything, so that a test may start dozens of them.
 """

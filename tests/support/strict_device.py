@@ -1,6 +1,6 @@
 """A second device for tests on machines without a GPU: a backend in Python whose data lies in host memory and never mixes with it.
 
-`install()` registers it in PyTorch's dispatcher as `strict:0`, for the whole process: call it in a process of its own. Operators
+`install()` registers it in PyTorch's dispatcher as `strict:0`, for the whole process: call it in a separate process. Operators
 refuse operands of two devices, as CUDA does, so what passes here copies between host and device explicitly wherever it must.
 """
 

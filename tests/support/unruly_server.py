@@ -44,7 +44,7 @@ class Fault:
 
 
 class UnrulyServer:
-    """Listens on loopback in a thread of its own. `calls` counts requests by (method, path)."""
+    """Listens on loopback in a dedicated thread. `calls` counts requests by (method, path)."""
 
     def __init__(self, upstream: str, token: str, folder: Path) -> None:
         self._upstream, self._token = upstream, token

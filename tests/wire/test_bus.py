@@ -259,7 +259,7 @@ async def test_a_flush_confirms_what_was_sent_before_it(nats_server, subjects):
         await bus.close()
 
 
-async def test_bulk_has_a_connection_of_its_own(connect):
+async def test_bulk_has_a_separate_connection(connect):
     here = await connect("here")
     bulk = await here.bulk()
     assert bulk is await here.bulk()
@@ -411,7 +411,7 @@ def test_parts_that_never_end_are_forgotten_and_bounded():
     assert assembler.take("more 0 2", b"a", now=1.0) is None
     late = ASSEMBLY_SECONDS + 0.5
     assert assembler.take("later 0 2", b"a", now=late) is None
-    with pytest.raises(WireError, match="part 1 of 2 arrived where 0 was expected"):
+    with pytest.raises(WireError, match="part 1 of 2 arrived, but part 0 was expected"):
         assembler.take("r1 1 2", b"b", now=late)
 
 

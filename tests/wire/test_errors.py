@@ -22,7 +22,7 @@ def below(kind: type[MmdError]) -> list[type[MmdError]]:
 
 
 def with_a_code() -> list[type[MmdError]]:
-    """Every type of our packages that has a code of its own; one without is a case of the type that it derives from."""
+    """Every type of our packages that has its own code; one without is a case of the type that it derives from."""
     for package in (mmd_cli, mmd_workers):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):

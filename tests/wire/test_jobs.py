@@ -37,7 +37,7 @@ async def test_a_job_is_delivered_once_and_leaves_when_acknowledged(queue):
     assert await queue.pull(MODALITIES, batch=4, wait=0.1) == []
 
 
-async def test_a_waiting_pull_hears_of_a_new_job_at_once(queue, monkeypatch):
+async def test_a_waiting_pull_receives_a_new_job_at_once(queue, monkeypatch):
     monkeypatch.setattr(jobs, "_POLL_SECONDS", 60.0)  # looking again by itself would be too late
     waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=60))
     await asyncio.sleep(0.3)
@@ -143,7 +143,7 @@ async def test_the_receiver_is_notified_of_a_job_that_no_encoder_finishes(queue,
     async with asyncio.timeout(DEADLINE_SECONDS):
         told = await failed.get()
     assert (told.job_id, told.code, told.retryable) == ("crasher", "unprocessable_medium", False)
-    assert "2 encoders" in told.message
+    assert "2 consecutive encoders" in told.message
     async with asyncio.timeout(30):
         while (await queue.depth())["video"].jobs:
             await asyncio.sleep(0.02)

@@ -91,7 +91,7 @@ def roles_of_user(user: str) -> set[str]:
 
 
 @pytest.mark.parametrize("user", USERS)
-async def test_a_user_hears_the_subjects_of_its_roles_and_no_others(server: NatsServer, user: str) -> None:
+async def test_a_user_receives_the_subjects_of_its_roles_and_no_others(server: NatsServer, user: str) -> None:
     forbidden = [s for role, heard in LISTENED.items() if role not in roles_of_user(user) for s in heard]
     forbidden += [f"{inbox_of(other)}.reply" for other in USERS if other != user]
     forbidden += [OTHERS.heartbeat("x"), "mmd.>", ">", "$SYS.>", "$JS.EVENT.>"]
@@ -112,7 +112,9 @@ async def test_a_user_hears_the_subjects_of_its_roles_and_no_others(server: Nats
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != GATEWAY_USER])
-async def test_a_worker_cannot_make_a_stream_of_what_it_may_not_hear(server: NatsServer, user: str) -> None:
+async def test_a_worker_cannot_create_a_stream_of_subjects_that_it_may_not_receive(
+    server: NatsServer, user: str
+) -> None:
     async with as_user(server, user) as (client, violations):
         await client.publish("$JS.API.STREAM.CREATE.spy", b'{"name": "spy", "subjects": ["mmd.ai.chat.>"]}')
         await client.publish("$JS.API.CONSUMER.CREATE.spy.x", b"{}")

@@ -1,4 +1,4 @@
-"""Pauses between two tries of the same thing. Knows neither what is tried nor a clock."""
+"""Pauses between two tries of the same thing. Independent of what is tried and of the clock."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def worker(
 
     chosen = roles.split(",")
     if pool not in POOL_NAMES or not set(chosen) <= set(ROLES):
-        raise typer.BadParameter(f"--pool {pool} --roles {roles}: see --help for what each may be")
+        raise typer.BadParameter(
+            f"--pool {pool} --roles {roles}: invalid; see --help for the accepted values"
+        )
     run(WorkerSettings.from_environment(), pool, cast("tuple[Role, ...]", tuple(chosen)))
 
 

@@ -1,4 +1,4 @@
-"""What an exception says about the accelerator, and how a failing batch is split until only its culprit fails.
+"""What an exception reports about the accelerator, and how a failing batch is split until only its culprit fails.
 
 Knows torch, no model and no network.
 """
@@ -46,7 +46,7 @@ def check_device(error: BaseException, device: torch.device) -> None:
 
 def _lost(device: torch.device, reason: str) -> DeviceLostError:
     return DeviceLostError(
-        f"the accelerator of this process ({device}) failed and cannot be used again: {reason}; the process ends and its work is "
+        f"the accelerator of this process ({device}) failed and cannot be used again: {reason}; the process exits and its work is "
         "redistributed. If this repeats on one node, check the node's GPU (dmesg: NVRM Xid) and cordon it"
     )
 

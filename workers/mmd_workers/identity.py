@@ -67,9 +67,9 @@ def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
         return
     commits = f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
     raise RevisionMismatchError(
-        f"pod {settings.pod} runs code and weights {settings.identity}, and revision {config.revision} is pinned to "
-        f"{pinned.identity} ({commits}): the image tag, the branch or the files of the model changed after the revision was first seen; set "
-        f"spec.image.worker to a digest ({pinned.image or 'see status.pinned'} keeps what runs) and spec.model.revision to a commit"
+        f"pod {settings.pod} runs code and weights {settings.identity}, but revision {config.revision} is pinned to "
+        f"{pinned.identity} ({commits}): the image tag, the branch or the files of the model changed after the revision was pinned; set "
+        f"spec.image.worker to a digest ({pinned.image or 'see status.pinned'} keeps what is running) and spec.model.revision to a commit"
     )
 
 
@@ -80,7 +80,7 @@ def identity_of(code: str, weights: str) -> str:
 
 @lru_cache(maxsize=1)
 def code_fingerprint() -> str:
-    """Content of our own packages, and versions of Python and of everything installed beside them.
+    """Content of our own packages, and versions of Python and of everything installed with them.
 
     Kept for the life of the process and of those forked from it: files that change later are not what runs.
     """

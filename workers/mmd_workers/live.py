@@ -1,6 +1,6 @@
 """Settings that change while a process runs: its configuration file is read again whenever the file changes.
 
-Kubernetes updates the files of a mounted ConfigMap, and `mmd up` writes the same files. Knows no setting's meaning.
+Kubernetes updates the files of a mounted ConfigMap, and `mmd up` writes the same files. Independent of the meaning of settings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LiveConfig:
         except (
             OSError
         ) as error:  # being replaced, or missing: the current settings stay, and the next check reads again
-            _log.debug("%s cannot be read: %s", self._file, error)
+            _log.debug("failed to read %s: %s", self._file, error)
             return
         if text == self._text:
             return
@@ -68,13 +68,13 @@ class LiveConfig:
                 self._apply(config.spec)
                 self._config = config
                 self._metrics.config_reloads.labels("applied").inc()
-                _log.info("changed settings in %s are in effect", self._file)
+                _log.info("applied changed settings from %s", self._file)
         except ValueError as error:
             self._metrics.config_reloads.labels("rejected").inc()
             self._metrics.config_rejected.set(1)
             reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
             _log.error(
-                "%s rejected, previous settings stay in effect: %s; fix the spec, or use a worker image of the operator's release",
+                "rejected %s, previous settings stay in effect: %s; fix the spec, or use a worker image from the operator's release",
                 self._file,
                 reason,
             )

@@ -1,4 +1,4 @@
-"""How a pod's memory is divided: weights, activations, and the KV pool as a share of what is left. Knows no model and no network."""
+"""How a pod's memory is divided: weights, activations, and the KV pool as a share of what is left. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MemoryBudget:
         tokens = num_bytes // block_bytes * block_tokens
         if self.override_bytes:
             raise MemoryBudgetError(
-                f"spec.{pool}.kvCacheMebibytes: {num_bytes // MEBIBYTE} MiB hold KV for {tokens} tokens, but one request of "
+                f"spec.{pool}.kvCacheMebibytes: {num_bytes // MEBIBYTE} MiB holds KV for {tokens} tokens, but one request of "
                 f"maxModelLen {max_model_len} needs {_mebibytes(needed)}; raise it to that or more, or set spec.model.maxModelLen "
                 f"to {tokens} or less"
             )

@@ -1,4 +1,4 @@
-"""A pod: what its parts may use, and what the process asks of each of them. Knows no role.
+"""A pod: what its parts may use, and what the process asks of each of them. Independent of roles.
 
 A part is a role (encode, prefill, decode) or something that roles have in common: the engine, its sequences, the KV links.
 """

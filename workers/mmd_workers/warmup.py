@@ -1,6 +1,6 @@
 """What a pod does once before it reports Ready, so that its first request is no slower than the next.
 
-Whatever is warmed up leaves no trace: no count, no estimate, nothing in a cache. Knows no network.
+Whatever is warmed up leaves no trace: no count, no estimate, nothing in a cache. Independent of the network.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def warm_up(
                     await step()
             except TimeoutError:
                 log.warning(
-                    "warm-up of %s not finished: all warm-ups together are limited to %.0f s; the first request of that kind will be slow",
+                    "warm-up of %s did not finish: all warm-ups together are limited to %.0f s; the first request of that kind will be slow",
                     name,
                     limit_seconds,
                 )

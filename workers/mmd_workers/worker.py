@@ -190,7 +190,7 @@ class Worker:
         if self.settings.gpus:
             pool = self.pod.pool
             raise DeviceLostError(
-                f"spec.{pool}.gpus is {self.settings.gpus}, but torch {torch.__version__} finds no CUDA device in this pod; check the node's "
+                f"spec.{pool}.gpus is {self.settings.gpus}, but torch {torch.__version__} found no CUDA device in this pod; check the node's "
                 f"driver and device plugin, or set spec.{pool}.gpus to 0 to serve from the CPU"
             )
         return torch.device("cpu")

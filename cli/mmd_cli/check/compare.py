@@ -64,7 +64,7 @@ def _compare(checked: Checked, name: str, media: list[Medium]) -> Case:
     case.tokens = (len(layout.token_ids), len(whole_ids))
     if layout.token_ids != whole_ids:
         case.wrong.append(
-            f"the prompt has {case.tokens[0]} tokens split and {case.tokens[1]} unsplit, or different ones"
+            f"the prompt has {case.tokens[0]} tokens split and {case.tokens[1]} unsplit, or the tokens differ"
         )
         return case
     try:

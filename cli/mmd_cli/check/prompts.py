@@ -1,4 +1,4 @@
-"""The prompts that both copies of the model get, with generated image, video and sound. Knows no model."""
+"""The prompts that both copies of the model get, with generated image, video and sound. Independent of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comparison found, and how it is printed. Knows no model."""
+"""What the comparison found, and how it is printed. Independent of the model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lines_of(report: CheckReport) -> list[str]:
     """The report as text."""
     takes = ", ".join(sorted(report.takes)) or "text only"
     lines = [
-        f"model {report.model} ({report.model_type}) in {report.dtype}, takes {takes}",
+        f"model {report.model} ({report.model_type}) in {report.dtype}, accepts {takes}",
         "",
         f"{'prompt':<26}{'':<14}{'tokens':>8}{'features':>12}{'logits':>12}{'output':>9}",
     ]

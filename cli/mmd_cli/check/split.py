@@ -21,7 +21,7 @@ def lowered(checked: Checked, layout: PromptLayout, media: Sequence[Medium]) -> 
     prompt = checked.language.lower(layout.token_ids, layout.media)
     for number, (medium, laid) in enumerate(zip(media, layout.media, strict=True)):
         if checked.encoder is None:
-            raise UnsupportedInputError(f"this model takes no {laid.modality}")
+            raise UnsupportedInputError(f"this model does not accept {laid.modality}")
         decoded = medium.decoded(laid.sampling.frame_indices, laid.sampling.num_samples)
         (feature,) = checked.encoder.encode([checked.encoder.process(decoded, laid)])
         checked.language.fill(prompt, number, feature)

@@ -18,7 +18,7 @@ def check(
 ) -> None:
     """Compare a model split into roles with the same model in transformers.
 
-    Exit status: 0, agrees; 1, differs; 2, refused or cannot be loaded; 3, nothing differs but not everything was compared.
+    Exit status: 0, agrees; 1, differs; 2, rejected or cannot be loaded; 3, nothing differs but not everything was compared.
 
     Both copies are loaded at once: the device needs memory for the weights twice.
     """
@@ -31,7 +31,7 @@ def check(
     from mmd_cli.check.report import lines_of
 
     if dtype not in ("Float32", "BFloat16", "Float16"):
-        raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the values")
+        raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the accepted values")
     try:
         where = torch.device(device)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`mmd prometheus`: a Prometheus configuration for the deployment that runs here."""
+"""`mmd prometheus`: a Prometheus configuration for the deployment running on this machine."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _remembered(gateway: str) -> list[dict[str, Any]]:
         ).raise_for_status()
     except httpx.HTTPError as error:
         raise top.UnreachableError(
-            f"no gateway answers at {gateway} ({error}); check that it is running"
+            f"no gateway responded at {gateway} ({error}); check that it is running"
         ) from error
     requests: list[dict[str, Any]] = answer.json()["requests"]
     return requests

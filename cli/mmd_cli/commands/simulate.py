@@ -22,36 +22,38 @@ def simulate(
     file: Annotated[str, typer.Option("-f", "--file", help="Deployment file, or -.")],
     trace: Annotated[
         Path | None,
-        typer.Option(help="Trace of Azure or BurstGPT (.csv), of Mooncake or Qwen-Bailian (.jsonl)."),
+        typer.Option(help="Trace file: Azure or BurstGPT (.csv), Mooncake or Qwen-Bailian (.jsonl)."),
     ] = None,
     generate: Annotated[
         str | None, typer.Option(help=f"Instead of a trace, one of: {', '.join(GENERATED)}.")
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests per second to generate.", min=0.001)] = 5.0,
     seconds: Annotated[float, typer.Option(help="Seconds of load to generate.", min=1.0)] = 1800.0,
-    seed: Annotated[int, typer.Option(help="Seed to generate with.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generator.", min=0)] = 0,
     calibration: Annotated[
-        Path | None, typer.Option(help="Measured calibration (YAML). Defaults to assumed numbers.")
+        Path | None, typer.Option(help="Measured calibration (YAML). Defaults to assumed values.")
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="URL of a gateway that has answered requests, to measure there; --calibration fills the gaps."
+            help="URL of a gateway that has served requests, to calibrate from; --calibration fills the gaps."
         ),
     ] = None,
     save_calibration: Annotated[
-        Path | None, typer.Option(help="Write the calibration in use (YAML), for --calibration.")
+        Path | None, typer.Option(help="File to write the calibration to (YAML), for use with --calibration.")
     ] = None,
     compare: Annotated[
         bool, typer.Option(help="Also simulate HPAs on CPU and GPU, KEDA on queues, and a static split.")
     ] = False,
-    recommend: Annotated[bool, typer.Option(help="Find a static split and a policy for the SLO.")] = False,
+    recommend: Annotated[
+        bool, typer.Option(help="Recommend a static split and an autoscaling policy for the SLO.")
+    ] = False,
     attainment_percent: Annotated[
         float,
         typer.Option(help="Share of requests that must meet the SLO, for --recommend.", min=1, max=100),
     ] = 99.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File to write a plot to (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Run the autoscaler against a trace in a model of the pipeline: SLO attainment, GPU-hours, replicas, losses."""
     try:
@@ -69,11 +71,11 @@ def simulate(
     from mmd_operator.simulate.traces import GENERATORS, TraceError, load_trace
 
     if (trace is None) == (generate is None):
-        _fail("give either --trace or --generate")
+        _fail("set either --trace or --generate")
     if generate is not None and generate not in GENERATORS:
         _fail(f"--generate {generate}: not one of {', '.join(GENERATORS)}")
     if plot is not None and plot.suffix.lower() not in PICTURES:
-        _fail(f"--plot {plot}: end its name with one of {', '.join(PICTURES)}")
+        _fail(f"--plot {plot}: unsupported extension; use one of {', '.join(PICTURES)}")
     try:
         spec = load(file).spec
     except InvalidDeploymentError as error:
@@ -116,10 +118,12 @@ def simulate(
         return
     _print(table(requests, runs))
     if calibration is None and calibrate is None:
-        typer.echo("Numbers of the workers are assumed; measure a running gateway's with --calibrate URL.")
+        typer.echo(
+            "The workers' performance is assumed; calibrate from a running gateway with --calibrate URL."
+        )
     if runs[0].bottleneck_share:
         shares = ", ".join(f"{pool} {share:.0%}" for pool, share in runs[0].bottleneck_share.items())
-        typer.echo(f"Bottleneck, share of the time: {shares}")
+        typer.echo(f"Bottleneck, by share of time: {shares}")
     if tuned is not None:
         split, policy = runs[-2:]
         sizes = ", ".join(f"{pool} {size}" for pool, size in (split.sizes or {}).items())

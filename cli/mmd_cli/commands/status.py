@@ -1,4 +1,4 @@
-"""`mmd status`: the pods of the deployment that runs here."""
+"""`mmd status`: the pods of the deployment running on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def status(
     name: NameOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Show the pods of the deployment that runs here: roles, state, work in progress."""
+    """Show the pods of the deployment running on this machine: roles, state, work in progress."""
     try:
         running = state.find(name)
     except CommandError as error:

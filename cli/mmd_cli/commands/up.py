@@ -44,11 +44,11 @@ def up(
                     highlight=False,
                 )
                 console.print(
-                    "ask it: mmd chat --image FILE    look: mmd status    stop: Ctrl-C", highlight=False
+                    "ask: mmd chat --image FILE    inspect: mmd status    stop: Ctrl-C", highlight=False
                 )
                 console.print(f"page, metrics and state: {local.admin_url}", highlight=False)
                 await runner.until_stopped()
-                console.print("stopping after the requests in flight have finished", highlight=False)
+                console.print("stopping once the requests in flight have finished", highlight=False)
 
     run(serve())
 

@@ -48,10 +48,12 @@ class FileFollower:
             fresh = self._load(self._file)
             objects = plan_objects(fresh, self._namespace)
         except InvalidDeploymentError as error:
-            self._log_line("mmd", f"{self._file} rejected, previous settings stay in effect: {error}")
+            self._log_line("mmd", f"rejected {self._file}, previous settings stay in effect: {error}")
             return
         if fresh.metadata.name != self._started_with.metadata.name:
-            self._log_line("mmd", f"{self._file} now names another deployment; restart `mmd up` to run it")
+            self._log_line(
+                "mmd", f"{self._file} now names another deployment; restart `mmd up` to run that deployment"
+            )
             return
         changed = changed_paths(self._started_with.spec, fresh.spec)
         later = [p for p in changed if not effect_of(p).live or effect_of(p).start]

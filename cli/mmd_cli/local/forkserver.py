@@ -47,7 +47,7 @@ class Order:
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A process in a group of its own, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
+    """A process in a separate group, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
 
     pid: int
     output: asyncio.StreamReader
@@ -199,7 +199,11 @@ def _reap(children: dict[int, int]) -> None:
     for pid in list(children):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            _reply(number=children.pop(pid), status=os.waitstatus_to_exitcode(status), why="it ended at once")
+            _reply(
+                number=children.pop(pid),
+                status=os.waitstatus_to_exitcode(status),
+                why="it exited immediately",
+            )
 
 
 def _leave_the_server(order: Order, output: int) -> None:

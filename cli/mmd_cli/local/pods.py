@@ -1,6 +1,6 @@
 """What a rendered pod means on this machine: the same command and environment, with files and ports where they can be here.
 
-Reads the very objects that the operator would apply; knows nothing of how they were planned.
+Reads the very objects that the operator would apply; independent of how they were planned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The autoscaler of `mmd up`: the operator's decisions and actions, carried out on processes.
 
-A process is requested to drain as a pod is: by an annotation, in the file that its environment names. Knows no decision's reasons.
+A process is requested to drain as a pod is: by an annotation, in the file that its environment names. Independent of the reasons of decisions.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LocalScaler:
                 )
                 self._reported.add(pod.name)
         except httpx.HTTPError as error:
-            log.debug("%s does not answer: %r", pod.name, error)
+            log.debug("%s did not respond: %r", pod.name, error)
         except ReportError as error:
             log.warning("%s", error)
 
@@ -149,7 +149,7 @@ class LocalScaler:
             self._drain_requested_at[name] = time.time()
             _annotate(by_name[name], datetime.now(UTC))
         for name in actions.renew:
-            self._log_line("autoscaler", f"drained pod {name} is needed again and is replaced")
+            self._log_line("autoscaler", f"drained pod {name} is needed again and is being replaced")
             self._stop(by_name[name], again=True)
         if actions.replicas is None:
             return

@@ -1,4 +1,4 @@
-"""What `mmd up` does again and again beside the processes that it runs."""
+"""What `mmd up` does periodically, next to the processes that it runs."""
 
 from __future__ import annotations
 

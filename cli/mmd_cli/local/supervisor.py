@@ -175,7 +175,7 @@ class Supervisor:
             else:
                 self.gave_up(
                     GaveUpError(
-                        f"{NATS} exited and did not recover within {MAX_FUTILE_STARTS} starts; no pod works without it; last error: {reason}"
+                        f"{NATS} exited and did not recover within {MAX_FUTILE_STARTS} starts; no pod can work without it; last error: {reason}"
                     )
                 )
                 return

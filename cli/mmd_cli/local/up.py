@@ -185,7 +185,7 @@ async def running(
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
             _kill_on_a_second_signal(supervisor)
-            # Gateways first, which may take as long as a request: requests under way still find their workers.
+            # Gateways first, which may take as long as a request: requests in flight still find their workers.
             gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
             await supervisor.stop(gateways)
             await supervisor.close()
@@ -219,7 +219,7 @@ def _stop_in_good_order_on_sigterm() -> None:
 
 
 def _kill_on_a_second_signal(supervisor: Supervisor) -> None:
-    """A second interrupt kills the pods without waiting for requests under way."""
+    """A second interrupt kills the pods without waiting for requests in flight."""
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.kill)

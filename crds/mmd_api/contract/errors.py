@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 
 class MmdError(Exception):
-    """A defect, or a failure without a code of its own. Base of every error that this project raises on purpose.
+    """A defect, or a failure without its own code. Base of every error that this project raises on purpose.
 
     A subclass with a `code` is a row of the table, and then no other field of the row is inherited. `status` None: it is between
     pods alone, and a client that it reaches all the same sees `internal`.
@@ -19,7 +19,7 @@ class MmdError(Exception):
     code: str = "internal"
     status: int | None = 500
     retryable: bool = False
-    remedy: str = "read the last lines of the log of the pod that failed"
+    remedy: str = "check the end of the failed pod's log"
 
     def __init_subclass__(
         cls,
@@ -47,7 +47,7 @@ class UnsupportedInputError(
     status=400,
     remedy="remove the part, or send a medium that the model accepts",
 ):
-    """The model or the policy does not take this input (modality, size, count)."""
+    """The model or the policy does not accept this input (modality, size, count)."""
 
 
 class BadMediaError(
@@ -56,13 +56,13 @@ class BadMediaError(
     status=400,
     remedy="send a complete file of a supported format, within the limits of spec.gateway.media",
 ):
-    """The bytes are not what they claim to be, or exceed a limit: the job is poison and must not be retried."""
+    """The bytes do not match their declared type, or exceed a limit: the job is poison and must not be retried."""
 
 
 class FetchError(
     MmdError, code="fetch_failed", status=400, remedy="check the URL, or send the file as a data URL"
 ):
-    """A media URL could not be fetched: refused address, status, size, time."""
+    """A media URL could not be fetched: refused address, status, size or timeout."""
 
 
 class CapacityError(
@@ -84,7 +84,7 @@ class OverloadedError(
     retryable=True,
     remedy="retry after the time in retry-after, or add replicas",
 ):
-    """No room now; try elsewhere or later: after `retry_after_seconds`, where whoever refused can estimate it."""
+    """No capacity now; try another pod, or retry after `retry_after_seconds` if the pod that refused can estimate it."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class PeerLostError(
     code="peer_lost",
     status=503,
     retryable=True,
-    remedy="retry; if it lasts, check the events of the pods and NATS",
+    remedy="retry; if it persists, check the Events of the pods and of NATS",
 ):
     """A worker that held the request is lost."""
 
@@ -106,9 +106,9 @@ class LinkError(
     code="link_failed",
     status=503,
     retryable=True,
-    remedy="retry; if it lasts, check the network between prefill and decode pods",
+    remedy="retry; if it persists, check the network between prefill and decode pods",
 ):
-    """A transfer to a peer failed: deadline, lost peer, digest or order. The pair must be linked again."""
+    """A transfer to a peer failed: deadline, lost peer, digest or order. The pair must reconnect."""
 
 
 class DeadlineError(
@@ -117,14 +117,14 @@ class DeadlineError(
     status=504,
     remedy="request fewer tokens, or raise spec.gateway.requestTimeoutSeconds",
 ):
-    """The request's deadline passed."""
+    """The request deadline was exceeded."""
 
 
 class StepFailedError(
     MmdError,
     code="step_failed",
     status=500,
-    remedy="read the log of the pod; do not send the same request again",
+    remedy="check the pod's log; do not send the same request again",
 ):
     """The model raised an error for this sequence, also when it ran alone: it would break the next batch as well."""
 
@@ -135,13 +135,13 @@ class BadLogitsError(
     status=500,
     remedy="check the weights and spec.model.dtype; do not send the same request again",
 ):
-    """The model returned no finite logit for this sequence: its weights or its features are broken."""
+    """The model returned no finite logit for this sequence: its weights or its features are invalid."""
 
 
 class CountMismatchError(
     MmdError, code="count_mismatch", status=500, remedy="report the model and the request: this is a defect"
 ):
-    """A worker arrived at another number of tokens than the layout: the request fails, nothing is guessed."""
+    """A worker computed a different number of tokens than the prompt layout: the request fails; nothing is guessed."""
 
 
 # --- what the gateway answers before any pod has the request ---------------------------------------------------
@@ -279,24 +279,24 @@ class PreemptedError(
     MmdError,
     code="preempted",
     retryable=True,
-    remedy="if it is frequent, give decode more memory for KV or more replicas",
+    remedy="if it happens often, give decode more memory for KV or more replicas",
 ):
-    """The KV pool was full and this was the youngest sequence: place it again, tokens so far included."""
+    """The KV pool was full and this was the newest sequence: place it again, tokens so far included."""
 
 
 class LeaseError(
     MmdError,
     code="lease_ended",
     retryable=True,
-    remedy="if it is frequent, raise spec.transfer.kv.leaseSeconds",
+    remedy="if it happens often, raise spec.transfer.kv.leaseSeconds",
 ):
-    """A lease on KV blocks is over: its blocks may belong to another sequence. The request must be offered again."""
+    """A lease on KV blocks has ended: its blocks may belong to another sequence. The request must be offered again."""
 
 
 class DrainingError(
     MmdError, code="draining", retryable=True, remedy="none: the request is placed on another pod"
 ):
-    """The pod leaves: it takes nothing more. It is not full, another comes in its place."""
+    """The pod is draining and accepts no new work. It is not full: another pod takes its place."""
 
 
 class RequestCancelledError(
@@ -312,15 +312,15 @@ class LayoutMismatchError(
     MmdError,
     code="layout",
     retryable=True,
-    remedy="report it: pods of one revision have the same layout, so this is a defect",
+    remedy="report it: pods of one revision have the same KV layout, so this is a defect",
 ):
-    """The KV layouts of two pods differ: no KV can go from one to the other."""
+    """The KV layouts of two pods differ: they cannot exchange KV."""
 
 
 class DrainedError(
     MmdError, code="drained", retryable=True, remedy="none: the request is placed on another pod"
 ):
-    """The pod that worked on this request is leaving: place it again, tokens so far included."""
+    """The pod that was processing this request is draining: place it again, tokens so far included."""
 
 
 class FeatureLostError(
@@ -329,14 +329,12 @@ class FeatureLostError(
     """A feature that was to be shared has been lost."""
 
 
-class MediaGoneError(
-    MmdError, code="media_gone", remedy="none: the request brings its media again, or has ended"
-):
+class MediaGoneError(MmdError, code="media_gone", remedy="none: a retried request sends its media again"):
     """The gateway no longer holds the medium: its request has ended, or the gateway was restarted."""
 
 
 class ReceiverGoneError(MmdError, code="receiver_gone", remedy="none: the job is dropped"):
-    """Nobody waits for this feature any more."""
+    """No request needs this feature any more."""
 
 
 class WireError(
@@ -344,7 +342,7 @@ class WireError(
     code="bad_message",
     remedy="report it: pods of one revision run the same code, so this is a defect",
 ):
-    """A message is not what its subject promises: malformed, of wrong types, too deep or too large."""
+    """A message is invalid for its subject: malformed, of the wrong type, nested too deeply or too large."""
 
 
 class TooLongError(WireError):
@@ -355,13 +353,13 @@ class TooLongError(WireError):
 
 
 class EngineDeadError(
-    MmdError, code="engine_dead", retryable=True, remedy="read the log of the pod, which restarts"
+    MmdError, code="engine_dead", retryable=True, remedy="check the pod's log; the pod restarts"
 ):
-    """The engine's thread has ended; this process must be restarted, requests go elsewhere."""
+    """The engine's thread has ended; this process must be restarted, and its requests go to other pods."""
 
 
 class DeviceLostError(
-    MmdError, code="device_lost", retryable=True, remedy="check the GPU of the node; the pod restarts"
+    MmdError, code="device_lost", retryable=True, remedy="check the node's GPU; the pod restarts"
 ):
     """The accelerator no longer works in this process: the pod ends, and its work goes to other pods."""
 
@@ -373,13 +371,13 @@ class MemoryBudgetError(
 
 
 class UnsupportedModelError(MmdError, code="unsupported_model", remedy="use a model of docs/models.md"):
-    """This architecture cannot be served; the message has the reason."""
+    """This architecture cannot be served; the message contains the reason."""
 
 
 class RevisionMismatchError(
     MmdError, code="revision_mismatch", remedy="name the image by its digest and the model by its commit"
 ):
-    """This process runs other code or weights than its pipeline revision is pinned to."""
+    """This process runs code or weights other than those that its pipeline revision is pinned to."""
 
 
 class BackendUnavailableError(

@@ -1,6 +1,6 @@
 """What workers and gateways report about their load: the one definition for the wire, `/state`, `/demand`, autoscaler and simulator.
 
-A signal exists only if it is a field here, and then workers and gateways send it. Pure data: knows no transport and no clock.
+A signal exists only if it is a field here, and then workers and gateways send it. Pure data: independent of the transport and the clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PodLoad:
                 if not believable(number):
                     return f"{name} is {number}"
         if self.kv_blocks_free > self.kv_blocks_total:
-            return f"kv_blocks_free is {self.kv_blocks_free:g} of {self.kv_blocks_total:g}"
+            return f"kv_blocks_free is {self.kv_blocks_free:g}, more than kv_blocks_total {self.kv_blocks_total:g}"
         return None
 
 

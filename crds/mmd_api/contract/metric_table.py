@@ -1,6 +1,6 @@
 """How the operator and the workers declare their metrics: one table that Prometheus reads and `docs/metrics.md` is made from.
 
-Knows no metric. Only processes that serve metrics import it: prometheus-client comes with their extras.
+Independent of metrics. Only processes that serve metrics import it: prometheus-client comes with their extras.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
 
 
 class MetricTable:
-    """A registry of its own, and the catalogue of what is on it. One object per process."""
+    """A separate registry, and the catalogue of what is on it. One object per process."""
 
     LABELS: ClassVar[Mapping[str, str]] = {}
     """Values of labels that several metrics have."""

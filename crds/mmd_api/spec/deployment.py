@@ -77,7 +77,7 @@ SPEC = (
         field="gpuBudget",
         cel=f"!has(self.gpuBudget) || {_each_pool(_CEL_GPUS, '0', ' + ')} <= self.gpuBudget",
         holds=_budget_covers_minima,
-        problem="the pools' minimum sizes need more GPUs than gpuBudget",
+        problem="the minimum sizes of the pools need more GPUs than gpuBudget",
         remedy="raise gpuBudget, or lower replicas, minReplicas or gpus",
     ),
     Rule(
@@ -85,8 +85,8 @@ SPEC = (
         cel="!has(self.prefill) || self.transfer.kv.backend != 'Nccl'"
         " || (self.prefill.gpus >= 1 && self.decode.gpus >= 1)",
         holds=_nccl_has_gpus,
-        problem="Nccl moves KV between GPUs, and prefill or decode has gpus: 0",
-        remedy="set transfer.kv.backend: Gloo, or gpus of at least 1 on both",
+        problem="Nccl transfers KV between GPUs, but prefill or decode has gpus: 0",
+        remedy="set transfer.kv.backend: Gloo, or set gpus to at least 1 for both",
     ),
     Rule(
         field="encoder.jobTimeoutSeconds",

@@ -91,7 +91,7 @@ MODEL_STORAGE = (
         cel="!has(self.subPath) || (!self.subPath.startsWith('/') && !self.subPath.matches('(^|/)[.][.](/|$)'))",
         holds=_sub_path_stays_inside,
         problem="subPath points outside the claim",
-        remedy="give a relative path without '..'",
+        remedy="use a relative path without '..'",
     ),
     Rule(
         field="tokenSecret",
@@ -116,7 +116,7 @@ MODEL = (
         cel="self.storage.type != 'Hub' || !(self.id.startsWith('/') || self.id.startsWith('./')"
         " || self.id.startsWith('../') || self.id.startsWith('builtin/'))",
         holds=_hub_id,
-        problem="a path cannot be fetched from the hub",
+        problem="a path cannot be downloaded from the hub",
         remedy="set storage.type: Image or PersistentVolumeClaim, or a hub id such as org/model",
     ),
     Rule(
@@ -124,7 +124,7 @@ MODEL = (
         cel=f"self.storage.type != 'PersistentVolumeClaim' || self.id == '{MODELS_FOLDER}'"
         f" || self.id.startsWith('{MODELS_FOLDER}/')",
         holds=_path_on_claim,
-        problem=f"the id is not below {MODELS_FOLDER}, where the claim is mounted",
+        problem=f"the id is not under {MODELS_FOLDER}, where the claim is mounted",
         remedy=f"set id: {MODELS_FOLDER}/<folder on the claim>",
     ),
     Rule(
@@ -140,14 +140,14 @@ MODEL = (
         cel="!self.id.startsWith('./') && !self.id.startsWith('../')",
         holds=_path_known_to_pods,
         problem="relative paths work only with `mmd up`",
-        remedy="give a hub id, or an absolute path in the image or on a claim",
+        remedy="use a hub id, or an absolute path in the image or on a claim",
         cluster_only=True,
     ),
     Rule(
         field="servedName",
         cel=None,
         holds=_served_names_unique,
-        problem="two names are the same",
+        problem="duplicate served name",
         remedy="keep one of them",
     ),
 )

@@ -29,7 +29,7 @@ NATS = (
         field="url",
         cel="self.managed || has(self.url)",
         holds=_nats_url_given,
-        problem="managed is false and url is not set",
+        problem="managed is false, but url is not set",
         remedy="set url, or managed: true",
     ),
     Rule(
@@ -44,7 +44,7 @@ NATS = (
         cel="!has(self.url) || !self.url.contains('@')",
         holds=_nats_url_without_password,
         problem="the URL contains a password, which this resource would expose",
-        remedy="put keys username and password into a Secret and name it in credentialsSecret",
+        remedy="store them under the keys username and password of a Secret, and set credentialsSecret to its name",
     ),
 )
 

@@ -46,14 +46,14 @@ TOLERATION = (
         field="value",
         cel="self.operator != 'Exists' || !has(self.value)",
         holds=_toleration_value,
-        problem="operator Exists compares no value",
+        problem="operator Exists does not take a value",
         remedy="remove value, or set operator: Equal",
     ),
     Rule(
         field="key",
         cel="self.operator == 'Exists' || has(self.key)",
         holds=_toleration_key,
-        problem="operator Equal needs a key",
+        problem="operator Equal requires a key",
         remedy="set key, or operator: Exists",
     ),
     Rule(
@@ -74,7 +74,7 @@ POD_TEMPLATE = (
             + " || ".join(f"k.startsWith('{domain}')" for domain in RESERVED_LABEL_DOMAINS)
             + ")",
             holds=free,
-            problem="keys of app.kubernetes.io/ and serving.multimodal.dev/ are reserved for the operator",
+            problem="keys with the prefix app.kubernetes.io/ or serving.multimodal.dev/ are reserved for the operator",
             remedy="use your own prefix",
         )
         for field, free in (("labels", _labels_free), ("annotations", _annotations_free))
@@ -83,14 +83,14 @@ POD_TEMPLATE = (
         field="env",
         cel=None,
         holds=_env_unique,
-        problem="two variables have the same name",
+        problem="duplicate variable name",
         remedy="keep one of them",
     ),
     Rule(
         field="env",
         cel="!self.env.exists(e, e.name.startsWith('MMD_'))",
         holds=_env_free,
-        problem="variables that start with MMD_ are reserved for the operator",
+        problem="variables with the prefix MMD_ are reserved for the operator",
         remedy="use the spec field that sets it",
     ),
 )

@@ -36,14 +36,14 @@ AUTOSCALING = (
         field="minReplicas",
         cel="self.minReplicas <= self.maxReplicas",
         holds=_min_below_max,
-        problem="minReplicas is above maxReplicas",
+        problem="minReplicas is greater than maxReplicas",
         remedy="lower minReplicas or raise maxReplicas",
     ),
     Rule(
         field="schedules",
         cel="self.schedules.all(s, s.minReplicas <= self.maxReplicas)",
         holds=_schedules_below_max,
-        problem="a schedule's minReplicas is above maxReplicas",
+        problem="a schedule's minReplicas is greater than maxReplicas",
         remedy="lower its minReplicas or raise maxReplicas",
     ),
 )
@@ -122,9 +122,9 @@ class Pool(ApiModel, rules=POOL):
     tolerations: Annotated[list[Toleration], Field(max_length=16)] = []
     """Taints that the pods tolerate."""
     scheduling_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = SCHEDULING_DEADLINE_SECONDS
-    """How long a pod may wait for a node, such as one that a cluster autoscaler adds, before that is reported as a problem."""
+    """How long a pod may wait for a node, such as one that a cluster autoscaler adds, before a problem is reported."""
     start_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = START_DEADLINE_SECONDS
-    """How long a container may take from its start until the pod is Ready, before it counts as not starting."""
+    """How long a container may take from its start until the pod is Ready, before it is considered not starting."""
     template: PodTemplate = PodTemplate()
     """Overrides for the pods."""
 
@@ -163,7 +163,7 @@ class EncoderSpec(Pool):
     batching: EncoderBatching = EncoderBatching()
     """Batching of encode jobs."""
     cache_mebibytes: Annotated[int, Field(ge=0, le=1_048_576)] = 512
-    """Size of the content-addressed embedding cache in host memory."""
+    """Size of the content-addressed embedding cache, in host memory."""
     media_mebibytes: Annotated[int, Field(ge=16, le=1_048_576)] = 2048
     """Host memory for media that are being encoded: files, pixels and samples. Larger media are rejected."""
     max_deliveries: Annotated[int, Field(ge=1, le=20)] = 3

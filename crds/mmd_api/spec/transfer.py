@@ -57,7 +57,7 @@ class KvTransfer(ApiModel, rules=KV_TRANSFER):
     backend: Literal["Nccl", "Gloo"] = "Nccl"
     """Transport: Nccl between GPUs, Gloo between CPUs."""
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
-    """How long granted blocks stay reserved for a transfer that does not finish."""
+    """How long granted KV blocks stay reserved for a transfer that does not finish."""
     chunk_timeout_milliseconds: Annotated[int, Field(ge=50, le=60_000)] = 2000
     """Deadline of a chunk. A lost peer is detected within this time."""
 

@@ -1,6 +1,6 @@
 """All pools of a deployment together: nothing grows upstream of a saturated pool, GPUs go where they help the SLO most.
 
-Takes the decisions that each pool would make alone and cuts them down. Knows no cluster and no clock.
+Takes the decisions that each pool would make alone and cuts them down. Independent of the cluster and the clock.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Bottleneck:
 
     def __str__(self) -> str:
         text = (
-            f"{self.pool} is the bottleneck: {self.ready} ready replicas are at {self.load:.0%} of their target load; one more "
-            f"would bring them to {self.load_with_one_more:.0%}"
+            f"{self.pool} is the bottleneck at {self.load:.0%} of its target load ({self.ready} ready); one more replica "
+            f"would bring it to {self.load_with_one_more:.0%}"
         )
         if self.seconds_gained > 0:
             text += f" and clear the backlog {self.seconds_gained:.2f} s sooner"

@@ -96,7 +96,7 @@ class PoolPolicy:
                 CronSim(schedule.cron, datetime.fromtimestamp(0, UTC))
             except CronSimError as error:
                 field = f"spec.{pool}.autoscaling.schedules[{number}].cron"
-                problem = f"{schedule.cron!r} is not a valid schedule ({error}); give minute, hour, day, month and weekday"
+                problem = f"{schedule.cron!r} is not a valid cron schedule ({error}); set minute, hour, day of month, month and day of week"
                 raise InvalidDeploymentError([Fault(field, problem)]) from error
             windows.append(Window(schedule.cron, schedule.duration_minutes * 60.0, schedule.min_replicas))
         slo = spec.slo
@@ -149,7 +149,7 @@ class DeploymentPolicy:
         if budget is not None and needed > budget:
             problem = (
                 f"the pools' minima and schedules may need {needed} GPUs at once, but the budget is {budget}; "
-                "raise gpuBudget, or lower minReplicas of pools or schedules"
+                "raise gpuBudget, or lower minReplicas of the pools or their schedules"
             )
             raise InvalidDeploymentError([Fault("spec.gpuBudget", problem)])
         return cls(pools, budget)

@@ -28,7 +28,7 @@ def worker_report(answer: bytes, pod: str, revision: str) -> WorkerStatus:
     """
     found = _read(WorkerStatus, answer, pod, revision)
     if fault := found.load.fault():
-        raise ReportError(f"pod {pod} reported an impossible load ({fault})")
+        raise ReportError(f"pod {pod} returned an invalid load report ({fault})")
     return found
 
 
@@ -51,7 +51,7 @@ def _read(kind: type[_R], answer: bytes, pod: str, revision: str) -> _R:
         found = kind.model_validate_json(answer)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARACTERS] or "the answer"
+        where = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARACTERS] or "the response"
         raise ReportError(f"pod {pod} returned an invalid report ({where}: {first['msg']})") from error
     if found.pod != pod:
         raise ReportError(f"pod {pod} identifies itself as pod {found.pod}")

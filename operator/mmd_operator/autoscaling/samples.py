@@ -1,6 +1,6 @@
 """What the autoscaler is given: samples of pods, of what waits before them, and of latencies.
 
-Knows no wire, no cluster and no clock. Times are Unix seconds of the machine that decides, so that a pod's wrong clock
+Independent of the wire format, the cluster and the clock. Times are Unix seconds of the machine that decides, so that a pod's wrong clock
 changes nothing; work of media is in the units of the calibrated throughput (patches, mel frames).
 """
 
@@ -50,7 +50,7 @@ class Demand:
         """Why these numbers cannot be true, or None."""
         for number in (*self.encode_work.values(), self.held_requests):
             if not believable(number):
-                return f"a queue of {number}"
+                return f"queue length {number}"
         return None
 
 

@@ -18,7 +18,7 @@ from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PoolSamples
 
 TOKENS = "tokens"
-"""The kind of work that prefill has, beside the modalities of encode work."""
+"""The kind of work that prefill has, in addition to the modalities of encode work."""
 LATENCY_STEP = 0.5
 """A missed latency adds at most this share of the pods that were measured, however far it was missed."""
 LATENCY_COMFORT = 0.8
@@ -297,7 +297,7 @@ def _usable_latency(
     if "prefill" not in policy.roles or policy.ttft_slo_seconds is None:
         return None, None
     if latency is None or not abs(now - latency.received_at) <= policy.stale_after_seconds:
-        return None, "no report of the time to first token"
+        return None, "no time-to-first-token report"
     return latency, None
 
 

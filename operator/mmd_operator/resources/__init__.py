@@ -1,1 +1,1 @@
-"""Builders of Kubernetes objects, one noun a file. Pure: they know no cluster and no client."""
+"""Builders of Kubernetes objects, one noun a file. Pure: independent of the cluster and of clients."""

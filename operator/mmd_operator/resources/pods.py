@@ -170,7 +170,7 @@ def threads(wanted: Resources) -> int:
 
 
 def nats_environment(scope: RevisionScope, user: str) -> list[Manifest]:
-    """How a pod reaches NATS, as `user` of a managed server. The password comes from the Secret in a variable of its own:
+    """How a pod reaches NATS, as `user` of a managed server. The password comes from the Secret in a separate variable:
     neither a manifest nor the URL, which logs and errors may quote, contains it."""
     nats = scope.spec.nats
     if nats.managed:

@@ -1,6 +1,6 @@
 """Measured numbers of real workers, as the model of the pipeline takes them: read from a small YAML file, every field with its unit.
 
-Throughputs can be taken from the loads that live pods report (`Calibration.measured`); what stages take beside their work, from
+Throughputs can be taken from the loads that live pods report (`Calibration.measured`); what stages take besides their work, from
 timelines of requests (`measured`).
 """
 
@@ -43,7 +43,7 @@ class EncoderNumbers(_Part):
 
 
 class PrefillNumbers(_Part):
-    """One prefill replica: start-up, time per request beside its tokens, prompt tokens a second."""
+    """One prefill replica: start-up, time per request besides its tokens, prompt tokens a second."""
 
     start_seconds: Seconds
     overhead_seconds: Seconds
@@ -82,7 +82,7 @@ class Calibration(_Part):
 
     `spread`: equally likely factors, by the heaviest medium of a request; it draws one for all of its stages before the first token (no
     two are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named take what is typical.
-    `contention`: the share by which each other request under way lengthens the stages of a new one, if replicas share cores; 0 if
+    `contention`: the share by which each other request in flight lengthens the stages of a new one, if replicas share cores; 0 if
     each has its own.
     """
 
@@ -114,7 +114,7 @@ class Calibration(_Part):
             raise InvalidDeploymentError([Fault("", f"cannot be read as YAML ({error})")]) from error
         calibration = parse(cls, data)
         faults = [
-            Fault(f"{field}.{modality}", "is not given; a trace may hold such media")
+            Fault(f"{field}.{modality}", "is not set; a trace may contain such media")
             for field, given in (
                 ("media", calibration.media),
                 ("encoder.workPerSecond", calibration.encoder.work_per_second),

@@ -1,6 +1,6 @@
 """Measured numbers read off a running deployment: the timelines of recent requests that its gateway keeps, and the loads of its workers.
 
-Rates are those that workers publish. What a stage takes beside its work is what its requests took beyond that, at the median, so
+Rates are those that workers publish. What a stage takes besides its work is what its requests took beyond that, at the median, so
 that a machine's hiccups move nothing but the spread. Knows the gateway's JSON; no wire, no cluster.
 """
 
@@ -39,7 +39,7 @@ _POOL_OF: dict[Role, PoolName] = {"encode": "encoder", "prefill": "prefill", "de
 
 
 class NotMeasuredError(ValueError):
-    """A deployment that cannot be calibrated from; the message says why and what to do."""
+    """A deployment that cannot be calibrated from; the message contains the reason and the remedy."""
 
 
 class _Part(BaseModel):
@@ -146,7 +146,7 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
         try:
             request = SeenRequest.model_validate(timeline)
         except ValidationError as error:
-            raise NotMeasuredError(f"the gateway's timelines are of another version: {error}") from error
+            raise NotMeasuredError(f"the gateway's timelines are from another version: {error}") from error
         if request.phase("prefill") is not None:
             requests.append(request)
     if len(requests) < LEAST_REQUESTS:
@@ -190,7 +190,7 @@ def _others_under_way(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
 
 
 def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
-    """The slope of a line through the median factors by number of other requests under way, as a share of its intercept."""
+    """The slope of a line through the median factors by number of other requests in flight, as a share of its intercept."""
     counts = [n for n in np.unique(others) if (others == n).sum() >= LEAST_REQUESTS // 3]
     if len(counts) < 2:
         return 0.0
@@ -201,7 +201,7 @@ def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64])
 
 
 def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
-    """Medians of what each stage takes beside its work, over requests that nothing else delayed."""
+    """Medians of what each stage takes besides its work, over requests that nothing else delayed."""
     prefills = [p for r in found.requests if (p := r.phase("prefill")) is not None]
     free = {id(p) for p in _alone(prefills)}
     text = [r for r in found.requests if not r.media and id(r.phase("prefill")) in free]
@@ -277,7 +277,7 @@ def _alone(phases: Sequence[_Phase]) -> list[_Phase]:
 
 
 def _steps(requests: Sequence[SeenRequest], step: float) -> tuple[float, float]:
-    """Length of a decode step beside its sequences, and what each of them adds: a line through all answers, by least squares.
+    """Length of a decode step besides its sequences, and what each of them adds: a line through all answers, by least squares.
 
     Where the line makes no sense, `step` is the whole length.
     """
@@ -301,5 +301,5 @@ def _get(url: str) -> Any:
             return json.load(answer)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
         raise NotMeasuredError(
-            f"no gateway answers at {url} ({error}); give the URL of a gateway's admin port"
+            f"no gateway responded at {url} ({error}); give the URL of a gateway's admin port"
         ) from error

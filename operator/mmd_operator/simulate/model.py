@@ -323,7 +323,7 @@ class Pipeline:
     # --- decoding ---------------------------------------------------------------------------------------------
 
     def _change_pace(self, pod: SimulatedPod) -> None:
-        """The batch or the prefill beside it has changed: a new length of step, and a new time at which the first one ends."""
+        """The batch or the concurrent prefill has changed: a new length of step, and a new time at which the first one ends."""
         pod.progress(self._now)
         pod.step_seconds = self._step + self._step_each * len(pod.batch)
         if self._prefills is None and pod.job >= 0:

@@ -1,6 +1,6 @@
 """The requests of a trace: what each costs under a calibration, what became of it so far, and the queues in which they wait.
 
-A request is its number in the trace; everything known of it stands in lists by that number. Knows no pod.
+A request is its number in the trace; everything known of it stands in lists by that number. Independent of pods.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs of one trace under several scalers, what each cost and kept, and which static split or policy an SLO needs.
 
-Everything is one simulation after the other; nothing is estimated beside them.
+Everything is one simulation after the other; nothing is estimated besides them.
 """
 
 from __future__ import annotations

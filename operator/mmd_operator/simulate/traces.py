@@ -106,7 +106,7 @@ def load_trace(path: str | Path) -> Trace:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: cannot be read ({error}); check the path") from error
     if not len(rows):
-        raise TraceError(f"{path}: contains no requests; give a trace with at least one row")
+        raise TraceError(f"{path}: contains no requests; provide a trace with at least one row")
     return _trace(path.stem, rows)
 
 
@@ -173,7 +173,7 @@ def _json_rows(path: Path) -> Iterator[tuple[float, ...]]:
 
 
 def _time(text: str, where: str) -> float:
-    """An ISO date and time (UTC unless it says otherwise), or seconds."""
+    """An ISO date and time (UTC unless it states otherwise), or seconds."""
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:

@@ -1,7 +1,7 @@
 """Which offers of KV wait for room at a decode pod: the oldest request gets it first. Pure: time is an argument.
 
 Offers are refused and repeated, not held open. Without this record every free block would go to whichever request asks next, and
-a long one that had to yield might never find enough of them free at once.
+a long one that was preempted might never find enough of them free at once.
 """
 
 from __future__ import annotations

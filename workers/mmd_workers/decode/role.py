@@ -13,7 +13,7 @@ from mmd_workers.wire.peers import PeerEvent
 
 
 class DecodeRole(Part):
-    """Owns the receiving side of hand-overs; attached sequences are those of `Sequences`."""
+    """Owns the receiving side of handovers; attached sequences are those of `Sequences`."""
 
     def __init__(self, pod: Pod, engine: EngineHost, sequences: Sequences, links: KvLinks) -> None:
         self._pod = pod
@@ -23,7 +23,7 @@ class DecodeRole(Part):
         self._service: DecodeService | None = None
 
     async def accept(self) -> None:
-        """Take hand-overs."""
+        """Take handovers."""
         pod = self._pod
         self._service = service = DecodeService(
             pod.bus,
@@ -42,19 +42,19 @@ class DecodeRole(Part):
         gone = event.before
         if event.kind in ("lost", "reborn") and gone is not None and self._service is not None:
             lost = self._service.peer_lost(gone.pod, gone.incarnation)
-            self._pod.tasks.in_background(lost, f"end-hand-overs-of-{gone.pod}")
+            self._pod.tasks.in_background(lost, f"end-handovers-of-{gone.pod}")
 
     def drain(self) -> None:
-        """Grant no more hand-overs."""
+        """Grant no more handovers."""
         if self._service is not None:
             self._service.drain()
 
     @property
     def drained(self) -> bool:
-        """Whether every hand-over that was granted is committed or has ended."""
+        """Whether every handover that was granted is committed or has ended."""
         return self._service is None or not self._service.inbound
 
     async def sample(self) -> None:
-        """Count the hand-overs under way."""
+        """Count the handovers in flight."""
         if self._service is not None:
             self._pod.metrics.inbound.set(self._service.inbound)

@@ -1,4 +1,4 @@
-"""The decode role's side of a KV hand-over: grants blocks under a lease, receives their bytes, and starts the sequence at commit.
+"""The decode role's side of a KV handover: grants blocks under a lease, receives their bytes, and starts the sequence at commit.
 
 Once attached, a sequence is the engine's and the sequence book's business; this file only brings it there.
 """
@@ -56,7 +56,7 @@ MAX_COMMITS = 8192  # whose answers are remembered
 
 @dataclass(slots=True)
 class _Inbound:
-    """A granted hand-over until it is committed or its lease ends."""
+    """A granted handover until it is committed or its lease ends."""
 
     offer: KvOffer
     sequence: str
@@ -123,7 +123,7 @@ class DecodeService(SequenceOwner):
         self._draining = False
 
     async def start(self) -> None:
-        """Subscribe; hand-overs may come from now on."""
+        """Subscribe; handovers may come from now on."""
         subjects = self._bus.subjects
         await self._bus.serve(subjects.kv_offer(self._pod), KvOffer, self._offered)
         await self._bus.serve(subjects.kv_chunk(self._pod), KvChunk, self._announced)
@@ -159,11 +159,11 @@ class DecodeService(SequenceOwner):
 
     @property
     def inbound(self) -> int:
-        """Hand-overs that are granted and not committed."""
+        """Handovers that are granted and not committed."""
         return len(self._inbound)
 
     async def cancel_request(self, request_id: str, attempt: int) -> None:
-        """Free the hand-overs of a request's attempts up to this one, and its place in the queue."""
+        """Free the handovers of a request's attempts up to this one, and its place in the queue."""
         self._queue.leave(request_id)
         await self._free(request_id, attempt)
 
@@ -212,10 +212,10 @@ class DecodeService(SequenceOwner):
             return await self._granted(offer)
 
     async def _linked(self, offer: KvOffer) -> KvGrant:
-        """Answer an offer of the link alone, ahead of the first hand-over."""
+        """Answer an offer of the link alone, ahead of the first handover."""
         if self._draining or offer.layout != asdict(self._kv_layout):
             code = DrainingError.code if self._draining else LayoutMismatchError.code
-            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod takes nothing")
+            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod accepts no sequences")
         epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
         await self._ensure_pump(offer, epoch)
         return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
@@ -238,7 +238,7 @@ class DecodeService(SequenceOwner):
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
-            return refuse(OverloadedError.code, f"{ahead} older requests wait for KV blocks")
+            return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
         try:
             await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
         except MmdError as error:
@@ -349,7 +349,7 @@ class DecodeService(SequenceOwner):
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     await self._store(chunk, inbound, tensors)
         except Exception as failure:
-            # Includes unexpected errors: a reader that ended silently would hold every hand-over until its lease ends.
+            # Includes unexpected errors: a reader that ended silently would hold every handover until its lease ends.
             error, cause = failure, None
             if not isinstance(error, MmdError):
                 error, cause = LinkError(f"receiving failed: {type(failure).__name__}: {failure}"), failure
@@ -362,7 +362,7 @@ class DecodeService(SequenceOwner):
                 await self._end_pump(pod, pump, error)
 
     async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
-        """Write a chunk to the blocks of a live lease. A fault of one hand-over does not end the link."""
+        """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link."""
         try:
             self._leases.get(chunk.lease_id, time.monotonic())
             await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
@@ -428,7 +428,7 @@ class DecodeService(SequenceOwner):
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
-        """End a hand-over that is not committed, and free its blocks."""
+        """End a handover that is not committed, and free its blocks."""
         self._leases.release(lease_id)
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
             self._metrics.leases.labels(outcome).inc()

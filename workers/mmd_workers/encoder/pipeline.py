@@ -1,7 +1,7 @@
 """From the bytes of a medium to its feature: decode in the sandbox, process on the CPU, batch by shape, run the tower.
 
 Used by encoder pods for jobs from the queue and, in the same way, by prefill or decode pods that hold the encode role.
-Knows no NATS.
+Independent of NATS.
 """
 
 from __future__ import annotations

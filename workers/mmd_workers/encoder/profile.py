@@ -1,4 +1,4 @@
-"""How much memory a run of the tower takes beside its weights, from runs on media without content. Knows no network and no sandbox.
+"""How much memory a run of the tower takes in addition to its weights, from runs on media without content. Independent of the network and the sandbox.
 
 On a GPU the largest batches are run. On a CPU, where that would take long, a few small runs show how memory grows.
 """

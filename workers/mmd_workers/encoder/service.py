@@ -138,7 +138,7 @@ class EncoderService:
             await self._queue.give_back(delivery)
         except MmdError as error:
             log.warning(
-                "job %s not returned to the queue; it is redelivered after its acknowledgement wait: %s",
+                "failed to return job %s to the queue; it will be redelivered after its acknowledgement wait: %s",
                 delivery.job.job_id,
                 error.message,
             )
@@ -180,7 +180,7 @@ class EncoderService:
             try:
                 await self._while_wanted(job)
             except MmdError as error:
-                log.info("cached feature for %s not delivered: %s", job.request_id, error.message)
+                log.info("failed to deliver the cached feature for %s: %s", job.request_id, error.message)
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
             else:
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
@@ -195,7 +195,7 @@ class EncoderService:
         if delivery.attempt > 1:
             self._metrics.redeliveries.labels(modality).inc()
         if time.time() > job.deadline:
-            await delivery.terminate("deadline passed")
+            await delivery.terminate("deadline exceeded")
             return
         async with delivery.keep_alive():
             try:
@@ -328,7 +328,7 @@ class EncoderService:
         try:
             await self._bus.publish(self._bus.subjects.phases(job.gateway), report)
         except MmdError as error:
-            log.debug("timings of job %s not reported: %s", job.job_id, error.message)
+            log.debug("failed to report the timings of job %s: %s", job.job_id, error.message)
 
     def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
         """A peer did not reply: without recent heartbeats it is lost, otherwise it will recover."""

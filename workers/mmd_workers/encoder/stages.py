@@ -1,4 +1,4 @@
-"""How much work each stage of encoding can do, and how busy it is. Knows no medium and no network.
+"""How much work each stage of encoding can do, and how busy it is. Independent of media and the network.
 
 Every stage has servers: processes, threads or connections that work on one batch each. A pod encodes no faster than its
 slowest stage, whichever that is for a modality: decoding for video, the tower for images, the transfer for slow links.
@@ -63,7 +63,7 @@ class EncodeStage:
             self.work_per_second[modality] = old + THROUGHPUT_SMOOTHING * (rate - old)
 
     def busy_fraction(self) -> float:
-        """Share of the last ten seconds that the servers worked, runs under way included."""
+        """Share of the last ten seconds that the servers worked, runs in flight included."""
         now = self._clock()
         begin = now - BUSY_WINDOW_SECONDS
         runs = (*self._ended, *((start, now) for start in self._running.values()))

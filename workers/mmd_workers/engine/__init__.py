@@ -1,1 +1,1 @@
-"""Continuous batching over a block-paged KV pool: sequences in, tokens out. Knows no network."""
+"""Continuous batching over a block-paged KV pool: sequences in, tokens out. Independent of the network."""

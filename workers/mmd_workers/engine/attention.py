@@ -1,7 +1,7 @@
 """Attention over the block-paged KV pool, registered with transformers as `mmd_paged`, so that one engine serves every decoder.
 
 Each layer writes its keys and values to the pool and attends to what its rows' sequences have there. The batch being run is found
-in a context variable. Knows no architecture: what it cannot compute exactly (sinks, position biases) it refuses.
+in a context variable. Independent of architectures: what it cannot compute exactly (sinks, position biases) it refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Knows no tensor and no sequence."""
+"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Independent of tensors and sequences."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BlockPool:
         """
         if count > self.available:
             raise OverloadedError(
-                f"{count} KV blocks are needed and {self.available} of {self.num_blocks} are available; "
+                f"{count} KV blocks are needed, but only {self.available} of {self.num_blocks} are available; "
                 "retry when a sequence has finished, or give the pool more memory"
             )
         blocks = [self._take() for _ in range(count)]
@@ -93,7 +93,7 @@ class BlockPool:
         """Drop one reference of each block. Later blocks of a sequence become the first to be evicted."""
         for block in reversed(blocks):
             if self._references[block] <= 0:
-                raise AssertionError(f"block {block} is released more often than it was allocated")
+                raise AssertionError(f"block {block} was released more often than it was allocated")
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._hash_of:

@@ -1,4 +1,4 @@
-"""The engine: sequences in, tokens out, one step at a time. Knows no network and no clock but its own stopwatch; not thread safe.
+"""The engine: sequences in, tokens out, one step at a time. Independent of the network, and of any clock but its own stopwatch; not thread safe.
 
 A step goes through the files in this order: scheduler (what runs) → batch (where its KV stands) → model with `attention` → sampler.
 """
@@ -102,7 +102,7 @@ class Engine:
         left = sampling.max_tokens - len(item.output_token_ids)
         if left < 1:
             raise ValueError(
-                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} are already generated"
+                f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} have already been generated"
             )
         self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left)
         sequence = Sequence(
@@ -193,7 +193,7 @@ class Engine:
                 f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         needed = self.blocks.blocks_for(prompt_tokens + 1)
-        # One spare block for each sequence that grows, so that an admission does not make another one yield at once.
+        # One spare block for each sequence that grows, so that an admission does not preempt another one at once.
         growing = len(self.scheduler.running) + len(self._reservations)
         if growing and needed + growing > self.blocks.available:
             raise OverloadedError(
@@ -287,8 +287,8 @@ class Engine:
                 (
                     sequence.sequence_id,
                     PreemptedError(
-                        f"the pool of {self.blocks.num_blocks} KV blocks is full and this request is the newest; it continues "
-                        f"elsewhere after its {sequence.num_outputs} tokens"
+                        f"the pool of {self.blocks.num_blocks} KV blocks is full, and this request is the newest; it continues "
+                        f"on another pod after its {sequence.num_outputs} tokens"
                     ),
                 )
             )
@@ -422,7 +422,7 @@ class Engine:
                     (
                         sequence.sequence_id,
                         BadLogitsError(
-                            "the model's logits are not finite; check its weights and the features that it received"
+                            "the model's logits are not finite; check its weights and its input features"
                         ),
                     )
                 )
@@ -519,13 +519,13 @@ class Engine:
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens >= self.max_model_len:
             raise CapacityError(
-                f"the prompt has {prompt_tokens} tokens and the context length is {self.max_model_len}; shorten it by "
+                f"the prompt has {prompt_tokens} tokens, but the context length is {self.max_model_len}; shorten it by "
                 f"{prompt_tokens + 1 - self.max_model_len} tokens"
             )
         total = min(prompt_tokens + max_tokens, self.max_model_len)
         if self.blocks.blocks_for(total) > self.blocks.num_blocks:
             raise CapacityError(
-                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, the pool has "
+                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, but the pool has "
                 f"{self.blocks.num_blocks}; lower max_tokens, or give the pool more memory"
             )
 
@@ -541,7 +541,7 @@ def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:
         )
     else:
         failure = StepFailedError(
-            f"the model failed on {what}, in a batch of its own: {type(error).__name__}: {str(error)[:300]}"
+            f"the model failed on {what}, in a separate batch: {type(error).__name__}: {str(error)[:300]}"
         )
     failure.__cause__ = error
     return failure

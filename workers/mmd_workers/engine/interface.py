@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. The engine knows no network: it is stepped, and returns what happened."""
+"""What goes into the engine and what comes out of it. The engine is independent of the network: it is stepped, and returns what happened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class SequenceInput:
     sampling: SamplingParams
     media_spans: list[tuple[int, int, str]] = field(default_factory=list)  # start, length, feature id
     output_token_ids: list[int] = field(default_factory=list)
-    arrived: float = 0.0  # Unix seconds at which the request reached its gateway: the youngest yields first
+    arrived: float = (
+        0.0  # Unix seconds at which the request reached its gateway: the newest is preempted first
+    )
     stop_after_prefill: bool = False
     identities: list[bytes] = field(
         default_factory=list

@@ -1,4 +1,4 @@
-"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Knows no sequence and no scheduling."""
+"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Independent of sequences and scheduling."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KvPool:
         block_bytes = layout.bytes_per_token() * block_tokens
         if num_bytes < block_bytes:
             raise CapacityError(
-                f"kv_cache_bytes is {num_bytes}, but one block takes {block_bytes} bytes; raise it"
+                f"kv_cache_bytes is {num_bytes}, but one block needs {block_bytes} bytes; raise it"
             )
         return cls(layout, num_bytes // block_bytes, block_tokens, device)
 

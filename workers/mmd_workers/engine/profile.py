@@ -1,4 +1,4 @@
-"""How much memory a step takes beside weights and KV pool, from one run of the largest step that the engine may schedule.
+"""How much memory a step takes in addition to weights and KV pool, from one run of the largest step that the engine may schedule.
 
 Runs on any device, meta included: there nothing is computed and only sizes count, so no weights are needed.
 """
@@ -84,7 +84,7 @@ def activation_bytes(
     max_model_len: int,
     kernel: attention.Kernel | None = None,
 ) -> int:
-    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, beside `max_sequences` decoding sequences that share
+    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, together with `max_sequences` decoding sequences that share
     a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own.
 
     Raises:
@@ -144,7 +144,7 @@ def _run_largest_step(
             hidden = model.forward(embeds, positions, extras)
         if len(ran) != model.kv_layout.num_layers:
             raise UnsupportedModelError(
-                f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow their attention to be replaced; choose another "
+                f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow replacing their attention; choose another "
                 "architecture"
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: commands go in between steps, outputs come out on an asyncio loop. Knows no network."""
+"""The engine on a dedicated thread: commands go in between steps, outputs come out on an asyncio loop. Independent of the network."""
 
 from __future__ import annotations
 

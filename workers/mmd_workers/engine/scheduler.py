@@ -1,4 +1,4 @@
-"""What runs in the next step: all decodable sequences and a budget of prefill tokens. Pure bookkeeping; knows no tensor and no clock."""
+"""What runs in the next step: all decodable sequences and a budget of prefill tokens. Pure bookkeeping; independent of tensors and the clock."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Scheduler:
     - A prompt that a step would not finish is begun there only with half of the budget or more: less would make those wait that
       the step does finish, and bring its own first token no nearer.
     - Prefill stops before the first missing feature, and never inside an atomic range.
-    - Decode takes blocks one by one. When none is left, the youngest request yields: it gives up its blocks, keeps its tokens,
-      and waits to be recomputed here, or leaves (`yielded`) if its prompt is not here. The oldest never yields, so it finishes.
+    - Decode takes blocks one by one. When none is left, the newest request is preempted: it gives up its blocks, keeps its tokens,
+      and waits to be recomputed here, or leaves (`yielded`) if its prompt is not here. The oldest is never preempted, so it finishes.
     - A sequence that runs alone and finds no block waits for those that are reserved or held; they end at their own deadlines.
     """
 

@@ -1,4 +1,4 @@
-"""One sequence in the engine: its tokens, how much of its KV exists, and the blocks that hold it. Knows no model and no pool."""
+"""One sequence in the engine: its tokens, how much of its KV exists, and the blocks that hold it. Independent of the model and the pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sequence:
 
     `prompt_length` counts the tokens whose embeddings and positions stand in `prompt` (or, for a sequence that was attached, whose
     KV came from elsewhere); token i beyond it has rotary position `next_position + i - prompt_length`. `prompt` is None for
-    attached sequences: their KV cannot be computed here, so when they have to yield they leave this engine.
+    attached sequences: their KV cannot be computed here, so when they are preempted they leave this engine.
     """
 
     sequence_id: str

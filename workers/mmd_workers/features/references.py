@@ -24,6 +24,6 @@ def unprocessable(ref: FeatureRef, attempts: int, error: Exception) -> Unprocess
     """The error that a client gets for a medium on which every encoder failed."""
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     return UnprocessableMediumError(
-        f"{attempts} encoders failed on this {ref.modality} ({ref.num_tokens} tokens, {ref.num_bytes} bytes), each with it alone; "
-        f"the last one with {reason}. Send a smaller or re-encoded one"
+        f"{attempts} encoders failed on this {ref.modality} ({ref.num_tokens} tokens, {ref.num_bytes} bytes), each processing it alone; "
+        f"the last error was {reason}; send a smaller file or re-encode it"
     )

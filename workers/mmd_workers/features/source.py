@@ -1,4 +1,4 @@
-"""Where the prefill role requests features: from encoder pods, or from the tower of its own process."""
+"""Where the prefill role requests features: from encoder pods, or from the tower in the same process."""
 
 from __future__ import annotations
 

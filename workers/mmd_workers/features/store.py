@@ -126,7 +126,7 @@ class FeatureStore:
         """
         if (entry := self._entries.get(feature_id)) is None:
             raise FeatureLostError(
-                "a medium failed for another request that also uses it; place this one again"
+                "a medium failed for another request that shares it; place this request again"
             )
         return entry.arrival
 

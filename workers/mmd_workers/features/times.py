@@ -1,4 +1,4 @@
-"""When the steps of a feature's encoding and transfer happened, for timelines. Knows no network."""
+"""When the steps of a feature's encoding and transfer happened, for timelines. Independent of the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths for those who run the deployment, on a port of their own: metrics, state, demand, recent requests, scrape targets."""
+"""The paths for those who run the deployment, on a dedicated port: metrics, state, demand, recent requests, scrape targets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
     async def one_request(request: Request) -> Response:
         timeline = gateway.dispatcher.timelines.get(request.path_params["request_id"])
         if timeline is None:
-            error = ApiError(NotFoundError("no such request at this gateway; it keeps the newest 512"))
+            error = ApiError(NotFoundError("request not found; this gateway keeps only the newest 512"))
             return JSONResponse(error.body(), error.status)
         return JSONResponse(timeline.to_json())
 

@@ -1,4 +1,4 @@
-"""Memory that answers take until they are sent: how much one may need, its share of the common budget. Knows no HTTP.
+"""Memory that answers take until they are sent: how much one may need, its share of the common budget. Independent of HTTP.
 
 An answer is reserved at its full length before it is placed, so that one that has begun always has room to end.
 """
@@ -70,18 +70,18 @@ class AnswerShare(Share):
         )
         if size.logprobs:
             need += f" with {size.top_logprobs} top_logprobs"
-        need += f" may take {size.num_bytes} bytes"
+        need += f" may need {size.num_bytes} bytes"
         try:
             await self.grow(size.num_bytes)
         except TooLargeError as error:
             too_large = CapacityError(
-                f"{need} and one request may take {share + self._budget.allowance_bytes} bytes; lower {lower}, or raise "
+                f"{need}, but one request may use {share + self._budget.allowance_bytes} bytes; lower {lower}, or raise "
                 "spec.gateway.resources.memory"
             )
             raise ApiError(too_large, param=fields[0]) from error
         except NoRoomError as error:
             overloaded = OverloadedError(
-                f"{need} and other requests use the gateway's {budget} bytes for answers; retry, lower {lower}, "
+                f"{need}, but other requests are using the gateway's {budget} bytes for answers; retry, lower {lower}, "
                 "or raise spec.gateway.resources.memory",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )

@@ -1,4 +1,4 @@
-"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Knows no request."""
+"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Independent of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmd_api.contract.errors import MmdError, OverloadedError, error_of
 
 log = logging.getLogger(__name__)
 
-INTERNAL = "internal error; see the gateway's log"
+INTERNAL = "internal error; check the gateway's log"
 RETRY_AFTER_SECONDS = 2.0  # if there is no estimate
 
 
@@ -64,6 +64,6 @@ def refused(error: MmdError, param: str) -> ApiError:
 def api_error(error: MmdError) -> ApiError:
     """Any typed error in the shape clients know; retryable ones include when to retry."""
     if error.status is None or error.code == MmdError.code:  # its message is for those who run the pods
-        log.error("answered with an internal error: %s: %s", type(error).__name__, error.message)
+        log.error("responded with an internal error: %s: %s", type(error).__name__, error.message)
         return ApiError(MmdError(INTERNAL))
     return ApiError(error)

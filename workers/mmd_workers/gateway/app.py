@@ -36,7 +36,7 @@ def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
     async def http_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = MethodNotAllowedError if status == 405 else NotFoundError
-        fault = ApiError(kind(f"no such path or method; this port serves {known}"))
+        fault = ApiError(kind(f"path or method not found; this port serves {known}"))
         return JSONResponse(fault.body(), fault.status)
 
     return Starlette(
@@ -128,4 +128,4 @@ def _missing_pods(gateway: Gateway) -> str:
         for role, count in gateway.dispatcher.ready_pods().items()
         if not count and (role != "encode" or gateway.frontend.modalities)
     ]
-    return f"no ready pod for {' and '.join(missing)}: requests wait for one" if missing else ""
+    return f"no ready pod for {' and '.join(missing)}: requests are waiting for one" if missing else ""

@@ -1,5 +1,5 @@
 """Reads a JSON body under limits: size, depth, number of elements and time are checked while it arrives, before anything is parsed.
-Knows no field."""
+Independent of fields."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class JsonScanner:
 
     @property
     def parsed_bytes(self) -> int:
-        """What the values take beside the body itself, at most."""
+        """What the values take in addition to the body itself, at most."""
         open_string = self._string_bytes if self._in_string and self._wide else 0
         return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string)
 
@@ -195,7 +195,7 @@ async def read_json(
                 await _read(chunks, max_bytes, reservation, parts)
         except TimeoutError as error:
             raise RequestTimeoutError(
-                "the body was not complete at the request's deadline (spec.gateway.requestTimeoutSeconds); send it faster"
+                "the body was incomplete at the request deadline (spec.gateway.requestTimeoutSeconds); send it faster"
             ) from error
     except ClientGoneError:
         raise
@@ -237,7 +237,7 @@ class _Chunks:
         except TimeoutError as error:
             raise RequestTimeoutError(
                 f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - begun:.0f} s; the gateway waits "
-                f"{STALL_SECONDS:.0f} s and then expects {MIN_BYTES_PER_SECOND} bytes/s; send it faster"
+                f"{STALL_SECONDS:.0f} s, then requires at least {MIN_BYTES_PER_SECOND} bytes/s; send it faster"
             ) from error
         self._seconds += time.monotonic() - begun
         if message["type"] == "http.disconnect":
@@ -302,7 +302,7 @@ def _check_headers(headers: Headers) -> None:
     if kind != "application/json":
         raise UnsupportedMediaTypeError(f"content-type {kind[:64]!r} is not supported; send application/json")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise UnsupportedMediaTypeError("send the body without content-encoding")
+        raise UnsupportedMediaTypeError("content-encoding is not supported; send the body uncompressed")
 
 
 def _check_declared_length(headers: Headers, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""From tokens to what the client sees: text, stop strings, log probabilities, usage, chunks. Knows no HTTP and no worker."""
+"""From tokens to what the client sees: text, stop strings, log probabilities, usage, chunks. Independent of HTTP and workers."""
 
 from __future__ import annotations
 

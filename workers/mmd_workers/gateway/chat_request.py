@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Knows no network.
+"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Independent of the network.
 
 Fields that this server does not serve are refused by name with a remedy, never ignored, unless they carry the value that
 means "off".
@@ -30,7 +30,7 @@ from mmd_workers.gateway.parts import PART_TYPES, ContentPart, MediaSource, Text
 from mmd_workers.gateway.strict import Strict
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of a message; the number of media has a limit of its own in the spec
+MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
 
 
 def _content_kind(value: object) -> str | None:
@@ -132,24 +132,24 @@ class ChatRequest(Strict):
 
 
 _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tools": (([],), "describe the tools in a system message and parse the answer"),
-    "tool_choice": (("none", "auto"), "leave it out"),
-    "parallel_tool_calls": ((True, False), "leave it out"),
-    "functions": (([],), "describe the functions in a system message and parse the answer"),
-    "function_call": (("none", "auto"), "leave it out"),
-    "response_format": (({"type": "text"},), "ask for the format in the prompt and check the answer"),
-    "frequency_penalty": ((0,), "set it to 0 or leave it out"),
-    "presence_penalty": ((0,), "set it to 0 or leave it out"),
-    "logit_bias": (({},), "leave it out"),
-    "modalities": ((["text"],), "answers are text: use ['text'] or leave it out"),
-    "audio": ((), "answers are text: leave it out"),
-    "prediction": ((), "leave it out"),
-    "reasoning_effort": (("none",), "leave it out"),
-    "verbosity": (("medium",), "leave it out"),
-    "service_tier": (("auto", "default"), "leave it out"),
-    "web_search_options": ((), "leave it out"),
-    "best_of": ((1,), "use n and choose on the client"),
-    "echo": ((False,), "leave it out"),
+    "tools": (([],), "describe the tools in a system message and parse the response"),
+    "tool_choice": (("none", "auto"), "omit it"),
+    "parallel_tool_calls": ((True, False), "omit it"),
+    "functions": (([],), "describe the functions in a system message and parse the response"),
+    "function_call": (("none", "auto"), "omit it"),
+    "response_format": (({"type": "text"},), "request the format in the prompt and validate the response"),
+    "frequency_penalty": ((0,), "set it to 0 or omit it"),
+    "presence_penalty": ((0,), "set it to 0 or omit it"),
+    "logit_bias": (({},), "omit it"),
+    "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
+    "audio": ((), "output is text only; omit it"),
+    "prediction": ((), "omit it"),
+    "reasoning_effort": (("none",), "omit it"),
+    "verbosity": (("medium",), "omit it"),
+    "service_tier": (("auto", "default"), "omit it"),
+    "web_search_options": ((), "omit it"),
+    "best_of": ((1,), "use n and select the best choice in the client"),
+    "echo": ((False,), "omit it"),
 }
 
 
@@ -173,12 +173,12 @@ def parse_chat_request(value: object) -> ChatRequest:
     except ValidationError as error:
         raise _named(error) from error
     if request.max_tokens is not None and request.max_completion_tokens is not None:
-        both = InvalidValueError("give max_tokens or max_completion_tokens, not both")
+        both = InvalidValueError("set max_tokens or max_completion_tokens, not both")
         raise ApiError(both, param="max_completion_tokens")
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(InvalidValueError("top_logprobs needs logprobs: true"), param="top_logprobs")
+        raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(InvalidValueError("stream_options needs stream: true"), param="stream_options")
+        raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")
     return request
 
 

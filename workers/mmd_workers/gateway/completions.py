@@ -92,7 +92,7 @@ class ChatCompletions:
                 prepared = await gateway.intake.prepare(request, reservation, timeline, gateway.model_len())
         except TimeoutError as error:
             raise DeadlineError(
-                f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller ones, or from faster "
+                f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller media or use faster "
                 "servers, or raise spec.gateway.requestTimeoutSeconds"
             ) from error
         if truncated := truncated_seconds(prepared.layout):
@@ -128,7 +128,7 @@ async def _reserve(share: AnswerShare, request: ChatRequest, prepared: Prepared,
             await share.reserve(size)
     except TimeoutError as error:
         raise DeadlineError(
-            "the gateway had no memory for the answer by the request's deadline; retry, request fewer tokens or log "
+            "the gateway had no memory for the answer before the request deadline; retry, request fewer tokens or log "
             "probabilities, or raise spec.gateway.resources.memory"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, and the stop strings in it. Knows no request and no network: it is fed, and returns text."""
+"""Token ids to text, piece by piece, and the stop strings in it. Independent of requests and the network: it is fed, and returns text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The response to one HTTP request: complete, in pieces, as server-sent events, or an error. Knows no worker and no model."""
+"""The response to one HTTP request: complete, in pieces, as server-sent events, or an error. Independent of workers and the model."""
 
 from __future__ import annotations
 

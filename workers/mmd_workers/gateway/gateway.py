@@ -1,4 +1,4 @@
-"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Knows no HTTP."""
+"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Gateway:
         if name not in self.models:
             names = " or ".join(repr(served) for served in self.models)
             fault = ModelNotFoundError(
-                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; use {names}"
+                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; use {names}"
             )
             raise ApiError(fault, param="model")
 
@@ -82,7 +82,7 @@ class Gateway:
         self.last_request = time.monotonic()
         if self.running >= self.max_concurrent_requests:
             raise TooManyRequestsError(
-                f"{self.running} requests are running and the limit is {self.max_concurrent_requests}; retry, "
+                f"{self.running} requests are running, and the limit is {self.max_concurrent_requests}; retry, "
                 "or raise spec.gateway.maxConcurrentRequests",
                 retry_after_seconds=1.0,
             )

@@ -1,7 +1,7 @@
 """Memory that requests hold at the gateway: bodies as they arrive, media until their request ends, answers until they are sent.
-Knows no request.
+Independent of requests.
 
-Each request has an allowance of its own, which is large enough for text and never waits. What a request needs beyond it comes from a
+Each request has its own allowance, which is large enough for text and never waits. What a request needs beyond it comes from a
 budget that all share, one for bodies and media and one for answers: work waits for room there; it is not dropped. So text never
 waits for media.
 """
@@ -170,7 +170,7 @@ class Share:
             raise
 
     def shrink(self, to_bytes: int) -> None:
-        """Keep only so much. No `grow` may be under way."""
+        """Keep only so much. No `grow` may be in flight."""
         if to_bytes < self.num_bytes:
             self.num_bytes = to_bytes
             freed = self._granted_bytes - self._beyond_allowance()
@@ -239,8 +239,8 @@ class RequestReservation(Share):
             await super().grow(num_bytes)
         except TooLargeError as error:
             raise RequestTooLargeError(
-                f"the request's body and media need {self._beyond_allowance(num_bytes)} bytes and the gateway holds at most "
-                f"{self._hold.budget_bytes}; send less at once, or raise spec.gateway.maxBodyMebibytes"
+                f"the request's body and media need {self._beyond_allowance(num_bytes)} bytes, but the gateway holds at most "
+                f"{self._hold.budget_bytes}; send less data per request, or raise spec.gateway.maxBodyMebibytes"
             ) from error
         except NoRoomError as error:
             raise OverloadedError(

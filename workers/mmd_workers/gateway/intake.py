@@ -1,6 +1,6 @@
 """From a validated request to an exact prompt: media fetched, probed and held, placeholders laid out, limits checked.
 
-Knows no worker. Media are opened in the sandbox only; here they are bytes.
+Independent of workers. Media are opened in the sandbox only; here they are bytes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Intake:
         characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
         if characters > (limit - 1) * longest:
             too_long = ContextLengthError(
-                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, and at most {limit - 1} fit; "
+                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, but at most {limit - 1} fit; "
                 "shorten it, or raise spec.model.maxModelLen"
             )
             raise ApiError(too_long, param="messages")
@@ -117,14 +117,14 @@ class Intake:
         most = self.policy.max_items_per_request
         if len(sources) > most:
             too_many = TooManyMediaError(
-                f"the request has {len(sources)} media and the limit is {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest"
+                f"the request has {len(sources)} media items, more than the limit of {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest"
             )
             raise ApiError(too_many, param=sources[most].param)
-        takes = ", ".join(sorted(self._frontend.modalities)) or "nothing but text"
+        takes = ", ".join(sorted(self._frontend.modalities)) or "text only"
         for source in sources:
             if source.modality not in self._frontend.modalities:
                 unsupported = UnsupportedInputError(
-                    f"{source.param}: this model takes no {source.modality} (it takes {takes}); remove the part or use another model"
+                    f"{source.param}: this model does not accept {source.modality} (accepted: {takes}); remove the part or use another model"
                 )
                 raise ApiError(unsupported, param=source.param)
 
@@ -161,7 +161,7 @@ class Intake:
                 return await self._sandbox.probe(data, modality, self.policy)
         except TimeoutError as error:
             raise OverloadedError(
-                f"no decode process was free for this {modality} within {seconds:.0f} s; send it again later"
+                f"no decode process became available for this {modality} within {seconds:.0f} s; retry later"
             ) from error
 
     def _room(self, layout: PromptLayout, sources: list[MediaSource], limit: int) -> int:
@@ -175,7 +175,7 @@ class Intake:
             if medium.num_tokens > tokens:
                 largest, tokens = source.param, medium.num_tokens
         too_long = ContextLengthError(
-            f"the prompt has {prompt} tokens and at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
+            f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
             f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen"
         )
         raise ApiError(too_long, param="messages" if largest == "the text" else largest)

@@ -1,6 +1,6 @@
 """Keeps every sequence moving: places it, listens for its tokens, places it again when a worker is lost, frees it at the end.
 
-Knows neither HTTP nor text: it provides tokens in order, and a typed error if the rest will not come.
+Independent of HTTP and text: it provides tokens in order, and a typed error if the rest will not come.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ UNREPORTED_SECONDS = (
 STALL_SECONDS = 2.0  # between two looks at a sequence: this process stood still, and silence proves nothing
 KEPT_ATTEMPTS = 64
 BYTES_PER_TOKEN = 5  # of an id on the wire, at most
-COMMIT_BYTES = 4096  # of a hand-over's message, beside the placement and the outputs
+COMMIT_BYTES = 4096  # of a handover's message, besides the placement and the outputs
 SILENCE_SECONDS = 60.0  # between two tokens of a sequence that has begun
 
 _log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class Dispatcher:
             sequence.fail(error)
         except Exception as error:  # noqa: BLE001 - a bug must end the client's stream, not leave it waiting
             _log.exception("driving %s failed", sequence.state.spec.request_id)
-            sequence.fail(MmdError(f"{type(error).__name__} in the gateway; see its log"))
+            sequence.fail(MmdError(f"{type(error).__name__} in the gateway; check its log"))
 
     async def _until_finished(self, sequence: ServedSequence) -> None:
         failures = 0
@@ -291,7 +291,7 @@ class Dispatcher:
             sequence.state.unplace()
             if failures > self.max_retries:
                 raise PeerLostError(
-                    f"gave up after {failures} placements, the last one for the reason {lost.reason}; retry, or look for {name} in the "
+                    f"gave up after {failures} placements, the last with reason {lost.reason}; retry, or search for {name} in the "
                     "gateway's log"
                 )
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
@@ -321,7 +321,7 @@ class Dispatcher:
                         sorted({f"{placed.code} {placed.message}" for placed in refused.values()})
                     )
                     raise OverloadedError(
-                        f"every prefill queue is full{f' ({why})' if why else ''}; retry later, or raise the pool's replica limits",
+                        f"all prefill queues are full{f' ({why})' if why else ''}; retry later, or raise the pool's replica limits",
                         retry_after_seconds=outcome.retry_after_seconds,
                     )
                 refused.clear()
@@ -385,7 +385,9 @@ class Dispatcher:
                     return Lost(
                         "preempted", f"{failed.pod} had no KV block left: {failed.message}", failed.pod
                     )
-                return Lost("gave_up", f"{failed.pod} gave it up: {failed.code} {failed.message}", failed.pod)
+                return Lost(
+                    "gave_up", f"{failed.pod} abandoned it: {failed.code} {failed.message}", failed.pod
+                )
             if (lost := self._stuck(sequence, time.time())) is not None:
                 return lost
             with contextlib.suppress(TimeoutError):
@@ -404,9 +406,9 @@ class Dispatcher:
             return Lost("pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects))
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
-            return Lost("gap", f"token {state.num_tokens} did not arrive, later ones did", "")
+            return Lost("gap", f"token {state.num_tokens} did not arrive, but later tokens did", "")
         if state.started and now - moved > SILENCE_SECONDS:
-            return Lost("silent", f"no token came for {SILENCE_SECONDS:.0f} s", certain)
+            return Lost("silent", f"no token arrived for {SILENCE_SECONDS:.0f} s", certain)
         if now - sequence.looked_at > STALL_SECONDS or not self._bus.is_connected:
             sequence.held_at = now
         sequence.looked_at = now
@@ -439,7 +441,7 @@ class Dispatcher:
             await self._bus.publish(self._bus.subjects.cancel, message)
         except MmdError as error:
             _log.warning(
-                "cancellation of %s not sent; it is freed after its pod's next report: %s",
+                "failed to send the cancellation of %s; it is freed after its pod's next report: %s",
                 message.request_id,
                 error.message,
             )
@@ -452,15 +454,15 @@ def _is_final(refusal: MmdError) -> bool:
 
 
 def _largest_placement(request: GenerateRequest) -> int:
-    """Bytes of a placement whose hand-over, outputs included, still fits."""
+    """Bytes of a placement whose handover, outputs included, still fits."""
     return MAX_REQUEST_BYTES - 2 * BYTES_PER_TOKEN * request.sampling.max_tokens - COMMIT_BYTES
 
 
 def _out_of_time(sequence: ServedSequence) -> MmdError:
     if sequence.waits_for_role is not None:
         return OverloadedError(
-            f"no Ready {sequence.waits_for_role} pod by the request's deadline; check the pool's replicas and its pods' events"
+            f"no Ready {sequence.waits_for_role} pod before the request deadline; check the pool's replicas and its pods' Events"
         )
     return DeadlineError(
-        "the request's deadline passed; raise spec.gateway.requestTimeoutSeconds or request fewer tokens"
+        "request deadline exceeded; raise spec.gateway.requestTimeoutSeconds or request fewer tokens"
     )

@@ -1,4 +1,4 @@
-"""The parts of a message's content, and the medium that each of them is. Knows no network and no model.
+"""The parts of a message's content, and the medium that each of them is. Independent of the network and the model.
 
 A part is one class here and one line of `ContentPart`: the tags of the union, the error about an unknown type and the check of docs/api.md follow.
 """

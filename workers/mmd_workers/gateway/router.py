@@ -281,7 +281,7 @@ def _why_not(request: RouteRequest, role: str, pods: Sequence[Heartbeat]) -> str
     room = largest.load.kv_blocks_total * largest.load.kv_block_tokens
     return (
         f"the prompt of {request.num_tokens} tokens and up to {request.max_tokens} output tokens need KV for "
-        f"{_needed_tokens(request, largest)} tokens, the largest {role} pod holds {room}: shorten the prompt, lower max_tokens, or "
+        f"{_needed_tokens(request, largest)} tokens, but the largest {role} pod holds {room}; shorten the prompt, lower max_tokens, or "
         f"raise spec.{role}.kvCacheMebibytes"
     )
 

@@ -280,7 +280,7 @@ def _check_memory(gateway: Gateway) -> None:
     most = gateway.max_concurrent_requests * each + shared
     if most > present:
         _log.warning(
-            "%d concurrent requests may need %d MiB of memory, and this gateway has %d MiB for them; raise "
+            "%d concurrent requests may need %d MiB of memory, but this gateway has only %d MiB for them; raise "
             "spec.gateway.resources.memory, or lower spec.gateway.maxConcurrentRequests",
             gateway.max_concurrent_requests,
             most >> 20,

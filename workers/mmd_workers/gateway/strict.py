@@ -1,4 +1,4 @@
-"""The base of what clients send: models that refuse unknown fields by name. Knows no field."""
+"""The base of what clients send: models that refuse unknown fields by name. Independent of fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to recent requests: phases from every pod joined with the gateway's own. A bounded ring; knows no HTTP."""
+"""What happened to recent requests: phases from every pod joined with the gateway's own. A bounded ring; independent of HTTP."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _plan(sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise LinkError(
-            f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; copy it with `contiguous()` first"
+            f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; call `contiguous()` first"
         )
     return tensor.view(-1).view(torch.uint8)
 
@@ -134,6 +134,6 @@ def _dtype(layout: Layout) -> torch.dtype:
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise LinkError(
-            f"KV layout names an unknown dtype {layout.dtype!r}; peers must run the same pipeline revision"
+            f"KV layout has an unknown dtype {layout.dtype!r}; peers must run the same pipeline revision"
         )
     return dtype

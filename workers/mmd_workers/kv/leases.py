@@ -72,7 +72,7 @@ class LeaseTable:
         lease = self._granted.get(lease_id)
         if lease is None or now >= lease.expires:
             raise LeaseError(
-                f"lease {lease_id} is not live (released, expired or never granted); offer the request again"
+                f"lease {lease_id} is not active (released, expired or never granted); offer the request again"
             )
         return lease
 

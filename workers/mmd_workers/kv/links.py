@@ -1,6 +1,6 @@
 """Who is linked with whom: one link per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
 
-It knows neither NATS nor leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
+It is independent of NATS and leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
 the side whose (pod, incarnation) sorts first is rank 0 and lends its store, so simultaneous calls meet.
 """
 
@@ -143,7 +143,7 @@ class PairLink:
             )
         if tensor.device != self.device:
             raise ValueError(
-                f"the link to {self.peer} moves tensors on {self.device}, not on {tensor.device}; allocate the tensor there"
+                f"the link to {self.peer} transfers tensors on {self.device}, not on {tensor.device}; allocate the tensor on {self.device}"
             )
         with self.held():
             try:
@@ -231,7 +231,7 @@ class LinkManager:
         """
         with self._lock:
             known = self._adopt(peer, peer_incarnation)
-            self._fail_up_to(known, failed_epoch, f"{peer} saw epoch {failed_epoch} fail")
+            self._fail_up_to(known, failed_epoch, f"{peer} reported epoch {failed_epoch} as failed")
             return known.failed_epoch + 1
 
     def failed_epoch(self, peer: str, peer_incarnation: str) -> int:
@@ -251,9 +251,9 @@ class LinkManager:
             known = self._adopt(peer, peer_incarnation)
             if epoch <= known.failed_epoch:
                 raise LinkError(
-                    f"epoch {epoch} with {peer} is over (newest failed: {known.failed_epoch}); offer again"
+                    f"epoch {epoch} with {peer} has ended (newest failed: {known.failed_epoch}); offer again"
                 )
-            self._fail_up_to(known, epoch - 1, f"{peer} went on to epoch {epoch}")
+            self._fail_up_to(known, epoch - 1, f"{peer} moved to epoch {epoch}")
             attempt = known.attempt
             if attempt is None:
                 self._make_room()
@@ -268,7 +268,7 @@ class LinkManager:
         try:
             return attempt.result(self._connect_timeout_seconds)
         except FutureTimeoutError:
-            reason = f"{peer} at {peer_endpoint} was not linked within {self._connect_timeout_seconds} s"
+            reason = f"no link to {peer} at {peer_endpoint} within {self._connect_timeout_seconds} s"
             with self._lock:
                 self._fail_up_to(known, epoch, reason)
             raise LinkError(f"{reason}; link the pair again at the next epoch") from None
@@ -360,7 +360,9 @@ class LinkManager:
             if known.link is not None and not known.link.in_use:
                 self._fail_up_to(known, known.failed_epoch + 1, "the idle link was evicted")
                 return
-        raise OverloadedError(f"all {self._max_links} KV links are in use; try another worker or later")
+        raise OverloadedError(
+            f"all {self._max_links} KV links are in use; try another worker, or retry later"
+        )
 
     def _make(
         self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
@@ -390,7 +392,7 @@ class LinkManager:
                 attempt.set_result(link)
                 self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
                 return
-        link.kill("given up while connecting")
+        link.kill("abandoned while connecting")
 
     def _prefix(self, peer: tuple[str, str], epoch: int) -> str:
         """Where the two sides of a link meet in rank 0's store."""
@@ -400,11 +402,11 @@ class LinkManager:
     def _make_channel(
         self, peer: tuple[str, str], peer_endpoint: str, epoch: int
     ) -> tuple[Channel, socket.socket]:
-        """The backend's channel at this epoch and the sentinel connection beside it."""
+        """The backend's channel at this epoch and the sentinel connection next to it."""
         rank = 0 if self._self < peer else 1
         seconds = self._connect_timeout_seconds
         host, _, port = (self.endpoint if rank == 0 else peer_endpoint).rpartition(":")
-        # A client of its own for every attempt, also to our own store: one that waits would hold up all others.
+        # A separate client for every attempt, also to our own store: one that waits would hold up all others.
         client = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
         if rank == 0:
             self._sweep(client)

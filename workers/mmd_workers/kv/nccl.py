@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 def check_available(device: torch.device) -> None:
     """Raise BackendUnavailableError unless NCCL can run on `device`."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendUnavailableError("NCCL needs a CUDA device; use transfer.kv.backend: Gloo")
+        raise BackendUnavailableError("NCCL requires a CUDA device; use transfer.kv.backend: Gloo")
 
 
 class NcclLink:
@@ -124,12 +124,12 @@ class NcclLink:
 
     def _go(self, verb: str, sends: bool, tensor: torch.Tensor, tag: int) -> None:
         if tensor.device.type != "cuda":
-            raise LinkError(f"NCCL {verb} needs a CUDA tensor, not one on {tensor.device}")
+            raise LinkError(f"NCCL {verb} requires a CUDA tensor, not one on {tensor.device}")
         if self._sends is None:
             self._sends = sends
         if self._sends != sends:
             raise LinkError(
-                f"NCCL link cannot {verb}: it is used in the other direction; use transfer.kv.backend: Gloo"
+                f"NCCL link cannot {verb}: it carries data in the other direction; use transfer.kv.backend: Gloo"
             )
         operation = self._group.send if sends else self._group.recv
         self._run(verb, operation, tensor, tag, self._chunk_timeout_seconds)
@@ -187,7 +187,7 @@ class NcclLink:
             while not self._dead:
                 left = None if self._deadline is None else self._deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    self._dead = "the chunk's deadline passed"
+                    self._dead = "chunk deadline exceeded"
                 else:
                     self._changed.wait(left)
         self._group.abort()

@@ -1,7 +1,7 @@
-"""Notices at once that the process at the other end of a link has ended: an idle TCP connection beside every link.
+"""Notices at once that the process at the other end of a link has ended: an idle TCP connection next to every link.
 
 The kernel closes it when a process dies, however it dies, while gloo and NCCL may wait on a half-received chunk. It carries
-nothing but a nonce, and knows nothing of what the link moves.
+nothing but a nonce, and independent of what the link moves.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _call(store: Store, host: str, deadline: float) -> socket.socket:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("deadline passed")
+        raise TimeoutError("deadline exceeded")
     return left
 
 

@@ -1,1 +1,1 @@
-"""Media from outside: measured, fetched, decoded in a sandbox. Knows no model and no bus."""
+"""Media from outside: measured, fetched, decoded in a sandbox. Independent of the model and the message bus."""

@@ -1,10 +1,10 @@
-"""Takes away from a decode process everything that decoding does not need, one layer after another. Linux only; knows no media.
+"""Takes away from a decode process everything that decoding does not need, one layer after another. Linux only; independent of media.
 
 Two steps: `isolate` before anything is imported or any thread runs, `confine` once everything is loaded. Each layer holds on its own,
 so a pod that refuses one (most refuse user namespaces) keeps the others; both functions return which are active.
 
 Written against the kernel's interfaces with ctypes: pyseccomp and the other bindings on PyPI only wrap a libseccomp that has to be
-installed beside them, and neither the images nor `pip install` bring one.
+installed with them, and neither the images nor `pip install` bring one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 4, 
 
 
 def isolate(report: Callable[[int], object]) -> dict[Layer, bool]:
-    """Continue in a child that has namespaces of its own, where the kernel and the pod allow it; otherwise here.
+    """Continue in a child that has its own namespaces, where the kernel and the pod allow it; otherwise here.
 
     `report` is called once with the PID of the process that goes on, as the caller's parent sees it. With namespaces the calling
     process never returns: it waits for the child, ends as it ended, and kills it on SIGTERM.
@@ -122,7 +122,7 @@ def confine(isolated: Mapping[Layer, bool]) -> dict[Layer, bool]:
 
 
 def empty_root() -> bool:
-    """Replace the root directory by an empty, read-only one; needs a mount namespace of its own."""
+    """Replace the root directory by an empty, read-only one; needs its own mount namespace."""
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if _libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
         return False

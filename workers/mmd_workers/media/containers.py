@@ -1,4 +1,4 @@
-"""What the bytes really are, and how they are opened: magic bytes, pinned demuxers, packet tables. Knows no policy and no model.
+"""What the bytes really are, and how they are opened: magic bytes, pinned demuxers, packet tables. Independent of policies and the model.
 
 The demuxer is always named, never guessed: formats that refer to other files or addresses (playlists, concat scripts)
 cannot be reached through here.
@@ -310,7 +310,7 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
             continue
         packets += 1
         if packets > max_packets:
-            raise BadMediaError(f"the audio has more than {max_packets} packets; send it re-encoded")
+            raise BadMediaError(f"the audio has more than {max_packets} packets; re-encode the file")
         if packet.pts is not None:
             first = packet.pts if first is None else first
             end = max(end, packet.pts + (packet.duration or 0))

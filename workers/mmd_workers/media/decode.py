@@ -1,7 +1,7 @@
-"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Knows no policy and no model.
+"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Independent of policies and the model.
 
 The functions run where they are called; bytes from outside belong into `sandbox.DecodePool`, which runs these same
-functions in processes of their own.
+functions in separate processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
         rgb = rgb.transpose(turn)
     if rgb.size != (info.width, info.height):
         raise BadMediaError(
-            f"the image is {rgb.size[0]}x{rgb.size[1]}, but its header lists {info.width}x{info.height}; send it re-encoded"
+            f"the image is {rgb.size[0]}x{rgb.size[1]}, but its header declares {info.width}x{info.height}; re-encode the file"
         )
     if out is None:
         out = np.empty(image_shape(info), np.uint8)
@@ -90,7 +90,7 @@ def decode_video(
     """
     if not frame_indices or min(frame_indices) < 0 or max(frame_indices) >= info.num_frames:
         raise BadMediaError(
-            f"frames {list(frame_indices)[:8]} of a video of {info.num_frames}; request frames that exist"
+            f"frames {list(frame_indices)[:8]} were requested, but the video has {info.num_frames} frames; request frames that exist"
         )
     if out is None:
         out = np.empty(video_shape(info, frame_indices), np.uint8)
@@ -132,8 +132,8 @@ class _FrameWriter:
         )
         if (width, height) != self._size:
             raise BadMediaError(
-                f"frame {index} of the video is {width}x{height}, but the container lists {self._size[0]}x{self._size[1]}; "
-                "send it re-encoded at one size"
+                f"frame {index} of the video is {width}x{height}, but the container declares {self._size[0]}x{self._size[1]}; "
+                "re-encode the file at one size"
             )
         pixels = np.rot90(frame.to_ndarray(format="rgb24"), k=-self._quarter_turns)
         for place in self._places[index]:
@@ -224,7 +224,7 @@ def _decode_scan(data: bytes, info: MediumInfo, writer: _FrameWriter) -> None:
     lost = info.num_frames - seen
     if held is None or lost > 1 or writer.missing != {seen}:
         raise BadMediaError(
-            f"the container lists {info.num_frames} frames, but only {seen} can be decoded; send a complete, valid file"
+            f"the container declares {info.num_frames} frames, but only {seen} can be decoded; send a complete, valid file"
         )
     log.warning("video %s ends one frame early; its last frame is repeated", info.digest[:12])
     writer.put(seen, held)
@@ -274,7 +274,7 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
         for frame in opened.decode(stream):
             if frame.sample_rate != info.sample_rate_hz:
                 raise BadMediaError(
-                    f"the sample rate changes from {info.sample_rate_hz} to {frame.sample_rate} Hz; send it re-encoded"
+                    f"the sample rate changes from {info.sample_rate_hz} to {frame.sample_rate} Hz; re-encode the file"
                 )
             for planar in to_float.resample(frame):
                 mono = planar.to_ndarray().mean(axis=0, dtype=np.float32)
@@ -283,6 +283,6 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
                 filled += kept
     if info.num_samples - filled > AUDIO_SLACK_SECONDS * info.sample_rate_hz + 0.02 * info.num_samples:
         raise BadMediaError(
-            f"the container lists {info.num_samples} samples, but only {filled} can be decoded; send a complete, valid file"
+            f"the container declares {info.num_samples} samples, but only {filled} can be decoded; send a complete, valid file"
         )
     return np.nan_to_num(waveform, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

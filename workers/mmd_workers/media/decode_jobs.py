@@ -1,4 +1,4 @@
-"""What a decode process does with a job: map the bytes, probe or decode them, write the result. Knows no socket and no limit."""
+"""What a decode process does with a job: map the bytes, probe or decode them, write the result. Independent of sockets and limits."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def main() -> None:
             reply = {"bad_media": error.message}
         except MemoryError:
             reply = {
-                "bad_media": f"decoding needs more than the {memory_bytes >> 20} MiB it may use; send a smaller one"
+                "bad_media": f"decoding needs more than the {memory_bytes >> 20} MiB it may use; send a smaller file"
             }
         except Exception as error:  # noqa: BLE001  reported to the worker: nothing can be printed from here
             control.send(json.dumps({"died_of": _where(error)}).encode())

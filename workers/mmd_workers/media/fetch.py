@@ -79,7 +79,7 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
     """Text is taken in pieces: work on one piece keeps the event loop's thread waiting, work on the next may come after it."""
     begin = url.find(",", 0, MAX_URL_CHARACTERS) + 1
     if not begin:
-        raise FetchError("the data URL has no comma; write data:<type>;base64,<data>")
+        raise FetchError("the data URL has no comma; use the form data:<type>;base64,<data>")
     in_base64 = url[:begin].lower().endswith(";base64,")
     if len(url) - begin > (4 * (limit // 3 + 1) if in_base64 else 3 * limit):
         raise _too_large(limit, field)
@@ -120,7 +120,7 @@ def _unquoted(text: str) -> bytes:
 
 
 def _too_large(limit: int, field: str) -> FetchError:
-    return FetchError(f"the medium is larger than {limit} bytes; send a smaller one, or raise {field}")
+    return FetchError(f"the medium is larger than {limit} bytes; send a smaller file, or raise {field}")
 
 
 def _off_the_clock(clock: asyncio.Timeout, reserve: Reserve) -> Reserve:
@@ -154,14 +154,14 @@ async def _download(url: str, policy: MediaPolicy, limit: int, field: str, reser
                 ) from error
             finally:
                 await response.aclose()
-    raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times; give the final URL")
+    raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times; use the final URL")
 
 
 def _next(target: httpx.URL, location: str) -> str:
     try:
         return str(target.join(location))
     except httpx.InvalidURL as error:
-        raise FetchError(f"{target.host} redirects to an invalid URL; give the final URL") from error
+        raise FetchError(f"{target.host} redirects to an invalid URL; use the final URL") from error
 
 
 def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
@@ -172,10 +172,10 @@ def _checked_url(url: str, policy: MediaPolicy) -> httpx.URL:
     try:
         target = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise FetchError(f"not a URL ({error}); give http(s)://host/path or a data URL") from error
+        raise FetchError(f"invalid URL ({error}); use http(s)://host/path or a data URL") from error
     if target.scheme not in ("http", "https") or not target.host:
         raise FetchError(
-            f"the scheme {target.scheme or 'none'!r} is not supported; give an http(s) or data URL"
+            f"the scheme {target.scheme or 'none'!r} is not supported; use an http(s) or data URL"
         )
     if target.userinfo:
         raise FetchError("URLs with a user name or password are not allowed; remove them")
@@ -206,8 +206,8 @@ async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Add
         for address in addresses:
             if not is_public(address):
                 raise FetchError(
-                    f"the host {target.host[:253]} has an address that is not public; "
-                    f"use a public one, or set {FIELD}.allowPrivateAddresses"
+                    f"the host {target.host[:253]} resolves to an address that is not public; "
+                    f"use a public host, or set {FIELD}.allowPrivateAddresses"
                 )
     return addresses[:MAX_ADDRESSES_TRIED]
 
@@ -250,14 +250,14 @@ async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: list
             failure = str(error) or type(error).__name__
         except httpx.HTTPError as error:
             raise FetchError(
-                f"{target.host} does not answer ({type(error).__name__}); check the URL"
+                f"{target.host} did not respond ({type(error).__name__}); check the URL"
             ) from error
     raise FetchError(f"{target.host} cannot be reached ({failure}); check the URL")
 
 
 async def _read(response: httpx.Response, limit: int, field: str, reserve: Reserve) -> bytes:
     if response.status_code != 200:
-        raise FetchError(f"the server answered with status {response.status_code}; check the URL")
+        raise FetchError(f"the server returned status {response.status_code}; check the URL")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise FetchError(

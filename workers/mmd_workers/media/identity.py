@@ -1,4 +1,4 @@
-"""The one place that derives identities of media and features. Knows nothing of what is inside them."""
+"""The one place that derives identities of media and features. Independent of what is inside them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Host names to addresses, each lookup in a thread of its own: clients choose the names, and a name server that does not answer
-must not hold up the event loop's own lookups, which reconnect this process. Knows no URL and no policy.
+"""Host names to addresses, each lookup in a dedicated thread: clients choose the names, and a name server that does not answer
+must not hold up the event loop's own lookups, which reconnect this process. Independent of URLs and policies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from mmd_api.contract.errors import OverloadedError
 
 MAX_LOOKUPS = 64
-"""Lookups under way at once. An abandoned one counts until the system's resolver gives it up."""
+"""Lookups in flight at once. An abandoned one counts until the system's resolver gives it up."""
 MAX_WAITING = 1024
 """Lookups that may wait for one of those to end."""
 Target = tuple[str, int]
@@ -24,7 +24,7 @@ _waiting: OrderedDict[Future[None], None] = OrderedDict()
 
 
 async def lookup(host: str, port: int) -> list[str]:
-    """The addresses of a host, for TCP. Waits, without a deadline of its own, while too many lookups are under way; those of one host
+    """The addresses of a host, for TCP. Waits, without its own deadline, while too many lookups are in flight; those of one host
     and port are made once.
 
     Raises:
@@ -47,7 +47,7 @@ async def lookup(host: str, port: int) -> list[str]:
             else:
                 raise OverloadedError(
                     f"{MAX_LOOKUPS} host names are being resolved and {MAX_WAITING} more are waiting; retry later, or send the file as a "
-                    "data URL; if this lasts, check the cluster's DNS"
+                    "data URL; if this persists, check the cluster's DNS"
                 )
         if found is not None:
             return await asyncio.wrap_future(found)
@@ -68,7 +68,7 @@ def _begun(target: Target) -> Future[list[str]]:
     try:
         thread.start()
     except RuntimeError as error:
-        raise OverloadedError(f"no thread for a name lookup ({error}); retry later") from error
+        raise OverloadedError(f"no thread available for a DNS lookup ({error}); retry later") from error
     _under_way[target] = found
     return found
 

@@ -1,4 +1,4 @@
-"""What is known of a medium before and after it is decoded. Knows no model and no network."""
+"""What is known of a medium before and after it is decoded. Independent of the model and the network."""
 
 from __future__ import annotations
 

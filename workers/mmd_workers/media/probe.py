@@ -45,7 +45,7 @@ def probe(
     if container is None:
         allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
         raise BadMediaError(
-            f"the {modality} has an unknown format (its first bytes match none); send one of: {allowed}"
+            f"the {modality} has an unknown format (its first bytes match no supported format); send one of: {allowed}"
         )
     if container not in containers.CONTAINERS[modality]:
         raise BadMediaError(
@@ -65,9 +65,9 @@ def _over(
     modality: Modality, what: str, value: float, limit: float, field: str, of: str | None = None
 ) -> BadMediaError:
     return BadMediaError(
-        f"the {modality} has {value:g} {what}, the limit is {limit:g}; send less, or raise {FIELD}.{of or modality}.{field}"
+        f"the {modality} has {value:g} {what}, more than the limit of {limit:g}; send less, or raise {FIELD}.{of or modality}.{field}"
         if isinstance(value, float)
-        else f"the {modality} has {value} {what}, the limit is {limit}; send less, or raise {FIELD}.{of or modality}.{field}"
+        else f"the {modality} has {value} {what}, more than the limit of {limit}; send less, or raise {FIELD}.{of or modality}.{field}"
     )
 
 
@@ -108,7 +108,7 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
             raise _over("video", "or more frames", len(table.pts), max_packets, "maxDurationSeconds")
         if container == "mp4" and len(table.pts) < stream.frames - 1:
             raise BadMediaError(
-                f"the video is cut off: its index lists {stream.frames} frames, {len(table.pts)} are present; send the complete file"
+                f"the video is truncated: its index declares {stream.frames} frames, but only {len(table.pts)} are present; send the complete file"
             )
         num_frames = table.num_frames
         if num_frames == 0:
@@ -141,7 +141,9 @@ def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
     if measured and not (declared and abs(declared - measured) <= 0.02 * measured):
         fps = measured
     if not (math.isfinite(fps) and 0 < fps <= 10_000):
-        raise BadMediaError("the video's timestamps give no frame rate; send it re-encoded with a frame rate")
+        raise BadMediaError(
+            "the video's timestamps yield no frame rate; re-encode the file with a frame rate"
+        )
     return fps, table.num_frames / fps
 
 
@@ -165,10 +167,10 @@ def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
         raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
     if container == "wav" and (missing := containers.wav_missing_bytes(data)):
         raise BadMediaError(
-            f"the audio is cut off: {missing} bytes that its header lists are missing; send the complete file"
+            f"the audio is truncated: {missing} bytes that its header declares are missing; send the complete file"
         )
     if container in ("flac", "mp4") and declared - duration > TRUNCATION_SLACK_SECONDS + 0.02 * declared:
         raise BadMediaError(
-            f"the audio is cut off: its header lists {declared:.2f} seconds, {duration:.2f} are present; send the complete file"
+            f"the audio is truncated: its header declares {declared:.2f} seconds, but only {duration:.2f} are present; send the complete file"
         )
     return {"duration_seconds": duration, "num_samples": num_samples, "sample_rate_hz": rate}

@@ -1,4 +1,4 @@
-"""A small medium of each modality, as an encoded file: what pods warm up with. Knows no model and no network."""
+"""A small medium of each modality, as an encoded file: what pods warm up with. Independent of the model and the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding bytes from outside in processes of their own, so that a crash, a hang or a bomb costs one medium and one process.
+"""Decoding bytes from outside in separate processes, so that a crash, a hang or a bomb costs one medium and one process.
 
 Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. That of results is used again, by processes that
 are used again likewise: to map, clear and free the pages of a clip's pixels takes longer than to write them.
@@ -58,7 +58,7 @@ class _ProcessLostError(Exception):
 class _Decoder:
     """A running decode process and this end of its socket (one message in, one out).
 
-    `process` is what was started, `pid` what decodes: its child, where it could be given namespaces of its own.
+    `process` is what was started, `pid` what decodes: its child, where it could be given its own namespaces.
     """
 
     process: asyncio.subprocess.Process
@@ -229,14 +229,14 @@ class DecodePool:
                      active, "; ".join(refused) or "nothing")  # fmt: skip
 
     async def close(self) -> None:
-        """Kill every process and wait until all have exited; decodes under way fail with OverloadedError."""
+        """Kill every process and wait until all have exited; decodes in flight fail with OverloadedError."""
         self._closed = True
         self._results.close()
         for process, pid in self._started.items():
             _kill(process, pid)
         async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
             await asyncio.gather(*(process.wait() for process in self._started))
-            for _ in self._slots:  # a job under way sees its socket end first, then gives its place back
+            for _ in self._slots:  # a job in flight sees its socket end first, then gives its place back
                 (await self._free.get()).discard()
 
     @property
@@ -259,7 +259,7 @@ class DecodePool:
         info = replace(MediumInfo(**reply["info"]), modality=modality, digest=sha256, num_bytes=len(data))
         if not _possible(info, policy):
             raise BadMediaError(
-                f"the decoder returned inconsistent facts about this {modality}; send it re-encoded"
+                f"the decoder returned inconsistent data about this {modality}; re-encode the file"
             )
         return info
 
@@ -295,8 +295,8 @@ class DecodePool:
     ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
         if result_bytes < 1 or 2 * len(data) + result_bytes > self._memory_bytes:
             raise BadMediaError(
-                f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB a decode "
-                "may use; send a smaller one, or request fewer frames"
+                f"decoding {len(data)} bytes to {result_bytes} needs more than the {self._memory_bytes >> 20} MiB that a decode "
+                "may use; send a smaller file, or request fewer frames"
             )
         message = json.dumps(job | {"result_bytes": result_bytes}).encode()
         if len(message) > MAX_MESSAGE_BYTES:
@@ -330,7 +330,7 @@ class DecodePool:
         except TimeoutError as error:
             slot.discard()
             raise BadMediaError(
-                f"decoding took longer than {self._timeout_seconds} seconds; send a smaller one, or raise "
+                f"decoding took longer than {self._timeout_seconds} seconds; send a smaller file, or raise "
                 "spec.gateway.media.decodeTimeoutSeconds"
             ) from error
         except _ProcessLostError as error:
@@ -343,11 +343,11 @@ class DecodePool:
             if status is None:
                 log.warning("decode process %d did not exit after SIGKILL; abandoning it", decoder.pid)
                 raise BadMediaError(
-                    "the decoder hung on this medium and could not be killed; send it re-encoded"
+                    "the decoder hung on this medium and could not be killed; re-encode the file"
                 ) from error
             log.warning("decode process %d exited with %s", decoder.pid, _how(status))
             raise BadMediaError(
-                f"the decoder crashed on this medium ({_how(status)}); send it re-encoded"
+                f"the decoder crashed on this medium ({_how(status)}); re-encode the file"
             ) from error
         except asyncio.CancelledError:
             slot.discard()

@@ -1,4 +1,4 @@
-"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Knows no network and no cache."""
+"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Independent of the network and caches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class HfEncoderModel:
         expected = {name: layout.geometry.get(name) for name in facts}
         if count != layout.num_tokens or facts != expected:
             raise CountMismatchError(
-                f"the {layout.modality} was laid out as {layout.num_tokens} tokens with {expected}, but processing it gave "
+                f"the {layout.modality} was laid out as {layout.num_tokens} tokens with {expected}, but processing it produced "
                 f"{count} with {facts}; the decoded size differs from its header"
             )
         tensors = media_inputs.tensors(made.outputs)
@@ -118,7 +118,7 @@ class HfEncoderModel:
             CountMismatchError: the tower returned another number of rows than was laid out.
         """
         if len({medium.shape_key for medium in batch}) != 1:
-            raise ValueError("one batch takes media of one shape_key")
+            raise ValueError("all media of a batch must have the same shape_key")
         modality = batch[0].modality
         joined = {name: torch.cat([m.tensors[name] for m in batch]) for name in batch[0].tensors}
         with self._lock, torch.no_grad():
@@ -140,7 +140,7 @@ class HfEncoderModel:
                 )
         if names != set(rows):
             raise CountMismatchError(
-                f"the {modality} tower returned {sorted(rows)} where {sorted(names)} were promised"
+                f"the {modality} tower returned {sorted(rows)}, but {sorted(names)} were declared"
             )
         split = {name: torch.split(t.to("cpu", self.dtype), counts) for name, t in rows.items()}
         return [

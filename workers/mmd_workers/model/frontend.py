@@ -1,4 +1,4 @@
-"""Chat messages and medium facts to token ids, without weights and without decoding anything. Knows no network and no tower.
+"""Chat messages and medium facts to token ids, without weights and without decoding anything. Independent of the network and towers.
 
 Counts come from the model's own processors, run on tensors that have a shape but no data (see `inputs`).
 """
@@ -120,7 +120,7 @@ class HfFrontend:
                     if kind not in self.modalities:
                         takes = ", ".join(sorted(self.modalities)) or "text only"
                         raise UnsupportedInputError(
-                            f"messages[{m}].content[{p}]: this model takes no {kind} (it takes {takes}); "
+                            f"messages[{m}].content[{p}]: this model does not accept {kind} (accepted: {takes}); "
                             "remove the part or use another model"
                         )
                     wanted.append(kind)
@@ -131,7 +131,7 @@ class HfFrontend:
         given = [info.modality for info in media]
         if wanted != given:
             raise UnsupportedInputError(
-                f"messages name the media {wanted}, but {given} were passed; pass them in order of use"
+                f"messages reference the media {wanted}, but {given} were passed; pass them in order of use"
             )
 
     def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
@@ -195,7 +195,7 @@ class HfFrontend:
             if limit and samples > limit:
                 if self._policy.audio.too_long == "Reject":
                     raise UnsupportedInputError(
-                        f"medium {number} (audio) lasts {samples / rate:.1f} s and this model accepts at most {limit / rate:.1f} s; send a "
+                        f"medium {number} (audio) lasts {samples / rate:.1f} s, but this model accepts at most {limit / rate:.1f} s; send a "
                         "shorter clip or several clips, or set spec.gateway.media.audio.tooLong to Truncate"
                     )
                 samples = limit
@@ -216,7 +216,7 @@ class HfFrontend:
         assert self._processor is not None
         policy, chooser, total = self._policy.video, self._processor.video_processor, info.num_frames
         if total < 1 or info.fps <= 0:
-            raise UnsupportedInputError("the video has no frames or no frame rate; send one that has both")
+            raise UnsupportedInputError("the video has no frames or no frame rate; re-encode the file")
         group = int(getattr(chooser, "temporal_patch_size", None) or 1)
         least = min(total, 2 * group)
         if total == least:
@@ -262,7 +262,7 @@ class HfFrontend:
                 else f"{info.width} x {info.height} pixels"
             )
             raise UnsupportedInputError(
-                f"medium {number} ({info.modality}, {what}): the model's processor rejected it: {error}; send another size"
+                f"medium {number} ({info.modality}, {what}): the model's processor rejected it: {error}; send a different size"
             ) from error
         if not probe.replacement.count(self._placeholder[info.modality]):
             others = [p for m, p in self._placeholder.items() if m != info.modality]

@@ -1,4 +1,4 @@
-"""Runs a model's own Hugging Face processors on one medium: on real pixels, or on shapes alone. Knows no weights.
+"""Runs a model's own Hugging Face processors on one medium: on real pixels, or on shapes alone. Independent of weights.
 
 Shapes alone means tensors on the meta device: the processor's code runs as it is, resizing, tiling and counting, but there
 are no pixels. So the counts of the gateway and those of the encoder come out of the same code and cannot differ.

@@ -1,4 +1,4 @@
-"""The objects that speak for a model, each loading only what it needs. Knows no network and no KV pool.
+"""The objects that speak for a model, each loading only what it needs. Independent of the network and the KV pool.
 
 - `Frontend` (gateway): tokenizer, chat template, exact placeholder layout from dimensions. No weights.
 - `EncoderModel` (encode role): towers and projectors.

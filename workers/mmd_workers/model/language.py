@@ -1,4 +1,4 @@
-"""The language model of a checkpoint: embeddings, decoder stack, output head. Knows no KV pool: the engine brings the attention."""
+"""The language model of a checkpoint: embeddings, decoder stack, output head. Independent of the KV pool: the engine brings the attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class HfLanguageModel:
-    """Lowers prompts and runs the decoder on ragged batches. `lower` and `fill` may run beside `forward`."""
+    """Lowers prompts and runs the decoder on ragged batches. `lower` and `fill` may run concurrently with `forward`."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLay
             owners[int(index)] = module
     if not owners:
         raise UnsupportedModelError(
-            f"spec.model.id: {text.model_type} has no attention layers that transformers allows to be replaced; choose another model"
+            f"spec.model.id: {text.model_type} has no attention layers that transformers allows to replace; choose another model"
         )
     if len(layers) != text.num_hidden_layers:
         raise UnsupportedModelError(
@@ -209,7 +209,7 @@ def load_language_model(model: ModelSpec, device: torch.device) -> HfLanguageMod
     loaded, loaded_bytes = load_role(folder, config, "language", dtype, device)
     if not getattr(loaded.get_decoder(), "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"spec.model.id: {config.model_type} does not allow its attention to be replaced; choose another architecture"
+            f"spec.model.id: {config.model_type} does not allow replacing its attention; choose another architecture"
         )
     requirements.check(loaded, adapter)
     eos = source.eos_token_ids(folder, config)

@@ -1,4 +1,4 @@
-"""What media of some size become, kept for the next of the same size. Knows no processor."""
+"""What media of some size become, kept for the next of the same size. Independent of processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OVERHEAD_BYTES = (
-    4096  # of a probe beside its text and its key: geometry, which is small, and Python's objects
+    4096  # of a probe besides its text and its key: geometry, which is small, and Python's objects
 )
 KEY_ELEMENT_BYTES = 40  # an integer and the tuple's reference to it
 

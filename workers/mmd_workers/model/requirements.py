@@ -1,4 +1,4 @@
-"""What an architecture's decoder needs beside what the split gives it, read from the architecture's own source. Runs nothing.
+"""What an architecture's decoder needs beyond what the split gives it, read from the architecture's own source. Runs nothing.
 
 An architecture is served without a line of code if its outer model does no more than put features in the places of placeholders and
 call the decoder. One that hands its decoder anything else would be served with wrong answers: it is refused here.
@@ -68,7 +68,7 @@ def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
         for outer in (base, model):
             found |= _handed_over(outer, decoder) - provided - NO_INPUTS
         if any(_writes_embeddings(outer) for outer in (base, model)):
-            found.add("embeddings of its own for tokens beside the placeholders")
+            found.add("separate embeddings for tokens other than the placeholders")
         if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
             found.add("a mask in which the tokens of a medium see each other (bidirectional attention)")
     if adapter.bidirectional != "prompt" and any(_is_bidirectional(module) for module in decoder.modules()):

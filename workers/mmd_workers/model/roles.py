@@ -1,4 +1,4 @@
-"""Load one role's share of a checkpoint: the towers and projectors, or the language model. Knows no tokenizer and no requests.
+"""Load one role's share of a checkpoint: the towers and projectors, or the language model. Independent of the tokenizer and requests.
 
 The real Hugging Face class is subclassed and the children that the role does not need are replaced while the model is
 still on the meta device; `from_pretrained` then asks safetensors for the remaining names only, so other bytes are never read.

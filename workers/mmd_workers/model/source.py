@@ -1,4 +1,4 @@
-"""Where a model's files are and what its configuration says. Reads settings files only; knows no weights and no architecture."""
+"""Where a model's files are and what its configuration contains. Reads settings files only; independent of weights and architectures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
         return _checked(local, spec.id)
     if not HUB_ID.match(spec.id):
         raise UnsupportedModelError(
-            f"spec.model.id: {spec.id!r} is neither an existing folder nor a hub id; give an absolute path, `owner/name` or `builtin/demo`"
+            f"spec.model.id: {spec.id!r} is neither an existing folder nor a hub id; use an absolute path, `owner/name` or `builtin/demo`"
         )
     return _checked(_from_hub(spec, weights), spec.id)
 
@@ -77,7 +77,7 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
         )
     except GatedRepoError as error:
         raise UnsupportedModelError(
-            f"{where} is gated; accept its license on the hub and name a Secret with your token in spec.model.storage.tokenSecret"
+            f"{where} is gated; accept its license on the hub and set spec.model.storage.tokenSecret to a Secret with your token"
         ) from error
     except RevisionNotFoundError as error:
         raise UnsupportedModelError(
@@ -85,7 +85,7 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise UnsupportedModelError(
-            f"{where} is not on the hub or is private; check the spelling, or name a Secret with your token in spec.model.storage.tokenSecret"
+            f"{where} does not exist on the hub or is private; check the spelling, or set spec.model.storage.tokenSecret to a Secret with your token"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise UnsupportedModelError(

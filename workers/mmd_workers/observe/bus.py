@@ -1,4 +1,4 @@
-"""Watches a process's connection to the message server: availability, round trip time, losses. Knows no message."""
+"""Watches a process's connection to the message server: availability, round trip time, losses. Independent of messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def watch(bus: Bus, metrics: Metrics) -> None:
             except MmdError:
                 metrics.nats_round_trip.observe(ROUND_TRIP_SECONDS)
             except Exception as error:  # noqa: BLE001 - a missing measurement must not end the process
-                message = f"the round trip to NATS was not measured: {type(error).__name__}: {error}"
+                message = f"failed to measure the round trip to NATS: {type(error).__name__}: {error}"
                 limited.warning("round trip", message, error)
         now = {"malformed": bus.bad_messages, "dropped": bus.dropped_messages, "handler": bus.handler_errors}
         for reason, count in now.items():

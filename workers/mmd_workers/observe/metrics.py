@@ -1,4 +1,4 @@
-"""Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Knows nothing of what it counts.
+"""Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Independent of what it counts.
 
 Labels take values from small fixed sets only: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
 this table.
@@ -28,7 +28,7 @@ STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics(MetricTable):
-    """The catalogue; one object per process, on a registry of its own.
+    """The catalogue; one object per process, on a separate registry.
 
     `roles`: of gateway, encode, prefill, decode; what belongs to others can be fed and is not exposed. Empty: everything is.
     """
@@ -40,28 +40,32 @@ class Metrics(MetricTable):
         self._roles = set(roles)
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
-        self._begin("Requests, as clients see them (gateway)", "gateway")
+        self._begin("Requests, as seen by clients (gateway)", "gateway")
         self.requests = counter("mmd_requests_total", "Finished requests, by result", "modality", "code")
-        self.requests_running = gauge("mmd_requests_running", "Requests accepted and not finished")
-        self.ttft = histogram("mmd_ttft_seconds", "Arrival to first token", LONG_SECONDS, "modality")
+        self.requests_running = gauge("mmd_requests_running", "Requests accepted and not yet finished")
+        self.ttft = histogram(
+            "mmd_ttft_seconds", "Time from arrival to first token", LONG_SECONDS, "modality"
+        )
         self.itl = histogram(
             "mmd_itl_seconds",
             "Time between two tokens of a stream, as they reach the gateway",
             SHORT_SECONDS,
             "modality",
         )
-        self.e2e = histogram("mmd_e2e_seconds", "Arrival to last token", LONG_SECONDS, "modality")
+        self.e2e = histogram("mmd_e2e_seconds", "Time from arrival to last token", LONG_SECONDS, "modality")
         self.tokens = counter("mmd_tokens_total", "Prompt and output tokens of finished requests", "kind")
         self.slo = counter(
             "mmd_slo_requests_total",
-            "Requests measured against spec.slo; a request that fails through no fault of its client counts as missed",
+            "Requests measured against spec.slo; a request that fails for a reason other than a client error counts as missed",
             "signal",
             "outcome: kept, missed",
         )
-        self.slo_target = gauge("mmd_slo_target_seconds", "Target in spec.slo; absent without one", "signal")
+        self.slo_target = gauge(
+            "mmd_slo_target_seconds", "Target in spec.slo; absent if there is none", "signal"
+        )
         self.slo_objective = gauge(
             "mmd_slo_objective_ratio",
-            "Share of requests that must meet the target in spec.slo; absent without one",
+            "Share of requests that must meet the target in spec.slo; absent if there is none",
             "signal",
         )
         self.retries = counter(
@@ -116,15 +120,17 @@ class Metrics(MetricTable):
         )
 
         self._begin(
-            "The queue of encode jobs (gateway, read from the stream; absent while it cannot be read)",
+            "Queue of encode jobs (gateway, read from the stream; absent while the stream cannot be read)",
             "gateway",
         )
-        self.queue_jobs = gauge("mmd_encode_queue_jobs", "Encode jobs published and not done", "modality")
+        self.queue_jobs = gauge("mmd_encode_queue_jobs", "Encode jobs published and not finished", "modality")
         self.queue_work = gauge(
-            "mmd_encode_queue_work", "Work of these jobs (patches, frames), to two digits", "modality"
+            "mmd_encode_queue_work",
+            "Work of these jobs (patches, frames), to two significant digits",
+            "modality",
         )
 
-        self._begin("Where the time goes (the pod that ends the phase)", "encode", "prefill", "decode")
+        self._begin("Time by phase (reported by the pod that ends the phase)", "encode", "prefill", "decode")
         self.phase = histogram("mmd_phase_seconds", "Duration of a phase", LONG_SECONDS, "phase", "modality")
         self.backlog = gauge(
             "mmd_backlog_seconds",
@@ -157,7 +163,7 @@ class Metrics(MetricTable):
             "mmd_encode_jobs_total", "Finished encode jobs, by result", "modality", "code"
         )
         self.redeliveries = counter(
-            "mmd_encode_redeliveries_total", "Encode jobs delivered again", "modality", moved_by="trouble"
+            "mmd_encode_redeliveries_total", "Encode jobs redelivered", "modality", moved_by="trouble"
         )
         self.decode_failures = counter(
             "mmd_media_decode_failures_total",
@@ -174,7 +180,9 @@ class Metrics(MetricTable):
             "state: registered, encoding, encoded, merged, prefilled, discarded",
         )
         self.feature_bytes = gauge(
-            "mmd_feature_used_bytes", "Features currently reserved or held", "state: registered … discarded"
+            "mmd_feature_used_bytes",
+            "Size of the features currently reserved or held",
+            "state: registered … discarded",
         )
         self.feature_budget = gauge("mmd_feature_budget_bytes", "Maximum size of the features held")
         self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome: hit, miss")
@@ -190,17 +198,17 @@ class Metrics(MetricTable):
 
         self._begin("Transfers between pods", "encode", "prefill", "decode")
         self.transfer_bytes = counter(
-            "mmd_transfer_bytes_total", "Payload moved between pods", "link", "direction"
+            "mmd_transfer_bytes_total", "Payload transferred between pods", "link", "direction"
         )
         self.transfer = histogram(
             "mmd_transfer_seconds",
-            "First byte to last, of one feature or one sequence",
+            "Time from the first byte to the last, of one feature or one sequence",
             SHORT_SECONDS,
             "link",
         )
         self.transfer_failures = counter(
             "mmd_transfer_failures_total",
-            "Transfers that failed",
+            "Failed transfers",
             "link",
             "reason: link_failed, peer_lost, overloaded, too_large, lease_expired, lease_ended, deadline_exceeded",
             moved_by="trouble",
@@ -222,7 +230,7 @@ class Metrics(MetricTable):
         )
         self.inbound = gauge(
             "mmd_kv_inbound_sequences",
-            "Sequences with granted blocks, not yet committed; above zero when handoffs are slow",
+            "Sequences with granted blocks, not yet committed; above zero when handovers are slow",
             moved_by="trouble",
         )
 
@@ -243,7 +251,7 @@ class Metrics(MetricTable):
         self.max_sequences = gauge(
             "mmd_max_sequences", "Maximum number of sequences that the engine runs at once"
         )
-        self.step = histogram("mmd_step_seconds", "One engine step", SHORT_SECONDS)
+        self.step = histogram("mmd_step_seconds", "Duration of one engine step", SHORT_SECONDS)
         self.step_sequences = histogram("mmd_step_sequences", "Sequences in an engine step", STEP_SEQUENCES)
         self.resent_tokens = counter(
             "mmd_resent_tokens_total",
@@ -252,7 +260,7 @@ class Metrics(MetricTable):
         )
         self.freed_sequences = counter(
             "mmd_freed_sequences_total",
-            "Sequences freed without a cancellation: unknown to their gateway, their gateway was lost, or their deadline had passed",
+            "Sequences freed without a cancellation: unknown to their gateway, gateway lost, or deadline exceeded",
             "reason: unwanted, gateway_gone, deadline",
             moved_by="trouble",
         )
@@ -306,7 +314,7 @@ class Metrics(MetricTable):
         )
         self.errors = counter("mmd_errors_total", "Typed errors raised, by code", "code", moved_by="trouble")
         self.build = Info("mmd_build", "Version, revision and roles of this process", registry=self.registry)
-        labels = (("version", "of this software"), ("revision", "of the pipeline"), ("roles", "joined by +"))
+        labels = (("version", "of the software"), ("revision", "of the pipeline"), ("roles", "joined by +"))
         self._enter("mmd_build_info", "info", "Version, revision and roles of this process", labels, "load")
         self._process()
 

@@ -1,6 +1,6 @@
 """The small HTTP server of a worker: alive, ready, metrics, state. Runs in the worker's own event loop, so a stuck loop is a
 failed probe. On a loopback address it serves this machine's programs and not the web pages that its browsers show.
-Knows nothing of what it reports.
+Independent of what it reports.
 """
 
 from __future__ import annotations
@@ -270,10 +270,10 @@ def _foreign(headers: Headers) -> str:
     """What shows that a request is not from this machine; empty if nothing does."""
     for host in headers.getlist("host") or [""]:
         if not _of_loopback(f"//{host}"):
-            return f"this server is for this machine alone: ask it as localhost or 127.0.0.1, not as {host[:253]!r}"
+            return f"this server is only for this machine: address it as localhost or 127.0.0.1, not as {host[:253]!r}"
     for origin in headers.getlist("origin"):
         if not _of_loopback(origin):
-            return f"this server is for this machine alone, and not for pages of {origin[:253]!r}"
+            return f"this server is only for this machine, not for pages of {origin[:253]!r}"
     return ""
 
 

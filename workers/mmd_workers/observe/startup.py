@@ -1,4 +1,4 @@
-"""What a process did from its start until it was Ready, and how long each part took. Knows nothing of what the parts do."""
+"""What a process did from its start until it was Ready, and how long each part took. Independent of what the parts do."""
 
 from __future__ import annotations
 

@@ -151,12 +151,12 @@ def _processor(endpoint: str) -> Any:
             try:
                 result = self._inner.export(spans)
             except Exception as error:  # noqa: BLE001 - whatever a collector does must not end the exporting thread
-                warn("export", "%d spans were not exported to %s: %s", len(spans), endpoint, error)
+                warn("export", "failed to export %d spans to %s: %s", len(spans), endpoint, error)
                 return SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS:
                 warn(
                     "export",
-                    "%d spans were not exported to %s: is the collector there?",
+                    "failed to export %d spans to %s; check that the collector is running",
                     len(spans),
                     endpoint,
                 )

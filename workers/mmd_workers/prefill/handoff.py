@@ -1,4 +1,4 @@
-"""The prefill role's side of a KV hand-over: reserve blocks at a decode pod, send ranges as they are finished, commit.
+"""The prefill role's side of a KV handover: reserve blocks at a decode pod, send ranges as they are finished, commit.
 
 The KV stays here until the decoder has said that it owns the sequence; when a peer or a link fails before that, the next
 candidate gets everything from the start.
@@ -50,7 +50,7 @@ ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced
 ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
 LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
-MAX_TRIES = 5  # pairs that may fail during one hand-over
+MAX_TRIES = 5  # pairs that may fail during one handover
 
 
 @dataclass(slots=True)
@@ -129,12 +129,12 @@ class KvSender:
         self, request: GenerateRequest, avoid: Collection[str], queued: set[str]
     ) -> KvReservation:
         """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
-        reason, pauses = "no decode pod was named", Backoff(*RETRY_SECONDS)
+        reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         too_small: dict[str, str] = {}
         while time.time() < request.deadline:
             there = self._incarnations()
             if not there:
-                reason = f"{', '.join(request.decode_pods)} gone and no other is ready"
+                reason = f"{', '.join(request.decode_pods)} lost and no other pod is ready"
                 break
             new = [pod for pod in there if pod not in request.decode_pods]
             named = [pod for pod in request.decode_pods if pod in there]
@@ -147,7 +147,7 @@ class KvSender:
                 except asyncio.CancelledError:
                     queued.add(
                         pod
-                    )  # its answer is under way: it may have granted blocks, or queued the request
+                    )  # its answer is in flight: it may have granted blocks, or queued the request
                     raise
                 except MmdError as error:
                     reason = error.message
@@ -180,7 +180,7 @@ class KvSender:
         of requests come first: nothing is done.
 
         Raises:
-            MmdError: the pod did not answer or could not be linked; the next hand-over tries again.
+            MmdError: the pod did not answer or could not be linked; the next handover tries again.
         """
         if self._links.live_links + self._linking >= LINKS_AHEAD:
             return
@@ -264,7 +264,7 @@ class KvSender:
                 if len(failed) == MAX_TRIES or not error.retryable:
                     raise
                 log.warning(
-                    "handoff of %s to %s failed, retrying: %s",
+                    "handover of %s to %s failed, retrying: %s",
                     sequence,
                     reservation.pod,
                     error.message,
@@ -316,7 +316,7 @@ class KvSender:
                     sent += 1
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
-            raise DeadlineError("the request's deadline passed while its KV was being sent") from error
+            raise DeadlineError("request deadline exceeded while its KV was being sent") from error
 
     async def _send(
         self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int

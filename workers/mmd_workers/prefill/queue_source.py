@@ -130,7 +130,7 @@ class QueueSource:
         except Exception as error:  # waiters must be notified
             log.exception("requesting feature %s failed", feature_id[:12])
             message = (
-                f"requesting the feature failed ({type(error).__name__}); see the log of pod {self._pod}"
+                f"requesting the feature failed ({type(error).__name__}); check the log of pod {self._pod}"
             )
             self._give_up(job, EncodeError(MmdError(message), retryable=True))
         finally:
@@ -201,7 +201,7 @@ class QueueSource:
 
     @property
     def reserved_bytes(self) -> int:
-        """Room granted to transfers under way."""
+        """Room granted to transfers in flight."""
         return self._receiver.reserved_bytes
 
     def times(self, feature_id: str) -> dict[str, float]:

@@ -33,7 +33,7 @@ LINK_SECONDS = 5.0  # for the links with decode pods that are ready before this 
 
 
 class PrefillRole(Part):
-    """Owns the feature store, the source of features, the sending side of hand-overs, and the service that joins them."""
+    """Owns the feature store, the source of features, the sending side of handovers, and the service that joins them."""
 
     def __init__(
         self,
@@ -137,7 +137,9 @@ class PrefillRole(Part):
         try:
             await sender.link(decoder.pod, decoder.incarnation)
         except MmdError as error:
-            log.info("KV link to %s not opened ahead of the first request: %s", decoder.pod, error.message)
+            log.info(
+                "failed to open the KV link to %s ahead of the first request: %s", decoder.pod, error.message
+            )
 
     def _peer_event(self, event: PeerEvent) -> None:
         there = event.heartbeat

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService(SequenceOwner):
-    """One task per request from placement to hand-over."""
+    """One task per request from placement to handover."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PrefillService(SequenceOwner):
 
     @property
     def active(self) -> int:
-        """Requests between placement and hand-over."""
+        """Requests between placement and handover."""
         return len(self._tasks)
 
     def waiting_tokens(self) -> int:
@@ -103,9 +103,11 @@ class PrefillService(SequenceOwner):
         if self._draining:
             return refuse(DrainingError.code, "this pod is draining")
         if len(self._tasks) >= self._max_waiting:
-            return refuse(OverloadedError.code, f"{len(self._tasks)} requests wait here already")
+            return refuse(
+                OverloadedError.code, f"{len(self._tasks)} requests are already waiting on this pod"
+            )
         if self._book.was_cancelled(request.request_id, request.attempt):
-            return refuse(RequestCancelledError.code, "its cancellation came first")
+            return refuse(RequestCancelledError.code, "its cancellation arrived first")
         name = sequence_id(request.request_id, request.attempt)
         if name not in self._tasks:
             tracked = self._book.open(request)
@@ -168,9 +170,7 @@ class PrefillService(SequenceOwner):
             async with asyncio.timeout(max(0.0, request.deadline - time.time())):
                 await self._serve(name, tracked)
         except TimeoutError:
-            await self._give_up(
-                name, DeadlineError("the request's deadline passed before its prefill was done")
-            )
+            await self._give_up(name, DeadlineError("request deadline exceeded before its prefill finished"))
         except MmdError as error:
             await self._give_up(name, error)
         except asyncio.CancelledError:
@@ -301,7 +301,7 @@ class PrefillService(SequenceOwner):
                     *(self._fill(name, n, request.features[n], a) for n, a in arrivals.items())
                 )
         except (MmdError, TimeoutError) as error:
-            late = DeadlineError("the request's deadline passed while a medium was encoded")
+            late = DeadlineError("request deadline exceeded while a medium was being encoded")
             failure = error if isinstance(error, MmdError) else late
             if not self.on_failed(name, failure):
                 await self._give_up(name, failure)

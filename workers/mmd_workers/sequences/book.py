@@ -219,7 +219,7 @@ class SequenceBook:
             self._forget_old_ends()
             if self._bus.is_connected:
                 for name in await self.report(is_alive):
-                    log.warning("freed sequence %s: its gateway does not want it or is lost", name)
+                    log.warning("freed sequence %s: its gateway no longer needs it or is lost", name)
                     await on_unwanted(name)
             else:
                 self._silent_since.clear()
@@ -323,7 +323,8 @@ class SequenceBook:
             await self._bus.publish(subject, message)
         except (OverloadedError, PeerLostError) as error:
             self._log.warning(
-                "send", f"message on {subject} not sent; it is resent after the next report: {error.message}"
+                "send",
+                f"failed to send a message on {subject}; it is resent after the next report: {error.message}",
             )
 
 

@@ -1,4 +1,4 @@
-"""The KV links of a pod whose sequences move between prefill and decode pods. Knows neither engine nor sequences."""
+"""The KV links of a pod whose sequences move between prefill and decode pods. Independent of the engine and sequences."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class NativeHost(EngineHost):
             max_sequences=spec.decode.max_sequences,
             pool="prefill" if pool is spec.prefill else "decode",
         )
-        log.info("memory: %s; the KV pool takes %d bytes", budget, kv_bytes)
+        log.info("memory: %s; the KV pool uses %d bytes", budget, kv_bytes)
         with pod.startup.phase("engine"):
             engine = await asyncio.to_thread(
                 Engine,
@@ -218,7 +218,7 @@ class NativeHost(EngineHost):
         self.run(engine)
 
     def run(self, engine: Engine) -> None:
-        """Run an engine on a thread of its own from now on."""
+        """Run an engine on a dedicated thread from now on."""
         self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
         self._engine = NativeEngine(self._runner, engine.model)
         self._runner.start()

@@ -1,7 +1,7 @@
 """The sequences that a pod's engine runs: what a step did goes to the role that brought the sequence, or to the book, and whatever
 ends a sequence from outside (a cancellation, its deadline, a lost gateway, the end of this pod) ends it here.
 
-Knows no role: roles register as owners.
+Independent of roles: roles register as owners.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Sequences(Part):
                 await self.book.fail(
                     sequence,
                     DeadlineError(
-                        "the request's deadline passed while its tokens were computed; request fewer tokens, or raise "
+                        "request deadline exceeded while its tokens were being generated; request fewer tokens, or raise "
                         "spec.gateway.requestTimeoutSeconds"
                     ),
                 )

@@ -1,4 +1,4 @@
-"""A second NATS connection on a thread and event loop of its own, for chunks and media. Knows no message, and not how to connect.
+"""A second NATS connection on a dedicated thread and event loop, for chunks and media. Independent of messages and of how to connect.
 
 Code that moves bulk runs on that loop (`run`); it reaches back to the loop that started it through `home`.
 """

@@ -1,7 +1,7 @@
 """Small messages over one NATS connection: publish, request, subscribe and serve with typed messages and typed errors.
 
-Bulk bytes go over `Bus.bulk()`, a second connection on a thread of its own, so that heartbeats and tokens never queue
-behind them. This module knows neither what the messages mean nor who sends them.
+Bulk bytes go over `Bus.bulk()`, a second connection on a dedicated thread, so that heartbeats and tokens never queue
+behind them. This module is independent of what the messages mean and of who sends them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The NATS client, with its faults fixed. Knows nothing of this project."""
+"""The NATS client, with its faults fixed. Independent of this project."""
 
 from __future__ import annotations
 

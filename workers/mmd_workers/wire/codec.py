@@ -1,4 +1,4 @@
-"""Bytes to messages and back: msgpack, checked against the dataclasses of `messages` on arrival. Knows no connection.
+"""Bytes to messages and back: msgpack, checked against the dataclasses of `messages` on arrival. Independent of connections.
 
 A `Frame` is one message with raw bytes behind it: 4 bytes of header length (little endian), the msgpack header, the payload.
 """
@@ -45,7 +45,7 @@ def pack(message: object, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
     if len(data) > max_bytes:
         raise TooLongError(
-            f"{type(message).__name__} is {len(data)} bytes packed and the limit is {max_bytes}; split it"
+            f"{type(message).__name__} is {len(data)} bytes packed, more than the limit of {max_bytes}; split it"
         )
     return data
 
@@ -58,7 +58,7 @@ def unpack(message_type: type[T], data: bytes | memoryview, max_bytes: int = MAX
     """
     name = message_type.__name__
     if len(data) > max_bytes:
-        raise WireError(f"{name}: {len(data)} bytes arrived and the limit is {max_bytes}")
+        raise WireError(f"{name}: {len(data)} bytes received, more than the limit of {max_bytes}")
     try:
         value = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -71,7 +71,7 @@ def unpack(message_type: type[T], data: bytes | memoryview, max_bytes: int = MAX
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "message"
-        raise WireError(f"{name}.{where}: {first['msg']} ({error.error_count()} faults)") from error
+        raise WireError(f"{name}.{where}: {first['msg']} ({error.error_count()} errors)") from error
     return message
 
 

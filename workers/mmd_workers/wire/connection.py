@@ -1,4 +1,4 @@
-"""One NATS connection that reconnects for ever: bytes out, bytes in, and the client's errors as ours. Knows no message.
+"""One NATS connection that reconnects for ever: bytes out, bytes in, and the client's errors as ours. Independent of messages.
 
 `Bus` sends and receives messages over it.
 """

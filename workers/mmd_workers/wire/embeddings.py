@@ -1,4 +1,4 @@
-"""Features from encoder to receiver: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Knows no model.
+"""Features from encoder to receiver: OFFER, GRANT, CHUNK x n, CREDIT, on the bulk connection. Independent of the model.
 
 Flow control is byte credit: the receiver reserves the whole feature in its budget before it grants, and the sender never
 has more than the granted window unacknowledged. Chunks carry their sequence number and offset, the offer a blake2b-128
@@ -94,7 +94,7 @@ class EmbeddingSender:
         for (header, _), view in zip(tensors, views, strict=True):
             if header.num_bytes != view.nbytes:
                 raise WireError(
-                    f"tensor {header.name} has {view.nbytes} bytes and its header says {header.num_bytes}"
+                    f"tensor {header.name} has {view.nbytes} bytes, but its header declares {header.num_bytes}"
                 )
         offer = EmbeddingOffer(
             transfer_id=uuid.uuid4().hex,
@@ -222,7 +222,7 @@ class _Outgoing:
 
     async def _credit(self, message: Msg) -> None:
         if message.headers and message.headers.get("Status") == "503":
-            self._error = "the receiver has given this transfer up"
+            self._error = "the receiver has abandoned this transfer"
         else:
             try:
                 credit = unpack(EmbeddingCredit, message.data)
@@ -259,11 +259,11 @@ class _Incoming:
         end = self.received + payload.nbytes
         if chunk.sequence != self.sequence or chunk.offset != self.received:
             return (
-                f"chunk {chunk.sequence} at byte {chunk.offset} came where chunk {self.sequence} at "
-                f"byte {self.received} was due"
+                f"chunk {chunk.sequence} at byte {chunk.offset} arrived, but chunk {self.sequence} at "
+                f"byte {self.received} was expected"
             )
         if payload.nbytes > limit or end > self.offer.total_bytes:
-            return f"chunk {chunk.sequence} of {payload.nbytes} bytes exceeds what was granted"
+            return f"chunk {chunk.sequence} of {payload.nbytes} bytes exceeds the granted credit"
         if chunk.last != (end == self.offer.total_bytes) or (payload.nbytes == 0 and not chunk.last):
             return f"chunk {chunk.sequence} ends at byte {end} of {self.offer.total_bytes}, last={chunk.last}"
         self.buffer[self.received : end] = payload
@@ -274,10 +274,10 @@ class _Incoming:
 
 
 class EmbeddingReceiver:
-    """Takes features in on one pod, within a budget of bytes under way.
+    """Takes features in on one pod, within a budget of bytes in flight.
 
     `wants(feature_id, num_bytes)` answers an offer; `on_feature(feature_id, headers, data, timings)` gets the verified bytes of
-    all tensors one after the other, owns them from then on (the budget here covers transfers under way), and is done when
+    all tensors one after the other, owns them from then on (the budget here covers transfers in flight), and is done when
     it returns: only then is the encode job acknowledged. Both run on the bus's loop and must be quick.
     """
 
@@ -308,7 +308,7 @@ class EmbeddingReceiver:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that transfers under way hold."""
+        """Bytes of the budget that transfers in flight hold."""
         return self._reserved
 
     async def start(self) -> None:
@@ -317,7 +317,7 @@ class EmbeddingReceiver:
         await self._bulk.run(self._start(self._bulk.bus))
 
     async def close(self) -> None:
-        """Take no more offers and give up the transfers under way; their senders are notified at once."""
+        """Take no more offers and give up the transfers in flight; their senders are notified at once."""
         if self._bulk is not None and self._bus.is_connected:
             await self._bulk.run(self._close())
 
@@ -362,7 +362,7 @@ class EmbeddingReceiver:
             ) from error
         if verdict != "send":
             return EmbeddingGrant(
-                offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not wanted here"
+                offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not needed on this pod"
             )
         earlier = self._transfers.get(offer.feature_id)
         if (
@@ -373,7 +373,7 @@ class EmbeddingReceiver:
             self._end(earlier, "its sender offered it again")
         full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
         if full or offer.feature_id in self._transfers:
-            reason = "no room now" if full else "another sender is at it"
+            reason = "no capacity now" if full else "another sender is already sending it"
             return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=_RETRY_SECONDS, reason=reason)
         incoming = _Incoming(
             offer,
@@ -447,7 +447,7 @@ class EmbeddingReceiver:
         self._end(incoming, f"no chunk within {self._timeout} s")
 
     def _end(self, incoming: _Incoming, fault: str, complete: bool = False) -> None:
-        """Free the room; nothing after this touches the transfer. The result is sent by a task of its own."""
+        """Free the room; nothing after this touches the transfer. The result is sent by a separate task."""
         if self._transfers.get(incoming.offer.feature_id) is not incoming:
             return
         del self._transfers[incoming.offer.feature_id]
@@ -467,7 +467,7 @@ class EmbeddingReceiver:
             await self._credit(incoming, fault, complete)
         except MmdError as error:
             _log.warning(
-                "result of transfer %s not sent to its sender: %s",
+                "failed to send the result of transfer %s to its sender: %s",
                 incoming.offer.feature_id[:16],
                 error.message,
             )
@@ -485,7 +485,7 @@ class EmbeddingReceiver:
 def _check(offer: EmbeddingOffer) -> None:
     """Refuse an offer that contradicts itself, before memory is set aside for it."""
     if len(offer.tensors) > _MAX_TENSORS:
-        raise WireError(f"an offer of {len(offer.tensors)} tensors; the limit is {_MAX_TENSORS}")
+        raise WireError(f"the offer has {len(offer.tensors)} tensors, more than the limit of {_MAX_TENSORS}")
     for tensor in offer.tensors:
         item = _ITEM_BYTES.get(tensor.dtype)
         if (

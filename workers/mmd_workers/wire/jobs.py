@@ -1,4 +1,4 @@
-"""The work queue of encode jobs on JetStream: one message a medium, one durable consumer a modality. Knows no encoder.
+"""The work queue of encode jobs on JetStream: one message a medium, one durable consumer a modality. Independent of encoders.
 
 How much work waits is read off the stream itself. The last token of a job's subject is its work, rounded up to two
 significant digits, and the server counts messages by subject; a job leaves the stream when it is acknowledged or
@@ -120,7 +120,7 @@ class Delivery:
                     await self._bus.client.publish(self._reply, b"+WPI")
                 except nats_errors.Error as error:
                     _log.warning(
-                        "acknowledgement wait of job %s not extended: %s",
+                        "failed to extend the acknowledgement wait of job %s: %s",
                         self.job.job_id,
                         type(error).__name__,
                     )
@@ -136,7 +136,7 @@ class Delivery:
             await self._bus.client.request(self._reply, verb, timeout=_API_SECONDS)
         except (nats_errors.Error, TimeoutError) as error:
             _log.warning(
-                "%s of job %s not confirmed (%s); it may be redelivered",
+                "%s of job %s was not confirmed (%s); it may be redelivered",
                 *(verb[:5].decode(), self.job.job_id, type(error).__name__),
             )
 
@@ -165,7 +165,7 @@ class _Puller:
             js_errors.ServiceUnavailableError: the consumer does not exist.
             nats_errors.TimeoutError: the server does not answer.
         """
-        assert self._subscription is not None, "open() first"
+        assert self._subscription is not None, "call open() first"
         messages: list[Msg] = []
         while len(messages) < batch and self._subscription.pending_msgs:  # late answers to an earlier request
             late = await self._message(_API_SECONDS)
@@ -197,7 +197,7 @@ class _Puller:
 
     async def _message(self, seconds: float) -> Msg:
         """The next one. The client swallows a cancellation that meets a message, and an encoder would never end."""
-        assert self._subscription is not None, "open() first"
+        assert self._subscription is not None, "call open() first"
         async with cancellable():
             return await self._subscription.next_msg(timeout=seconds)
 
@@ -355,7 +355,7 @@ class EncodeQueue:
             }
         except (nats_errors.Error, TimeoutError) as error:
             raise PeerLostError(
-                f"the depth of {self._stream} cannot be read: {type(error).__name__} {error}"
+                f"failed to read the depth of {self._stream}: {type(error).__name__} {error}"
             ) from error
         jobs = dict.fromkeys(MODALITIES, 0)
         work = dict.fromkeys(MODALITIES, 0)
@@ -438,12 +438,12 @@ class EncodeQueue:
             feature_id=job.feature.feature_id,
             job_id=job.job_id,
             code=UnprocessableMediumError.code,
-            message=f"{attempts} encoders in a row ended while they encoded this {job.feature.modality}: it may exceed their "
-            "memory or break the model; send a smaller or re-encoded one",
+            message=f"{attempts} consecutive encoders crashed while encoding this {job.feature.modality}: it may exceed their "
+            "memory or break the model; send a smaller file or re-encode it",
             retryable=False,
         )
         report = asyncio.create_task(
-            report_failure(self._bus, delivery, failed, f"not done after {attempts} attempts")
+            report_failure(self._bus, delivery, failed, f"not finished after {attempts} attempts")
         )
         self._reports.add(report)  # a receiver that does not answer holds up no other job
         report.add_done_callback(self._reports.discard)
@@ -462,7 +462,9 @@ async def report_failure(bus: Bus, delivery: Delivery, failed: EncodeFailed, rea
             break
         except MmdError as error:
             gone += isinstance(error, PeerLostError)
-            _log.warning("failure report of job %s not confirmed, retrying: %s", job.job_id, error.message)
+            _log.warning(
+                "failure report of job %s was not confirmed, retrying: %s", job.job_id, error.message
+            )
             await asyncio.sleep(_POLL_SECONDS)
     else:
         if gone < _REPORTS and time.time() < job.deadline:

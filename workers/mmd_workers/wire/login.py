@@ -1,4 +1,4 @@
-"""Who a process is to the NATS server, and what a NATS URL may contain. Knows no connection."""
+"""Who a process is to the NATS server, and what a NATS URL may contain. Independent of connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders read the bytes of media from the gateway that holds them, slice by slice on the bulk connection. Knows no codec."""
+"""Encoders read the bytes of media from the gateway that holds them, slice by slice on the bulk connection. Independent of codecs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
             actual = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
     except TimeoutError as error:
         raise DeadlineError(
-            f"medium {digest[:16]} was not read from {gateway} before the job's deadline"
+            f"medium {digest[:16]} was not read from {gateway} before the job deadline"
         ) from error
     if actual != digest:
         raise LinkError(
@@ -133,7 +133,7 @@ async def _read_slice(bus: Bus, gateway: str, digest: str, offset: int, num_byte
             length,
         ):
             raise LinkError(
-                f"{gateway} sent {piece.nbytes} bytes at {header.offset} of {header.total_bytes}; asked were {length} at "
+                f"{gateway} sent {piece.nbytes} bytes at {header.offset} of {header.total_bytes}; requested were {length} at "
                 f"{offset} of {num_bytes}"
             )
         return piece

@@ -1,6 +1,6 @@
 """What goes over the wire: frozen dataclasses, packed with msgpack, validated on arrival. Read this file to know the system.
 
-Times are Unix seconds (float) unless a name says otherwise; sizes carry their unit in the name. Tensors never travel in
+Times are Unix seconds (float) unless a name states otherwise; sizes carry their unit in the name. Tensors never travel in
 these messages: they follow as raw bytes (`Frame`), described by `TensorHeader`.
 """
 
@@ -445,7 +445,7 @@ class KvRelease:
 class Heartbeat:
     """State of a pod, twice a second. A pod without heartbeats for `heartbeat_timeout` is lost; a new incarnation is a new pod.
 
-    `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing beside another clock.
+    `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing compared with another clock.
     `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository.
     `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing.
     """

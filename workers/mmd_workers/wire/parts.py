@@ -1,6 +1,6 @@
-"""Requests larger than one NATS message: cut into parts, and put together again within bounds. Knows no connection.
+"""Requests larger than one NATS message: cut into parts, and put together again within bounds. Independent of connections.
 
-Each part is a request of its own, answered before the next is sent; the answer to the last one is the reply to the request.
+Each part is a separate request, answered before the next is sent; the answer to the last one is the reply to the request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Assembler:
         if number != len(assembly.parts) or count != assembly.count or len(data) > PART_BYTES:
             del self._assemblies[name]
             raise WireError(
-                f"part {number} of {count} arrived where {len(assembly.parts)} was expected; send it again"
+                f"part {number} of {count} arrived, but part {len(assembly.parts)} was expected; send it again"
             )
         assembly.parts.append(data)
         assembly.last_activity = now

@@ -1,4 +1,4 @@
-"""Who is there: heartbeats out, and a live view of the other pods in. Knows nothing of what the pods do."""
+"""Who is there: heartbeats out, and a live view of the other pods in. Independent of what the pods do."""
 
 from __future__ import annotations
 
@@ -237,7 +237,9 @@ class Heartbeater:
         try:
             await self.beat()
         except MmdError as error:
-            _log.warning("heartbeat not sent; next attempt within %g s: %s", self._period, error.message)
+            _log.warning(
+                "failed to send a heartbeat; next attempt within %g s: %s", self._period, error.message
+            )
 
     async def close(self, announce: bool = True) -> None:
         """Stop; unless `announce` is False, publish a final heartbeat with state drained."""
@@ -252,7 +254,7 @@ class Heartbeater:
                 await self._bus.flush()
             except MmdError as error:
                 _log.warning(
-                    "final heartbeat of %s not sent; peers see its exit after the heartbeat timeout: %s",
+                    "failed to send the final heartbeat of %s; peers detect its exit after the heartbeat timeout: %s",
                     last.pod,
                     error.message,
                 )
@@ -270,8 +272,10 @@ class Heartbeater:
                 if self._bus.is_connected:  # a buffered heartbeat would arrive late and be wrong
                     await self.beat()
             except MmdError as error:
-                self._log.warning("beat", f"heartbeat not sent: {error.message}")
+                self._log.warning("beat", f"failed to send a heartbeat: {error.message}")
             except Exception as error:  # noqa: BLE001 - the others would count this pod as lost while it serves
-                self._log.warning("beat", f"heartbeat not sent: {type(error).__name__}: {error}", error)
+                self._log.warning(
+                    "beat", f"failed to send a heartbeat: {type(error).__name__}: {error}", error
+                )
                 continue
             self.last_progress = time.monotonic()

@@ -1,4 +1,4 @@
-"""An error that a handler raised, as the reply to its requester, where it is raised again. Knows no connection."""
+"""An error that a handler raised, as the reply to its requester, where it is raised again. Independent of connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A nats-server with JetStream as a child process on loopback, for `mmd up` and for tests. Knows no subject."""
+"""A nats-server with JetStream as a child process on loopback, for `mmd up` and for tests. Independent of subjects."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class NatsServer:
             ended = self.crashed
             self.kill()
             printed = " | ".join(self.printed[-5:]) or "nothing"
-            how = "ended at once" if ended else f"was not ready within {timeout_seconds:.0f} s"
+            how = "exited immediately" if ended else f"was not ready within {timeout_seconds:.0f} s"
             raise PeerLostError(f"nats-server {how}; it printed: {printed}")
 
     def stop(self, timeout_seconds: float = 10.0) -> None:

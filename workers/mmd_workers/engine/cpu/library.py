@@ -1,6 +1,6 @@
-"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Knows no model.
+"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Independent of the model.
 
-Run as a program, it builds them for every level of x86-64 beside this file, as image builds do for their pods.
+Run as a program, it builds them for every level of x86-64 next to this file, as image builds do for their pods.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _features() -> str:
 
 
 def main() -> None:
-    """Build for every level beside this file; does nothing on other processors."""
+    """Build for every level next to this file; does nothing on other processors."""
     compiler = _compiler()
     if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
         return

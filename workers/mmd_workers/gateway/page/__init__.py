@@ -1,4 +1,4 @@
-"""The page at the gateway's `/`, where anyone can try the model: four files, served from memory. Knows no request and no pod;
+"""The page at the gateway's `/`, where anyone can try the model: four files, served from memory. Independent of requests and pods;
 the page asks its own port, like every other client.
 """
 

@@ -45,7 +45,7 @@ function showError(text) {
 
 async function getJson(path) {
   const response = await fetch(path, { signal: AbortSignal.timeout(POLL_TIMEOUT_MS) });
-  if (!response.ok) throw new Error(`${path} answered ${response.status}`);
+  if (!response.ok) throw new Error(`${path} returned status ${response.status}`);
   return response.json();
 }
 
@@ -241,7 +241,7 @@ async function ask(event) {
   try {
     const body = await requestBody();
     if (limits && body.length > limits.max_body_bytes) {
-      throw new Error(`The files are ${readableSize(body.length)} as sent, and the limit is ${readableSize(limits.max_body_bytes)}; remove one.`);
+      throw new Error(`The files are ${readableSize(body.length)} as sent, more than the limit of ${readableSize(limits.max_body_bytes)}; remove one.`);
     }
     say("Sent. Waiting for the first token…");
     if (ADMIN) following = follow(request);

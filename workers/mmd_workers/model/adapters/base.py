@@ -1,4 +1,4 @@
-"""What every architecture has in common, as far as Hugging Face exposes it. Knows no tokenizer state and no KV pool.
+"""What every architecture has in common, as far as Hugging Face exposes it. Independent of tokenizer state and the KV pool.
 
 An architecture that answers these questions in the usual way needs no file here. One that does not overrides the
 question it answers differently.
@@ -44,7 +44,7 @@ class Adapter:
         return frozenset(m for m in processor_modalities(processor) if self.placeholder_id(m) is not None)
 
     def placeholder_id(self, modality: Modality) -> int | None:
-        """Id of the token whose embedding a feature's row replaces. A video without an id of its own is a row of images."""
+        """Id of the token whose embedding a feature's row replaces. A video without its own id is a row of images."""
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
             found = getattr(self.config, name, None)
             if found is not None:
@@ -126,7 +126,7 @@ class Adapter:
         return method(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
 
     def extra_names(self) -> list[str]:
-        """Names of the tensors that a feature carries beside its embeddings, of the same shape."""
+        """Names of the tensors that a feature carries besides its embeddings, of the same shape."""
         levels = getattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes", None) or []
         return [f"deepstack.{level}" for level in range(len(levels))]
 

@@ -20,6 +20,6 @@ class Mistral3Adapter(Adapter):
         made = super().image(inputs, pixels)
         if made.replacement.count(inputs.processor.image_token) < 2:
             raise ValueError(
-                "an image this small becomes a single token, which this model's projector cannot take"
+                "an image this small becomes a single token, which this model's projector does not accept"
             )
         return made
