@@ -93,7 +93,7 @@ StepResult = tuple[RolloutState, StepEffect | None]
 
 
 def share_gpu_budget(state: RolloutState) -> StepResult:
-    """A new revision gets what `gpuBudget` leaves beside the one that serves: one pod for each pool, then one more for the pool that is
+    """A new revision gets what `gpuBudget` leaves next to the one that serves: one pod for each pool, then one more for the pool that is
     furthest from its size."""
     share = gpu_share(state.spec, state.revision, state.serving, state.observed)
     return replace(state, share=share), _effect(share_gpu_budget, [share.words] if share.words else [])

@@ -58,7 +58,7 @@ def test_sound_beyond_the_longest_of_the_processor_is_rejected_or_truncated(chec
     assert served._adapter.max_audio_samples(served._processor) == 600 * RATE
     assert served.layout(messages, [medium.info]).media[0].sampling.num_samples == 7 * RATE
     served._processor.max_audio_len = 6
-    with pytest.raises(UnsupportedInputError, match=r"lasts 7\.0 s and this model accepts at most 6\.0 s"):
+    with pytest.raises(UnsupportedInputError, match=r"lasts 7\.0 s, but this model accepts at most 6\.0 s"):
         served.layout(messages, [medium.info])
     served = frontend(folder, AudioPolicy(too_long="Truncate"))
     served._processor.max_audio_len = 6
@@ -71,12 +71,8 @@ def test_a_feature_extractor_without_a_window_limits_nothing(checkpoint: Checkpo
     served = frontend(checkpoint("qwen2_audio"), AudioPolicy())
     del served._processor.feature_extractor.n_samples
     assert served._adapter.max_audio_samples(served._processor) == 0
-    try:
-        (laid,) = served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info]).media
-    except UnsupportedInputError as error:  # by the processor, which needs one
-        assert "the model's processor rejected it" in error.message
-    else:
-        assert laid.sampling.num_samples == medium.info.num_samples
+    with pytest.raises(UnsupportedInputError, match="the model's processor rejected it"):  # it needs one itself
+        served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info])
 
 
 @pytest.mark.models

@@ -19,7 +19,7 @@ ROWS = [
         ("Updating", "updating pods of revision ‹revision›"),
         ("Starting", "‹updated› updated"),
         ("AllReporting", "all pods report their load"),
-        ("MaxReplicas", "raise autoscaling.maxReplicas of the pool"),
+        ("MaxReplicas", "raise the pool's autoscaling.maxReplicas"),
         ("ImageMoved", "‹"),
         ("ReconcileFailed", "reconciliation has failed since ‹since›"),
         ("DrainDeadlineExceeded", "did not finish draining within"),
