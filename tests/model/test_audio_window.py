@@ -71,7 +71,9 @@ def test_a_feature_extractor_without_a_window_limits_nothing(checkpoint: Checkpo
     served = frontend(checkpoint("qwen2_audio"), AudioPolicy())
     del served._processor.feature_extractor.n_samples
     assert served._adapter.max_audio_samples(served._processor) == 0
-    with pytest.raises(UnsupportedInputError, match="the model's processor rejected it"):  # it needs one itself
+    with pytest.raises(
+        UnsupportedInputError, match="the model's processor rejected it"
+    ):  # it needs one itself
         served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info])
 
 
