@@ -1,4 +1,4 @@
-"""Run `mmd check` on architectures that have no test of their own and no line of code here; writes the table of docs/models.md.
+"""Run `mmd check` on architectures that have no test of their own and no line of code here; prints the table of docs/models.md.
 
     python -m bench.check_models [ARCHITECTURE ...] [--json FILE]
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -418,6 +419,29 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     return {"architecture": name, "verdict": report.verdict, "cases": cases}
 
 
+def table_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/models.md. A tick: the prompt with this modality alone agrees."""
+    prompts = ("text", "image", "video", "audio")
+    lines = [f"| architecture | {' | '.join(prompts)} | largest error of logits | not compared |"]
+    lines.append("|---" * (len(prompts) + 3) + "|")
+    for found in rows:
+        name, cases = found["architecture"], found.get("cases", {})
+        if found["verdict"] == "refused":
+            reason = re.split("; choose|, which the split", found["reason"])[0].removeprefix(
+                "spec.model.id: "
+            )
+            lines.append(f"| {name} | refused: {reason} |" + " |" * (len(prompts) + 1))
+            continue
+        verdicts = {prompt: case["verdict"] for prompt, case in cases.items()}
+        ticks = ["✓" if verdicts.get(prompt) == "agrees" else verdicts.get(prompt, "") for prompt in prompts]
+        largest = max(case["logits"] for case in cases.values() if case["logits"] is not None)
+        left = [
+            prompt for prompt, verdict in verdicts.items() if verdict != "agrees" and prompt not in prompts
+        ]
+        lines.append(f"| {name} | {' | '.join(ticks)} | {largest:.0e} | {', '.join(left)} |")
+    return lines
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -440,6 +464,7 @@ def main() -> None:
         sys.stdout.flush()
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        sys.stdout.write("\n".join(table_of(rows)) + "\n")
     sys.exit(any(found["verdict"] == "differs" for found in rows))
 
 

@@ -233,6 +233,98 @@ def test_a_decoder_whose_layers_see_later_tokens_is_refused(checkpoint: Checkpoi
         requirements.check(made.model, Adapter(made.model.config))
 
 
+class Decoder(torch.nn.Module):
+    def forward(self, inputs_embeds: Any = None, position_ids: Any = None, **kwargs: Any) -> Any: ...
+
+
+class Scaled(Decoder):
+    def forward(self, inputs_embeds: Any = None, scale: Any = None) -> Any: ...
+
+
+class Wrapped(torch.nn.Module):
+    """A text model with its decoder inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Decoder()
+
+    def forward(self, inputs_embeds: Any, **kwargs: Any) -> Any:
+        return self.model(inputs_embeds=inputs_embeds, levels=inputs_embeds, **kwargs)
+
+
+class Outer(torch.nn.Module):
+    """A model that is its own base; `text` has the decoder."""
+
+    def __init__(self, text: torch.nn.Module) -> None:
+        super().__init__()
+        self.text = text
+
+    base_model = property(lambda self: self)
+
+    def get_decoder(self) -> Any:
+        return next(module for module in self.modules() if isinstance(module, Decoder))
+
+
+class ByName(Outer):
+    def forward(self, embeds: Any, **kwargs: Any) -> Any:
+        return self.text(inputs_embeds=embeds, **kwargs)
+
+
+class ByPosition(Outer):
+    def forward(self, embeds: Any, scale: Any) -> Any:
+        return self.text(embeds, scale)
+
+
+class ByOwnArguments(Outer):
+    def forward(self, embeds: Any) -> Any:
+        extra = {"scale": embeds}
+        return self.text(inputs_embeds=embeds, **extra)
+
+
+class ByAddition(Outer):
+    def forward(self, embeds: Any, **kwargs: Any) -> Any:
+        kwargs["scale"] = embeds
+        return self.text(inputs_embeds=embeds, **kwargs)
+
+
+class ByAnotherName(Outer):
+    def forward(self, embeds: Any) -> Any:
+        decoder = self.get_decoder()
+        return decoder(inputs_embeds=embeds)
+
+
+OWN = "an unknown input (the source of its outer model gives it by *args or **kwargs of its own making)"
+NO_CALL = "an unknown input (the source of its outer model shows no call of it)"
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "missing"),
+    [
+        (ByName, Decoder, []),
+        (ByName, Wrapped, ["levels"]),
+        (ByPosition, Decoder, []),
+        (ByPosition, Scaled, ["scale"]),
+        (ByOwnArguments, Decoder, [OWN]),
+        (ByAddition, Decoder, ["scale"]),
+        (ByAnotherName, Decoder, [NO_CALL]),
+    ],
+)
+def test_what_a_decoder_is_given_is_found_or_reported_as_unknown(
+    outer: type[Outer], text: type[torch.nn.Module], missing: list[str]
+) -> None:
+    adapter = Adapter(transformers.LlamaConfig())
+    assert requirements.missing_inputs(outer(text()), adapter) == missing
+
+
+def test_a_model_without_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_source(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(requirements.inspect, "getsource", no_source)
+    with pytest.raises(UnsupportedModelError, match=r"an unknown input .* shows no call of it"):
+        requirements.check(ByName(Decoder()), Adapter(transformers.LlamaConfig()))
+
+
 def test_a_split_that_answers_otherwise_is_found(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

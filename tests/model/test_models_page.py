@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -33,6 +34,21 @@ def test_the_page_lists_the_architectures_under_test_with_their_modalities() -> 
 def test_every_architecture_under_test_has_a_random_checkpoint_and_the_other_way_round() -> None:
     recipes = runpy.run_path(str(ROOT / "examples" / "random_model.py"))["ARCHITECTURES"]
     assert recipes.keys() == zoo.MODALITIES.keys()
+
+
+def test_the_table_of_checked_models_is_that_of_the_report() -> None:
+    bench = runpy.run_path(str(ROOT / "bench" / "check_models.py"))
+    rows = json.loads((ROOT / "bench" / "reports" / "models.json").read_text())
+    assert [row["architecture"] for row in rows] == list(bench["BUILDERS"])
+    assert "\n\n" + "\n".join(bench["table_of"](rows)) + "\n\n" in PAGE
+
+
+def test_the_report_has_the_verdict_that_its_cases_give() -> None:
+    for row in json.loads((ROOT / "bench" / "reports" / "models.json").read_text()):
+        if cases := row.get("cases"):
+            assert (row["verdict"] == "agrees") == (
+                {case["verdict"] for case in cases.values()} == {"agrees"}
+            ), row
 
 
 def test_every_adapter_is_of_an_architecture_that_is_tested_or_checked() -> None:

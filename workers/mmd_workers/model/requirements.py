@@ -65,8 +65,7 @@ def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
         found |= accepted - provided - OF_OTHER_TASKS
     else:
         found |= accepted - provided
-        for outer in (base, model):
-            found |= _handed_over(outer, decoder) - provided - NO_INPUTS
+        found |= _handed_over(model, base, decoder) - provided - NO_INPUTS
         if any(_writes_embeddings(outer) for outer in (base, model)):
             found.add("separate embeddings for tokens other than the placeholders")
         if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
@@ -90,16 +89,57 @@ def _is_bidirectional(module: torch.nn.Module) -> bool:
     return getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True) is False
 
 
-def _handed_over(outer: Any, decoder: Any) -> set[str]:
-    """Names of the arguments with which the forward of `outer` calls its decoder."""
-    names = {name for name, child in outer.named_children() if child is decoder}
-    return {
-        keyword.arg
-        for call in _calls(outer)
-        if _name(call) in names
-        for keyword in call.keywords
-        if keyword.arg is not None
-    }
+def _handed_over(model: Any, base: Any, decoder: Any) -> set[str]:
+    """Names of the arguments with which the outer model calls its decoder, or the text model that has it; a phrase for what
+    cannot be read.
+    """
+    found: set[str] = set()
+    callers, called = [base] if base is model else [base, model], False
+    for outer in callers:  # grows
+        inside = {name: child for name, child in outer.named_modules() if _has(child, decoder)}
+        for call in _calls(outer):
+            child = inside.get(_name(call))
+            if child is None or child is base or child is outer:
+                continue
+            found |= _arguments(call, child, outer)
+            if child is decoder:
+                called = True
+            elif child not in callers:
+                callers.append(child)
+    if not called:
+        found.add("an unknown input (the source of its outer model shows no call of it)")
+    return found
+
+
+def _has(module: Any, decoder: Any) -> bool:
+    return any(child is decoder for child in module.modules())
+
+
+def _arguments(call: ast.Call, child: Any, outer: Any) -> set[str]:
+    """Names of the arguments of a call of `child` in the forward of `outer`; those given by position have the names of its parameters."""
+    own = inspect.signature(type(outer).forward).parameters.values()
+    passed_on = {p.name for p in own if p.kind is inspect.Parameter.VAR_KEYWORD}
+    unknown = (
+        "an unknown input (the source of its outer model gives it by *args or **kwargs of its own making)"
+    )
+    names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    for keyword in call.keywords:
+        if keyword.arg is None and ast.unparse(keyword.value) not in passed_on:
+            names.add(unknown)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [
+        p.name for p in inspect.signature(child.forward).parameters.values() if p.kind in positional
+    ]
+    for position, value in enumerate(call.args):
+        known = not isinstance(value, ast.Starred) and position < len(parameters)
+        names.add(parameters[position] if known else unknown)
+    # What the forward itself adds to the arguments that it passes on.
+    for node in _nodes(outer):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Subscript) and ast.unparse(target.value) in passed_on:
+                key = target.slice
+                names.add(str(key.value) if isinstance(key, ast.Constant) else unknown)
+    return names
 
 
 def _makes_masks(outer: Any) -> bool:
@@ -140,6 +180,6 @@ def _nodes(outer: Any) -> Iterator[ast.AST]:
     """The syntax of the forward of `outer`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(outer).forward))))
-    except (OSError, TypeError, SyntaxError):  # no source: rely on the signatures
+    except (OSError, TypeError, SyntaxError):  # no source: then no call of the decoder is found either
         return
     yield from ast.walk(tree)
