@@ -13,11 +13,11 @@ import pytest
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import LARGEST_MILLI, PoolThroughput
-from mmd_operator.ask import Asker
 from mmd_operator.conditions import Facts, status_of
 from mmd_operator.explain import lines
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
+from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling import PoolScaling
 
 from .bodies import NEW, pod
@@ -25,7 +25,7 @@ from .bodies import NEW, pod
 NOW = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
-class Words(Asker):
+class Words(ReportFetcher):
     """Pods that answer what a test says, by their address."""
 
     def __init__(self, **loads: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def test_a_restarted_operator_uses_it_until_a_fresh_load_arrives():
     assert status(anew)["pools"]["encoder"]["throughput"]["videoMilli"] == 350_000
 
     unknown = scaling(Words())
-    unknown._asker.queued = 700.0  # type: ignore[attr-defined]
+    unknown._report_fetcher.queued = 700.0  # type: ignore[attr-defined]
     tick(unknown, 10, deployment)
     assert "no throughput measured for video" in unknown.decisions["encoder"].missing
 
