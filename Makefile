@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KUBE := .cache/kubernetes/kube
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test mutants lint bench crds e2e clean
+.PHONY: help install demo test mutants lint bench vllm crds e2e clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ lint: install ## Style, types and the walls between packages
 
 bench: install ## Measure the role layouts beside transformers; the report goes to bench/reports
 	$(BIN)/python -m bench.layouts
+
+vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for `python -m bench.versus_vllm`
+	$(BIN)/python images/install_vllm.py .cache/vllm
 
 crds: install ## Generate the CRD, the reference, the pages of metrics and messages, and the dashboards from the code
 	$(BIN)/python -m mmd_api.generate

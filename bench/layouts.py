@@ -57,16 +57,19 @@ class Run:
     tokens: int = 0
 
 
+def picture(rng: np.random.Generator) -> bytes:
+    """A PNG of noise, 224 pixels wide and high."""
+    buffer = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def requests(count: int, seed: int) -> list[Request]:
     """Fresh images and texts, so that no system profits from an earlier round's cache."""
     rng = np.random.default_rng(seed)
     made = []
     for number in range(count):
-        image = None
-        if number % 2:
-            buffer = io.BytesIO()
-            Image.fromarray(rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)).save(buffer, "PNG")
-            image = buffer.getvalue()
+        image = picture(rng) if number % 2 else None
         words = " ".join(
             rng.choice(["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"], 40)
         )
@@ -107,13 +110,15 @@ def resource(pools: dict[str, int], model: Path, concurrency: int) -> dict[str, 
     }
 
 
-async def ask(client: openai.AsyncOpenAI, request: Request, tokens: int) -> tuple[str, list[float], float]:
+async def ask(
+    client: openai.AsyncOpenAI, model: str, request: Request, tokens: int
+) -> tuple[str, list[float], float]:
     """Stream one answer; the times of its pieces, and when it was asked."""
     begin = time.perf_counter()
     times: list[float] = []
     text = ""
     stream = await client.chat.completions.create(
-        model=MODEL.name,
+        model=model,
         messages=[{"role": "user", "content": content(request)}],  # type: ignore[list-item, misc]
         max_tokens=tokens,
         temperature=0,
@@ -128,7 +133,7 @@ async def ask(client: openai.AsyncOpenAI, request: Request, tokens: int) -> tupl
     return text, times, begin
 
 
-async def drive(url: str, wanted: list[Request], concurrency: int, tokens: int) -> Run:
+async def drive(url: str, model: str, wanted: list[Request], concurrency: int, tokens: int) -> Run:
     """Closed loop: `concurrency` requests are always under way."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
     run, queue = Run(0.0, {}), list(enumerate(wanted))[::-1]
@@ -136,7 +141,7 @@ async def drive(url: str, wanted: list[Request], concurrency: int, tokens: int) 
     async def worker() -> None:
         while queue:
             number, request = queue.pop()
-            text, times, begin = await ask(client, request, tokens)
+            text, times, begin = await ask(client, model, request, tokens)
             run.answers[number] = text
             run.tokens += tokens
             run.ttft.append(times[0] - begin)
@@ -157,8 +162,10 @@ async def serve(
         file = Path(folder) / "bench.yaml"
         file.write_text(yaml.safe_dump(resource(LAYOUTS[layout], model, concurrency)))
         async with up.running(up.load(file), log_line=lambda *_: None) as local:
-            await drive(local.gateway_url, requests(concurrency, 10_000), concurrency, 8)
-            return [await drive(local.gateway_url, wanted, concurrency, tokens) for wanted in rounds]
+            await drive(local.gateway_url, model.name, requests(concurrency, 10_000), concurrency, 8)
+            return [
+                await drive(local.gateway_url, model.name, wanted, concurrency, tokens) for wanted in rounds
+            ]
 
 
 class Stopwatch(transformers.generation.streamers.BaseStreamer):

@@ -5,7 +5,8 @@
 cosmic-ray lists the mutants of each module: a comparison for its neighbour, a plus for a minus, a min for a max, a condition negated,
 a number one more or less. A seeded sample of them is tested, each in a private copy of the tree, with the tests of its module alone.
 At most one in ten may survive, and `mutants.yaml` gives the reason of each that does: it changes nothing that can be observed, or
-a test would cost more than it protects. bench/reports/mutants.json has a row for each module; `--only` replaces the rows of some.
+a test would cost more than it protects. bench/reports/mutants.json has a row for each module, with the seed and the sample it was drawn
+with and a digest of its source; `--only` replaces the rows of some, and a row of a module that has changed since is reported as stale.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -104,10 +106,15 @@ TARGETS = (
     Target("operator/mmd_operator/autoscaling/policy.py", AUTOSCALING),
     Target("operator/mmd_operator/autoscaling/signals.py", AUTOSCALING),
     Target("operator/mmd_operator/autoscaling/scaler.py", AUTOSCALING),
+    Target("operator/mmd_operator/autoscaling/decision.py", AUTOSCALING),
+    Target("operator/mmd_operator/rollout.py", ROLLOUT),
     Target("operator/mmd_operator/rollout_steps.py", ROLLOUT),
+    Target("operator/mmd_operator/replacement.py", "tests/reconcile/test_replacement.py"),
     Target("operator/mmd_operator/gpu_share.py", ROLLOUT),
     Target("operator/mmd_operator/pool_sizes.py", ROLLOUT),
     Target("operator/mmd_operator/plan.py", "tests/plan/test_plan_golden.py"),
+    Target("operator/mmd_operator/contest.py", "tests/reconcile/test_contests.py"),
+    Target("operator/mmd_operator/problems.py", "tests/reconcile/test_problems.py"),
     Target("operator/mmd_operator/conditions.py", "tests/reconcile/test_conditions.py"),
     Target("workers/mmd_workers/wire/jobs.py", "tests/wire/test_jobs.py"),
 )
@@ -293,7 +300,10 @@ def run(targets: Sequence[Target], seed: int, sample: int, jobs: int) -> Iterato
                 survivors = sorted((o for o in outcomes if o.survived), key=lambda o: (o.line, o.becomes))
                 row = {
                     "module": target.path,
+                    "source": digest(target.path),
                     "tests": target.tests,
+                    "seed": seed,
+                    "sample": sample,
                     "seconds": round(time.monotonic() - begun, 1),
                     "mutants": len(population),
                     "tested": len(outcomes),
@@ -315,12 +325,16 @@ def run(targets: Sequence[Target], seed: int, sample: int, jobs: int) -> Iterato
                 yield row
 
 
-def whole(row: dict[str, Any], drawn: dict[str, Any]) -> list[dict[str, Any]]:
-    """This row beside those that the report has of other modules, if they were drawn alike; each survivor with its reason."""
+def digest(path: str) -> str:
+    """Names the source of a module that its mutants were made of."""
+    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16]
+
+
+def with_other_modules(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """This row and those that the report has of other modules; each survivor with its reason."""
     path = REPORTS / "mutants.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    kept = before.get("modules", []) if drawn.items() <= before.items() else []
-    found = {row["module"]: row for row in [*kept, row]}
+    found = {row["module"]: row for row in [*before.get("modules", []), row]}
     known = reasons()
     for module in found.values():
         for survivor in module["survivors"]:
@@ -333,7 +347,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     columns = ("mutants", "tested", "killed", "survived")
     shown = Table("module", *columns, "seconds")
     for row in rows:
-        shown.add_row(row["module"], *(str(row[c]) for c in columns), str(row["seconds"]))
+        stale = "" if row["source"] == digest(row["module"]) else " (stale: the module has changed)"
+        shown.add_row(row["module"] + stale, *(str(row[c]) for c in columns), str(row["seconds"]))
     shown.add_section()
     shown.add_row("all", *(str(sum(row[c] for row in rows)) for c in columns))
     return shown
@@ -350,13 +365,12 @@ def main() -> None:
     args = parser.parse_args()
     targets = [t for t in TARGETS if not args.only or any(part in t.path for part in args.only)]
     console.print(f"seed {args.seed}, at most {args.sample} mutants of each of {len(targets)} modules")
-    drawn = {"cosmic_ray": version("cosmic-ray"), "seed": args.seed, "sample": args.sample}
     for row in run(targets, args.seed, args.sample, args.jobs):
-        rows = whole(row, drawn)
+        rows = with_other_modules(row)
         tested, survived = (sum(row[key] for row in rows) for key in ("tested", "survived"))
         unexplained = sum(not s["reason"] for row in rows for s in row["survivors"])
         totals = {"tested": tested, "survived": survived, "without_reason": unexplained}
-        path = keep("mutants", drawn | {"totals": totals, "modules": rows})
+        path = keep("mutants", {"cosmic_ray": version("cosmic-ray"), "totals": totals, "modules": rows})
     console.print(table(rows))
     console.print(f"{path}: {survived} of {tested} survived; {unexplained} of these without a reason")
     if survived > MOST_SURVIVE * tested or unexplained:

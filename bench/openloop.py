@@ -14,10 +14,11 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
+from mmd_api.contract.pools import Modality
 from mmd_cli import samples
 from mmd_cli.client import media_part
 
-Kind = Literal["text", "image", "video", "audio", "companion"]
+Kind = Modality | Literal["text", "companion"]
 """A companion is a text that is there for its load and not for its times."""
 WORDS = ("red", "green", "blue", "circle", "square", "triangle", "left", "right", "up", "down", "high", "low", "tone", "video")  # fmt: skip
 LATE_SECONDS = 60.0

@@ -31,8 +31,8 @@ from bench.report import keep
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.local import up
 from mmd_operator.simulate.calibration import Calibration
+from mmd_operator.simulate.measured import Seen, calibrated, seen
 from mmd_operator.simulate.model import Pipeline
-from mmd_operator.simulate.observed import Seen, calibrated, seen
 from mmd_operator.simulate.policies import Static
 
 SHARES: dict[Kind, float] = {"text": 0.5, "image": 0.3, "video": 0.1, "audio": 0.1}

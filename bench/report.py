@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -45,11 +46,29 @@ def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> 
     return {f"p{point}": float(np.percentile(values, point)) for point in points} if values else {}
 
 
+def code(root: Path = Path(__file__).parents[1]) -> str:
+    """The commit of a working tree, with `-dirty` where tracked files other than reports differ from it; empty where there is no git."""
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(root), *command], capture_output=True, text=True, check=True
+            ).stdout
+            for command in (
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/reports"],
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit.strip() + ("-dirty" if status.strip() else "")
+
+
 def facts() -> dict[str, Any]:
-    """Machine, versions, time and the command that is running."""
+    """Machine, versions, code, time and the command that is running."""
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "code": code(),
         "machine": machine(),
     }
 

@@ -1,6 +1,7 @@
-"""The page `docs/messages.md`: sentences that users and operators may read, taken from the code.
+"""The page `docs/messages.md`: all that users and operators may read, taken from the code.
 
-`python docs/make_messages_page.py` writes it. A sentence is a text of three words or more; what is filled in stands as <name>.
+`python docs/make_messages_page.py` writes it. What is filled in stands as <name>. Texts that a rule, a condition, a problem, an Event, an
+error or a log line is made of are listed under its name; every other text of two words or more under its module, so that none is left out.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from mmd_api.crd import custom_resource_definition
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_name("messages.md")
@@ -19,6 +23,12 @@ PACKAGES = tuple(
     ROOT / folder
     for folder in ("crds/mmd_api", "operator/mmd_operator", "workers/mmd_workers", "cli/mmd_cli")
 )
+ELSEWHERE = {
+    ROOT / "operator/mmd_operator/metrics.py",
+    ROOT / "workers/mmd_workers/observe/metrics.py",
+    ROOT / "workers/mmd_workers/gateway/page/__init__.py",
+}
+"""Descriptions of metrics, which have a page, and headers of HTTP."""
 LEVELS = ("info", "warning", "error", "exception", "critical")
 REASON = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
 LOGGERS = ("log", "logger", "limited")
@@ -34,23 +44,40 @@ NO_REASONS = (
     "Secret",
     "Namespace",
 )
-WORDS = 3
-NOT_READ = ("field", "cel", "code", "param")
-CEL = re.compile(r"\bself\b|&&|==")
+WORDS, FEWEST_WORDS = 3, 2
+NOT_READ = ("field", "cel", "code", "param", "pattern")
+NO_MESSAGES = (
+    "compile",
+    "cast",
+    "counter",
+    "gauge",
+    "histogram",
+    "add",
+    "_counter",
+    "_gauge",
+    "_histogram",
+    "_info",
+    "sub",
+    "fullmatch",
+)
+"""Calls whose texts are patterns or types, or, with metrics, on a page of their own."""
+CODE = re.compile(r"\bself\.|&&|==|^\^|\$$|\(\?|^\s*(\{[\"\n{]|#)|::|\\[bwds]")
+"""CEL, patterns and markup."""
 
 _HEAD = """# Messages
 
 <!-- Generated from the code by `make crds`. Do not edit. -->
 
-What a user or an operator may read, by where it comes from. The list is not complete: it has the texts that stand where an error, a log
-line or a condition is made, but not those that are put together elsewhere. `‹name›` is filled in when it is written. The descriptions of fields
-are in [reference.md](reference.md), those of metrics in [metrics.md](metrics.md), alerts in [runbooks.md](runbooks.md).
+What a user or an operator may read, by where it comes from. `‹name›` is filled in when it is written; a text that is put together from several
+has a row for each. Descriptions of metrics are in [metrics.md](metrics.md), alerts in [runbooks.md](runbooks.md).
 """
 _SECTIONS = {
     "rule": ("Validation rules of the resource", ""),
     "reason": ("Conditions and Events", "reason"),
     "error": ("Errors", "error"),
     "log": ("Log lines", "level"),
+    "text": ("Command line, and parts of other texts", "module"),
+    "field": ("Descriptions of fields", "field"),
 }
 
 
@@ -77,15 +104,124 @@ def page() -> str:
 
 
 def messages() -> Iterator[Message]:
-    """Of all packages."""
+    """Of all packages, and of the resource."""
     for package in PACKAGES:
-        for file in sorted(package.rglob("*.py")):
-            where = file.relative_to(package.parents[0]).as_posix()
-            for node in ast.walk(ast.parse(file.read_text())):
-                origin, parts = _origin(node, where), _parts(node)
-                least = 1 if origin == ("rule", "") else WORDS  # a remedy may be short
-                if origin is not None and (text := "; ".join(dict.fromkeys(_sentences(parts, least)))):
-                    yield Message(*origin, text)
+        for file in sorted(set(package.rglob("*.py")) - ELSEWHERE):
+            yield from _of_module(
+                ast.parse(file.read_text()), file.relative_to(package.parents[0]).as_posix()
+            )
+    yield from _of_fields(
+        "", custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    )
+
+
+def _of_module(tree: ast.Module, where: str) -> Iterator[Message]:
+    listed: set[ast.AST] = set()
+    for node, scope in _scoped(tree):
+        origin, parts = _origin(node, where, scope), _parts(node)
+        if origin is not None:
+            least = 1 if origin == ("rule", "") else WORDS  # a remedy may be short
+            if texts := dict.fromkeys(_sentences(parts, least, scope, listed)):
+                yield Message(*origin, "; ".join(texts))
+            elif isinstance(node, ast.Call) and _called(node) == "ConditionState":
+                yield Message(*origin, f"<{_name(node.args[-1])}>")  # put together elsewhere
+        if isinstance(node, ast.Dict) and where.startswith("mmd_operator"):
+            yield from _by_reason(node, scope, listed)
+    for node in _literals(tree):
+        if node not in listed and (text := _text(node)) and _is_read(text, FEWEST_WORDS):
+            yield Message("text", where, " ".join(text.split()))
+
+
+def _of_fields(path: str, schema: Mapping[str, Any]) -> Iterator[Message]:
+    if path and (text := schema.get("description")):
+        yield Message("field", f"`{path}`", " ".join(text.split()))
+    for name, inner in schema.get("properties", {}).items():
+        yield from _of_fields(f"{path}.{name}".removeprefix("."), inner)
+    if "items" in schema:
+        yield from _of_fields(f"{path}[]", schema["items"])
+
+
+Scope = Mapping[str, list[ast.expr]]
+"""What names may stand for: values assigned in a function and in its module, and what functions of the module return."""
+
+
+def _scoped(tree: ast.Module) -> Iterator[tuple[ast.AST, Scope]]:
+    """Every node, with what the names in it may hold."""
+    outside = {**_assigned(tree.body), **_returned(tree)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside: dict[ast.AST, Scope] = {}
+    for function in functions:
+        scope = {**outside, **_assigned(function.body)}
+        inside |= dict.fromkeys(ast.walk(function), scope)
+    for node in ast.walk(tree):
+        yield node, inside.get(node, outside)
+
+
+def _assigned(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
+    found: dict[str, list[ast.expr]] = {}
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(target.id, []).append(node.value)
+    return found
+
+
+def _returned(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """What the functions of a module return, by their name."""
+    return {
+        function.name: [
+            n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None
+        ]
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+    }
+
+
+def _by_reason(node: ast.Dict, scope: Scope, listed: set[ast.AST]) -> Iterator[Message]:
+    """A table of texts by the reason that they belong to."""
+    for key, value in zip(node.keys, node.values, strict=True):
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and REASON.fullmatch(key.value):
+            for text in _sentences([value], FEWEST_WORDS, scope, listed):
+                yield Message("reason", key.value, text)
+
+
+def _literals(tree: ast.Module) -> Iterator[ast.expr]:
+    """Texts that are no docstring, no part of another text and nothing but a pattern, a type or a description of a metric."""
+    passed = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in NO_MESSAGES]
+    inner = {part for call in passed for part in ast.walk(call)}
+    inner |= {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    inner |= {
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for value in node.values
+        for part in (
+            [value]
+            if isinstance(value, ast.Constant)
+            else ast.walk(getattr(value, "format_spec", None) or ast.Pass())
+        )
+    }
+    inner |= {
+        keyword.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg in NOT_READ
+    }
+    for node in ast.walk(tree):
+        if node not in inner and isinstance(node, ast.Constant | ast.JoinedStr):
+            yield node
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def _parts(node: ast.AST) -> list[ast.expr]:
@@ -94,7 +230,7 @@ def _parts(node: ast.AST) -> list[ast.expr]:
     return node.elts if isinstance(node, ast.Tuple) else []
 
 
-def _origin(node: ast.AST, where: str) -> tuple[str, str] | None:
+def _origin(node: ast.AST, where: str, scope: Scope) -> tuple[str, str] | None:
     """Kind and name of what a call, or a tuple that begins with a reason, stands for; None: it is no message."""
     called = node.func if isinstance(node, ast.Call) else None
     owner, name = None, ""
@@ -104,6 +240,9 @@ def _origin(node: ast.AST, where: str) -> tuple[str, str] | None:
         name = called.id
     if name == "Rule":
         return "rule", ""
+    if name == "ConditionState" and isinstance(node, ast.Call) and len(node.args) == 4:
+        reasons = [text for part, text in _options(node.args[2], scope) if part is not None]
+        return "reason", " or ".join(reasons or [_name(node.args[0])])
     if name.endswith("Error") and name[0].isupper():
         return "error", name
     if owner is not None and name in LEVELS:
@@ -116,12 +255,40 @@ def _origin(node: ast.AST, where: str) -> tuple[str, str] | None:
     return ("reason", reason) if reason else None
 
 
-def _sentences(parts: list[ast.expr], least: int) -> Iterator[str]:
+def _sentences(parts: list[ast.expr], least: int, scope: Scope, listed: set[ast.AST]) -> Iterator[str]:
+    """The texts of expressions; the literals that they are in become `listed`."""
     for part in parts:
-        for option in (part.body, part.orelse) if isinstance(part, ast.IfExp) else (part,):
-            text = _text(option)
-            if text is not None and not CEL.search(text) and len(re.findall(r"[^\W\d_]{2,}", text)) >= least:
+        for literal, text in _options(part, scope):
+            if _is_read(text, least):
+                listed.add(literal)
                 yield " ".join(text.split())
+
+
+def _is_read(text: str, least: int) -> bool:
+    words = len(re.findall(r"[^\W\d_]{2,}", text))
+    return not CODE.search(text) and words >= least and (least == 1 or " " in text.strip())
+
+
+def _options(node: ast.expr, scope: Scope, depth: int = 3) -> Iterator[tuple[ast.expr, str]]:
+    """What an expression may be as a text, with its literal: of each side of a choice, and of each value that a name may hold."""
+    if isinstance(node, ast.IfExp | ast.BoolOp):
+        choices = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+    elif isinstance(node, ast.Name) and depth:
+        choices, depth = scope.get(node.id, []), depth - 1
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and depth:
+        choices, depth = scope.get(node.func.id, []), depth - 1
+    elif isinstance(node, ast.Subscript):
+        choices = [node.value]
+    elif isinstance(node, ast.Dict):
+        choices = node.values
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and _text(node) is None:
+        choices = [node.left, node.right]
+    else:
+        if (text := _text(node)) is not None:
+            yield node, text
+        return
+    for choice in choices:
+        yield from _options(choice, scope, depth)
 
 
 def _text(node: ast.expr) -> str | None:

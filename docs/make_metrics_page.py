@@ -22,8 +22,8 @@ Labels take values from small fixed sets; nothing that a client sends ever becom
 [observe.md](observe.md).
 
 "Moves with" names what makes a metric leave zero: **load**, any served request; **deployment**, one that the operator
-brings up; **scaling**, a pool that grows and shrinks; **trouble**, a failure or a shortage. The tests verify this for each
-metric against a running deployment and a running operator.
+brings up; **scaling**, a pool that grows and shrinks; **trouble**, a failure or a shortage. Tests serve
+requests until each metric of a pod that moves with load has moved, and bring up and scale a deployment until each metric of the operator has.
 
 The operator's series about deployments carry the labels `namespace` and `deployment` themselves, and end when the deployment is
 gone. Scrape it with `honor_labels: true`. Only the operator that leads has them.

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from bench import report
 from e2e import storm_client
 from e2e.faults import Faults, Kill, Victim
-from e2e.judge import in_flight, judge, parse
+from e2e.judge import PACED, in_flight, judge, parse
 from e2e.shell import FailedError, in_background, until
 from e2e.steps import console
 from mmd_cli.samples import draw
@@ -62,25 +62,32 @@ class Watch:
     rows: list[dict[str, Any]] = field(default_factory=list)
     gateways: list[tuple[float, int]] = field(default_factory=list)
     """Unix seconds, and how many gateways were Ready then."""
+    recovering: list[str] = field(default_factory=list)
+    """Components of which not all pods were Ready at the last look."""
     moments: list[tuple[float, str]] = field(default_factory=list)
     largest: Counter[str] = field(default_factory=Counter)
 
     def look(self) -> dict[str, list[int]]:
         at = time.time()
         found = json.loads(
-            self.kubectl("get", "statefulsets,pods", "--output=json", f"--selector={OF_STORM}")
+            self.kubectl("get", "statefulsets,deployments,pods", "--output=json", f"--selector={OF_STORM}")
         )["items"]
         sizes = {pool: [0, 0] for pool in POOLS}
         gateways = 0
+        recovering = set()
         for item in found:
             component = item["metadata"]["labels"]["app.kubernetes.io/component"]
             if item["kind"] == "Pod":
                 gateways += component == "gateway" and _is_ready(item)
-            elif component in sizes:
-                wanted = item["spec"]["replicas"]
+                continue
+            wanted, ready = item["spec"]["replicas"], item.get("status", {}).get("readyReplicas", 0)
+            if ready < wanted:
+                recovering.add(component)
+            if component in sizes:
                 self.largest[component] = max(self.largest[component], wanted)
                 sizes[component][0] += wanted
-                sizes[component][1] += item.get("status", {}).get("readyReplicas", 0)
+                sizes[component][1] += ready
+        self.recovering = sorted(recovering)
         self.gateways.append((at, gateways))
         self.rows.append({"seconds": round(time.time() - self.began, 1)} | sizes)
         return sizes
@@ -177,7 +184,8 @@ class Storm:
         )
         while len(self.faults) and client.is_alive():
             client.join(self.faults.pause_seconds())
-            recovering = [pool for pool, (wanted, ready) in self.watch.look().items() if ready < wanted]
+            self.watch.look()
+            recovering = self.watch.recovering
             if struck := self.faults.strike():
                 self.watch.note(f"{struck}{f'; {recovering} still recover' if recovering else ''}")
                 self.overlapping += bool(recovering)
@@ -213,7 +221,9 @@ class Storm:
                 values := [a["ttft"] for a in asked if (a["kind"], a["phase"]) == (kind, phase) and a["ttft"]]
             )
         }
-        flights = in_flight(lines, [struck.began for struck in self.faults.struck])
+        moments = [struck.began for struck in self.faults.struck]
+        flights = in_flight(lines, moments)
+        long_flights = in_flight([line for line in lines if line.get("kind") == PACED], moments)
         bad = [line for found in (verdict.lost, verdict.duplicated, verdict.wrong) for line in found[:7]]
         return {
             "seed": self.faults.seed,
@@ -224,8 +234,8 @@ class Storm:
             "cut_by_a_killed_gateway_and_right_when_repeated": len(verdict.cut),
             "streams_of_minutes_seconds": verdict.long_streams,
             "faults": [
-                {**asdict(struck), "requests_in_flight": flight}
-                for struck, flight in zip(self.faults.struck, flights, strict=True)
+                {**asdict(struck), "requests_in_flight": flight, "long_streams_in_flight": long}
+                for struck, flight, long in zip(self.faults.struck, flights, long_flights, strict=True)
             ],
             "faults_while_recovering": self.overlapping,
             "seconds_without_gateway": [
@@ -270,6 +280,10 @@ def shortcomings(body: dict[str, Any]) -> list[str]:
         found.append(f"pools did not follow the storm: {body['largest']}, not {LARGEST}")
     if (struck := sum(fault["requests_in_flight"] > 0 for fault in body["faults"])) < FEWEST_FAULTS:
         found.append(f"{struck} faults struck while requests were in flight, not {FEWEST_FAULTS}")
+    if (struck := sum(fault["long_streams_in_flight"] > 0 for fault in body["faults"])) < FEWEST_FAULTS:
+        found.append(f"{struck} faults struck while a stream of minutes was under way, not {FEWEST_FAULTS}")
+    if not body["faults_while_recovering"]:
+        found.append("no fault struck while pods recovered from another")
     if len(body["streams_of_minutes_seconds"]) < storm_client.LONG_STREAMS:
         found.append(f"streams longer than two minutes: {body['streams_of_minutes_seconds']}")
     return found

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 from mmd_api.contract.pools import Modality
@@ -40,6 +42,8 @@ MOST_ATTEMPTS = 90  # with the pause between them: longer than kubelet backs off
 RETRY_SECONDS = 1.0
 LONG_TOKENS_PER_SECOND = 28.0
 """The pace at which long answers are read, so that their streams last more than two minutes however fast the machine is."""
+RECEIVE_BUFFER_BYTES = 4096
+"""Of connections whose answers are read at a pace: with the default, a node keeps minutes of a stream whose gateway has died."""
 TIMEOUT_SECONDS = 620.0
 
 
@@ -47,9 +51,12 @@ class Storm:
     """Askers of each kind, one question after the other each; text at a steady pace while few of its answers are late."""
 
     def __init__(self, url: str, questions: int) -> None:
-        self._client = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
-        )
+        options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "timeout": TIMEOUT_SECONDS}
+        self._client = openai.AsyncOpenAI(**options, max_retries=0)
+        small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)]
+        transport = httpx.AsyncHTTPTransport(socket_options=small)
+        paced = httpx.AsyncClient(transport=transport)
+        self._paced_client = openai.AsyncOpenAI(**options, max_retries=0, http_client=paced)
         self._fewest, self._asked = questions, 0
         self._samples = {(kind, seed): draw(kind, seed) for kind in ASKERS for seed in seeds()}
 
@@ -104,7 +111,8 @@ class Storm:
         began, first, text, tokens, ends = time.time(), 0.0, "", [], 0
         error, broken = "", False
         try:
-            stream = await self._client.chat.completions.create(
+            client = self._paced_client if kind == "long" else self._client
+            stream = await client.chat.completions.create(
                 model=self._model,
                 messages=[{"role": "user", "content": self._content(kind, question["seed"], number)}],
                 max_tokens=MAX_TOKENS[kind],

@@ -39,12 +39,16 @@ def chat_template(image: str = "", video: str = "", audio: str = "") -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the random model is; `hidden` is a multiple of 4 heads."""
+    """How large the random model is; `hidden` is a multiple of `heads`. Only llava takes `image_pixels`, the side of its square images."""
 
     hidden: int = 64
     layers: int = 2
     vision_hidden: int = 32
     vision_layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    feed_forward_ratio: int = 2
+    image_pixels: int = 56
 
 
 @dataclass
@@ -92,10 +96,10 @@ class Recipe:
         return {
             "vocab_size": len(self.tokenizer),
             "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
+            "intermediate_size": self.size.feed_forward_ratio * hidden,
             "num_hidden_layers": self.size.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_attention_heads": self.size.heads,
+            "num_key_value_heads": self.size.kv_heads,
             "max_position_embeddings": 4096,
             "pad_token_id": 0,
             "bos_token_id": None,
@@ -144,15 +148,19 @@ def mrope(hidden: int) -> dict[str, Any]:
 
 
 def _llava(r: Recipe) -> Built:
+    pixels = r.size.image_pixels
     r.names = {"image_token": "<image>"}
     r.make_tokenizer()
     config = hf.LlavaConfig(
         text_config=hf.LlamaConfig(**r.text()),
-        vision_config=hf.CLIPVisionConfig(**r.clip()),
+        vision_config=hf.CLIPVisionConfig(**r.clip(image_size=pixels)),
         image_token_id=r.id("<image>"),
+        image_seq_length=(pixels // 14) ** 2,
     )
     processor = hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=SQUARE),
+        image_processor=hf.CLIPImageProcessor(
+            size={"shortest_edge": pixels}, crop_size={"height": pixels, "width": pixels}
+        ),
         tokenizer=r.tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",
@@ -592,13 +600,16 @@ ARCHITECTURES: dict[str, Callable[[Recipe], Built]] = {
 
 
 def _randomise(model: torch.nn.Module, recipe: Recipe, seed: int) -> None:
-    """Widen the initial weights, so that greedy decoding does not fall onto one or two tokens."""
+    """Widen the initial weights, so that greedy decoding does not fall onto one or two tokens: less in a wide model, whose sums
+    have more terms and would amplify rounding until no two programs agree.
+    """
+    linear_std = recipe.linear_std * (64 / max(64, recipe.size.hidden)) ** 0.5
     generator = torch.Generator().manual_seed(seed)
     rows = len(recipe.tokenizer)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             is_embedding = "embed" in name and parameter.shape[0] == rows
-            std = recipe.embedding_std if is_embedding else recipe.linear_std
+            std = recipe.embedding_std if is_embedding else linear_std
             parameter.data = torch.randn(parameter.shape, generator=generator) * std
         elif "bias" in name and "norm" not in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02

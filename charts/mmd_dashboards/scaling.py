@@ -59,7 +59,7 @@ SCALING = Board(
                 ),
                 Panel(
                     "Limits on decisions",
-                    "MaxReplicas, GpuBudget, Unschedulable, PodsNotStarting and DownstreamSaturated do not resolve on their own.",
+                    "Limits that condition ScalingLimited reports do not resolve on their own.",
                     "short",
                     (operator_level_by("mmd_scaling_limited", "pool, limit"),),
                 ),

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from mmd_api.contract.errors import MemoryBudgetError, MmdError, UnsupportedInputError
+from mmd_api.contract.errors import MemoryBudgetError, MmdError, UnsupportedInputError, UnsupportedModelError
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.pipeline import roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import EncoderSpec, PrefillSpec
-from mmd_workers.encoder.profile import tower_bytes
+from mmd_workers.encoder.profile import TowerMemory, tower_memory
 from mmd_workers.engine.profile import activation_bytes, fused_kernel
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.memory import CPU_PERCENT, GPU_PERCENT, MEBIBYTE, MemoryBudget
@@ -37,6 +37,7 @@ SAMPLE_TEXT_TOKENS = 1000
 SAMPLE_IMAGE_PIXELS = (1024, 768)
 SAMPLE_VIDEO_SECONDS = 30
 SAMPLE_AUDIO_SECONDS = 30
+NO_TOWER = TowerMemory()
 PROCESS_BYTES = 1024 * MEBIBYTE  # interpreter, libraries and, on a GPU, the CUDA context
 
 
@@ -61,7 +62,7 @@ class PoolPlan:
     total_bytes: int | None
     kv_bytes: int | None = None
     refusal: str = ""
-    tower_bytes: int = 0  # activations of the largest tower run, where this pod encodes
+    tower: TowerMemory = NO_TOWER  # activations of the largest tower run, where this pod encodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,18 @@ def plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
     Raises:
         UnsupportedModelError: the model is missing or cannot be served.
     """
+    try:
+        return _plan(spec, memory)
+    except MmdError:
+        raise
+    except Exception as error:  # transformers' own classes can raise anything
+        raise UnsupportedModelError(
+            f"the model cannot be built: {type(error).__name__}: {str(error)[:300]}; check its files and that this version of "
+            "transformers loads it"
+        ) from error
+
+
+def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
     folder = source.resolve(spec.model, weights=False)
     config = source.load_config(folder)
     dtype = source.resolve_dtype(spec.model, config)
@@ -112,19 +125,19 @@ def plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
         if pool_spec is None:
             continue
         roles = roles_of(spec, pool)
-        weights = tower = 0
+        weights, tower = 0, NO_TOWER
         if "encode" in roles and language.model.base_model is not language.decoder:
             weights += bytes_of(on_meta(config, "encoder", dtype), dtype)
-            tower = _tower_bytes(spec, config, folder, dtype)
+            tower = _tower_memory(spec, config, folder, dtype)
         holds_kv = roles != ("encode",)
         if holds_kv:
             weights += bytes_of(language.model, dtype)
         total = memory.get(pool)
         step = activations(pool_spec.gpus) if holds_kv else 0
-        planned = PoolPlan(pool, roles, weights, step, total, tower_bytes=tower)
+        planned = PoolPlan(pool, roles, weights, step, total, tower=tower)
         if holds_kv:
             planned = _with_kv(planned, spec, language, max_model_len)
-        elif total is not None and weights + PROCESS_BYTES + tower > total:
+        elif total is not None and weights + PROCESS_BYTES + tower.num_bytes > total:
             planned = replace(planned, refusal=_too_small(planned))
         pools.append(planned)
 
@@ -197,7 +210,12 @@ def lines_of(plan: Plan) -> list[str]:
             f"  weights                           {_mebibytes(pool.weights_bytes):>12}",
         ]
         if "encode" in pool.roles:
-            lines.append(f"  activations of the tower          {_mebibytes(pool.tower_bytes):>12}")
+            if pool.tower.num_bytes or not pool.tower.unknown:
+                lines.append(f"  activations of the tower          {_mebibytes(pool.tower.num_bytes):>12}")
+            lines += [
+                f"  activations of the tower               unknown ({reason})"
+                for reason in pool.tower.unknown
+            ]
         if pool.roles != ("encode",):
             lines.append(f"  activations of the largest step   {_mebibytes(pool.activation_bytes):>12}")
         if pool.refusal:
@@ -243,7 +261,7 @@ def _with_kv(
         planned.activation_bytes,
         pool_spec.kv_cache_percent or (GPU_PERCENT if pool_spec.gpus else CPU_PERCENT),
         override and override * MEBIBYTE,
-        planned.tower_bytes,
+        planned.tower.num_bytes,
     )
     kv_bytes, refusal = None, ""
     try:
@@ -260,23 +278,25 @@ def _with_kv(
 
 
 def _too_small(planned: PoolPlan) -> str:
-    needed = planned.weights_bytes + PROCESS_BYTES + planned.tower_bytes
+    needed = planned.weights_bytes + PROCESS_BYTES + planned.tower.num_bytes
     return (
         f"weights, process and the largest tower run need {_mebibytes(needed)}: lower the limits of spec.gateway.media or "
         "spec.encoder.batching.maxWork, or give the pod more memory"
     )
 
 
-def _tower_bytes(spec: MultimodalDeploymentSpec, config: Any, folder: Path, dtype: torch.dtype) -> int:
+def _tower_memory(
+    spec: MultimodalDeploymentSpec, config: Any, folder: Path, dtype: torch.dtype
+) -> TowerMemory:
     """What a worker measures on a CPU, without the weights."""
     adapter = adapter_for(config)
     _, processor = load_processor(folder, adapter)
     if processor is None or not adapter.modalities(processor):
-        return 0
+        return NO_TOWER
     model = with_shared_layers(on_meta(config, "encoder", dtype))
     encoder = HfEncoderModel(model, processor, adapter, torch.device("cpu"), dtype, 0)
     batching = (spec.encoder or EncoderSpec()).batching
-    return tower_bytes(encoder, spec.gateway.media, batching)
+    return tower_memory(encoder, spec.gateway.media, batching)
 
 
 def with_shared_layers(model: torch.nn.Module) -> Any:

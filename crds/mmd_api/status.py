@@ -29,6 +29,7 @@ Count = Annotated[int, Field(ge=0, le=100_000)]
 Revision = Annotated[str, Field(max_length=10, pattern=r"^[0-9a-f]{10}$")]
 Reason = Annotated[str, Field(max_length=128, pattern=r"^[A-Z][A-Za-z0-9]*$")]
 Text = Annotated[str, Field(max_length=1024)]
+RuleName = Annotated[str, Field(max_length=64, pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class Condition(ApiModel):
@@ -48,8 +49,28 @@ class Condition(ApiModel):
     """Human-readable details, with the remedy if there is a problem."""
 
 
+class RuleEffect(ApiModel):
+    """Effect of a rule of the autoscaler on a decision."""
+
+    rule: RuleName
+    """Name of the rule."""
+    limit: Reason | None = None
+    """Limit that the rule imposed."""
+    message: Text = ""
+    """What the rule does, with the numbers of this decision."""
+
+
+class StepEffect(ApiModel):
+    """Effect of a step of the rollout."""
+
+    step: RuleName
+    """Name of the step."""
+    message: Text = ""
+    """What the step does, with the objects or numbers of this pass."""
+
+
 class ScalingDecision(ApiModel):
-    """Last change of the size of a pool, with the metric that caused it."""
+    """Decision about the size of a pool, with the metric and the rules that caused it."""
 
     time: AwareDatetime
     """Time of the decision."""
@@ -69,6 +90,8 @@ class ScalingDecision(ApiModel):
     """Limit that applied to the decision."""
     message: Text = ""
     """Human-readable explanation."""
+    effects: Annotated[list[RuleEffect], Field(max_length=32)] = []
+    """Effects of rules on the decision, in the order in which the rules applied."""
 
 
 LARGEST_MILLI = 10**15
@@ -121,7 +144,9 @@ class PoolStatus(ApiModel):
     revision: Revision | None = None
     """Pipeline revision that accepts new requests."""
     last_decision: ScalingDecision | None = None
-    """Last scaling decision."""
+    """Scaling decision that holds now. Updated when its sizes, reason, metric or rules change, not with each number."""
+    last_change: ScalingDecision | None = None
+    """Last scaling decision that changed the size of the pool."""
     throughput: PoolThroughput | None = None
     """Measured throughput per replica."""
 
@@ -183,8 +208,10 @@ class MultimodalDeploymentStatus(ApiModel):
     """Observed state of each pool."""
     pools_summary: Annotated[str, Field(max_length=64)] = ""
     """Ready and desired pods of each pool, for the printer column."""
-    bottleneck: Literal["Gateway", "Encoder", "Prefill", "Decode", "Transfer", "None"] | None = None
-    """Component that delays requests the most."""
+    bottleneck: Literal["Encoder", "Prefill", "Decode", "None"] | None = None
+    """Pool that delays requests the most."""
+    rollout: Annotated[list[StepEffect], Field(max_length=16)] = []
+    """Effects of steps of the rollout in the last pass, in the order in which the steps applied."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """URL of the gateway inside the cluster."""
 

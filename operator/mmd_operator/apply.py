@@ -217,14 +217,16 @@ class Applier:
         return await self._cluster.apply(_annotated(body, APPLIED_ANNOTATION, found), self._namespace)
 
     async def _with_present_template(self, manifest: Manifest, child: Child) -> Manifest:
-        """The manifest with the pod template that the object has, so that its pods stay as they are; unless another client has changed
-        that template since the operator applied it. Releases before 2026-11-23 stored no digest of it;
+        """The manifest with the pod template that the object has, so that its pods stay as they are; unless it names another image, or
+        another client has changed it since the operator applied it. Releases before 2026-11-23 stored no digest of it;
         for those, the owners of its fields decide."""
         kind, name = manifest_key(manifest)
         present = await self._cluster.get(kind, self._namespace, name)
         if present is None:
             return manifest
         template = present["spec"]["template"]
+        if _images(template) != _images(manifest["spec"]["template"]):
+            return manifest  # the revision was pinned: pods that start later must not pull what the tag names then
         applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
         rival = rival_of_template(present["metadata"].get("managedFields", ()))
         if rival is not None if applied is None else applied != digest(template):
@@ -274,6 +276,10 @@ def _only_builder_changed(manifest: Manifest, child: Child) -> bool:
         return False
     inputs = manifest["spec"]["template"]["metadata"]["annotations"][INPUTS_ANNOTATION]
     return bool(child.workload.inputs == inputs)
+
+
+def _images(template: Mapping[str, Any]) -> dict[str, str]:
+    return {container["name"]: container["image"] for container in template["spec"]["containers"]}
 
 
 def _annotated(manifest: Manifest, annotation: str, value: str) -> Manifest:

@@ -181,14 +181,16 @@ class Cluster:
         path = CHILD_KINDS["StatefulSet"].path(namespace, name)
         await self._apply(path, body, SCALER_FIELD_MANAGER, force=False)
 
-    async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
+    async def scale(
+        self, kind: str, namespace: str, name: str, replicas: int, field_manager: str = SCALER_FIELD_MANAGER
+    ) -> None:
         """Set the size of a StatefulSet or Deployment through `/scale`."""
         await self._request(
             "patch",
             CHILD_KINDS[kind].path(namespace, name, "scale"),
             body={"spec": {"replicas": replicas}},
             content_type=MERGE_PATCH,
-            field_manager=SCALER_FIELD_MANAGER,
+            field_manager=field_manager,
         )
 
     async def ask_to_drain(self, namespace: str, pod: str, uid: str, now: datetime) -> None:

@@ -47,9 +47,10 @@ class ConditionState:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The autoscaler's part of the status. `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
+    """The autoscaler's part of the status. `decisions`: that hold now; `changes`: the last of size; `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
 
     decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    changes: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
     throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
     pools: tuple[PoolName, ...] = ()
     shadow: tuple[PoolName, ...] = ()
@@ -145,6 +146,7 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
         pools=pools,
         pools_summary=pools.summary,
         bottleneck=_bottleneck(facts),
+        rollout=list(facts.step.effects) if facts.step is not None and not facts.paused else [],
         endpoint=f"http://{facts.name}-gateway.{facts.namespace}.svc:{GATEWAY_PORT}",
     )
 
@@ -197,6 +199,7 @@ def _pool_status(facts: Facts, pool: PoolName, revision: str | None) -> PoolStat
         ),
         revision=revision if revision in sets else None,
         last_decision=facts.scaling.decisions.get(pool),
+        last_change=facts.scaling.changes.get(pool),
         throughput=facts.scaling.throughput.get(pool),
     )
 

@@ -7,7 +7,15 @@ import time
 from mmd_operator.apply import Applier
 from mmd_operator.cluster import RefusedError
 from mmd_operator.context import PassContext
-from mmd_operator.observed import Body, Child, ObjectKey, Observed, manifest_key
+from mmd_operator.observed import (
+    SCALER_FIELD_MANAGER,
+    SURGE_FIELD_MANAGER,
+    Body,
+    Child,
+    ObjectKey,
+    Observed,
+    manifest_key,
+)
 from mmd_operator.problems import Problem
 from mmd_operator.resizes import Resizes
 from mmd_operator.resources.naming import Manifest
@@ -63,7 +71,11 @@ class Execution:
                 before = present.workload.replicas if present and present.workload else 0
                 if replicas < before:
                     continue  # its pods drain first: see `scaling`
-                problems += await self._resizes.resize(body, ("StatefulSet", name), present, replicas)
+                surge = name in step.replace and step.replace[name].replicas is not None
+                manager = SURGE_FIELD_MANAGER if surge else SCALER_FIELD_MANAGER
+                problems += await self._resizes.resize(
+                    body, ("StatefulSet", name), present, replicas, manager
+                )
             for key, replicas in step.restore.items():
                 if key not in changed:  # else the observed size is outdated
                     problems += await self._resizes.resize(body, key, observed.children.get(key), replicas)

@@ -1,19 +1,19 @@
-"""What a deployment's status reports about the sizes of its pools, as lines for people."""
+"""What a deployment's status reports about the sizes of its pools and its rollout, rule by rule, as lines for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from kubernetes.aio import client
 
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.resource import GROUP, PLURAL, VERSION
-from mmd_api.status import PoolThroughput
+from mmd_api.status import ConditionType, PoolThroughput
 from mmd_operator.cluster import REQUEST_SECONDS, UNREACHABLE, words_of
 from mmd_operator.serve import api_client
 
-CONDITIONS = ("ScalingActive", "ScalingLimited", "MetricsFresh", "Progressing", "Degraded")
+CONDITIONS: tuple[ConditionType, ...] = get_args(ConditionType)
 
 
 class NoDeploymentError(Exception):
@@ -41,7 +41,7 @@ async def status_of(namespace: str, name: str) -> dict[str, Any]:
 
 
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Each pool with its newest decision, the bottleneck, and the conditions that bear on sizes."""
+    """Each pool with the decision that holds and its rules, the steps of the rollout, the bottleneck, and all conditions."""
     if not status:
         return ["no operator has reconciled it yet"]
     text = []
@@ -53,8 +53,14 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         text.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
         if (last := found.get("lastDecision")) is not None:
             text.append(f"  {last['time']}  {last['message']}")
+            text += [f"    {_rule(effect)}: {effect['message']}" for effect in last.get("effects", ())]
+        if (change := found.get("lastChange")) is not None and change != last:
+            text.append(f"  {change['time']}  last change: {change['message']}")
         if (measured := found.get("throughput")) is not None:
             text.append(f"  {measured['time']}  one replica processes {_throughput(measured)}")
+    if steps := status.get("rollout"):
+        text.append("rollout:")
+        text += [f"    {effect['step']}: {effect['message']}" for effect in steps]
     if bottleneck := status.get("bottleneck"):
         text.append(f"bottleneck: {bottleneck}")
     conditions = {c["type"]: c for c in status.get("conditions", ())}
@@ -62,6 +68,11 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         if (c := conditions.get(kind)) is not None:
             text.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
     return text
+
+
+def _rule(effect: Mapping[str, Any]) -> str:
+    """`cool_down (Cooldown)`."""
+    return f"{effect['rule']} ({effect['limit']})" if effect.get("limit") else str(effect["rule"])
 
 
 def _throughput(measured: Mapping[str, Any]) -> str:

@@ -28,10 +28,7 @@ def gpu_share(
     budget = spec.gpu_budget
     if budget is None or serving is None or serving == revision:
         return GpuShare()
-    others = {child.revision for child in observed.children.values() if child.kind == "StatefulSet"} - {
-        revision
-    }
-    held = gpus_held(observed, others)
+    held = gpus_held(observed) - gpus_held(observed, revision)
     wanted: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for name in pools_in(spec):

@@ -21,10 +21,14 @@ from mmd_operator.resources.naming import (
     DEPLOYMENT_LABEL,
     INPUTS_ANNOTATION,
     REVISION_LABEL,
+    container_name,
 )
 
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
+SURGE_FIELD_MANAGER = "multimodal-operator-surge"
+"""Owns the size of a pool that has one pod more while its only pod is replaced."""
+OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
@@ -56,6 +60,7 @@ class Workload:
     gpus: int = 0  # of each pod
     sized_by: str | None = None  # the field manager, other than ours, that gave it its present size
     on_delete: bool = False  # its pods are replaced by us, not by its controller
+    surged: bool = False  # it has one pod more than its size while its only pod is replaced
 
     @property
     def rolled(self) -> bool:
@@ -114,8 +119,9 @@ class PodView:
     exit_reason: str | None
     last_words: str  # what the container wrote when it ended
     inputs: str | None = None  # what it was made from
-    image_id: str | None = None  # of its first container, by digest
+    image_id: str | None = None  # of its own container, by digest; not of one that was injected
     report_port: int = ADMIN_PORT  # where it answers about its load
+    gpus: int = 0  # its own, which its template may no longer have
 
     def unplaced(self, now: float, deadline_seconds: float) -> bool:
         """Whether no node has taken it within the deadline. `now`: Unix seconds."""
@@ -177,9 +183,7 @@ def rival_of(managed_fields: Any, *, of_status: bool = False) -> str | None:
     ]
     ours = max((time for time, manager in written if manager == FIELD_MANAGER), default="")
     others = [
-        (time, manager)
-        for time, manager in written
-        if manager not in (FIELD_MANAGER, SCALER_FIELD_MANAGER) and time >= ours
+        (time, manager) for time, manager in written if manager not in OUR_FIELD_MANAGERS and time >= ours
     ]
     return max(others)[1] if others else None
 
@@ -219,6 +223,7 @@ def pod_of(body: Body) -> PodView:
     no_node = scheduled.get("reason") == "Unschedulable" and scheduled.get("status") != "True"
     created = unix_seconds(metadata.get("creationTimestamp")) or 0.0
     states = [s for s in status.get("containerStatuses", ()) if s]
+    own = container_name(labels.get(COMPONENT_LABEL, ""))
     began_running = (unix_seconds(s.get("state", {}).get("running", {}).get("startedAt")) for s in states)
     running = [at for at in began_running if at]
     since_ready = unix_seconds(conditions.get("Ready", {}).get("lastTransitionTime")) or created
@@ -252,8 +257,9 @@ def pod_of(body: Body) -> PodView:
         exit_reason=ended.get("reason"),
         last_words=_last_words(ended.get("message")),
         inputs=metadata.get("annotations", {}).get(INPUTS_ANNOTATION),
-        image_id=next((s["imageID"] for s in states if s.get("imageID")), None),
+        image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
         report_port=_report_port(body),
+        gpus=_gpus(body),
     )
 
 
@@ -313,6 +319,7 @@ def _workload(body: Body) -> Workload:
         inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
         gpus=_gpus(spec["template"]),
         on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
+        surged=SURGE_FIELD_MANAGER in _owners_of_size(metadata.get("managedFields", ())),
     )
 
 
@@ -323,11 +330,12 @@ def rival_of_template(managed_fields: Any) -> str | None:
         for entry in managed_fields
         if "f:template" in entry.get("fieldsV1", {}).get("f:spec", {})
     }
-    return max(owners - {FIELD_MANAGER, SCALER_FIELD_MANAGER}, default=None)
+    return max(owners - OUR_FIELD_MANAGERS, default=None)
 
 
-def _gpus(template: Body) -> int:
-    containers = template.get("spec", {}).get("containers", ())
+def _gpus(pod: Body) -> int:
+    """Of a pod, or of a template."""
+    containers = pod.get("spec", {}).get("containers", ())
     return sum(int(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for c in containers)
 
 
@@ -339,8 +347,7 @@ def _handed_over(managed_fields: Any) -> bool:
 
 def _sized_by(managed_fields: Any) -> str | None:
     owners = _owners_of_size(managed_fields)
-    ours = owners & {FIELD_MANAGER, SCALER_FIELD_MANAGER}
-    return max(owners) if owners and not ours else None
+    return max(owners) if owners and not owners & OUR_FIELD_MANAGERS else None
 
 
 def _owners_of_size(managed_fields: Any) -> set[str]:

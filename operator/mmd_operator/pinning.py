@@ -77,7 +77,8 @@ class Pins:
         """Pods whose image is another than their revision's: the tag has moved."""
         problems = []
         for revision, pin in self._pinned.items():
-            for pod in _workers(observed, revision):
+            gateways = [pod for pod in observed.pods_of("gateway") if pod.revision == revision]
+            for pod in [*_workers(observed, revision), *gateways]:
                 if pin.image and pod.image_id and _differ(pin.image, pod.image_id):
                     message = f"pod {pod.name} has image {pod.image_id}, and revision {revision} began with {pin.image}"
                     remedy = f"the tag of spec.image.worker moved: set it to a digest ({pin.image} to keep what runs)"

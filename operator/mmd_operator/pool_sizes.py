@@ -25,3 +25,10 @@ def wanted_replicas(pool: Pool, present: int) -> int:
         low, high = pool.autoscaling.min_replicas, pool.autoscaling.max_replicas
         return min(max(present, low), high)
     return pool.min_replicas
+
+
+def affordable(present: int, wanted: int, gpus: int, free: int | None) -> int:
+    """The size that a pool of pods with so many GPUs can have now: `wanted`, or less where too few GPUs are free for growth."""
+    if free is None or not gpus or wanted <= present:
+        return wanted
+    return min(wanted, present + max(0, free) // gpus)

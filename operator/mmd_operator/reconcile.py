@@ -60,7 +60,7 @@ class Reconciler:
         self.last_pass = time.monotonic()
         self._failures = 0
         self._failing_since: datetime | None = None
-        self._pass = ReconcilePass(self._context, report_fetcher, observe, self.wake.set)
+        self._pass = ReconcilePass(self._context, report_fetcher, observe)
 
     def show(self, body: Body | None) -> None:
         """The deployment now, or None if it was deleted."""
@@ -134,7 +134,7 @@ class Reconciler:
         if changed:
             self.wake.set()
         for reason, message in events:
-            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded")
+            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded", "FieldsContested")
             self._events.report(body, reason, message, warning=warning)
 
     async def _keep_reconciling(self) -> None:
@@ -214,9 +214,7 @@ class Reconciler:
     async def _one_pass(self, body: Body) -> float:
         """A pass over the current deployment; the state of an earlier one of the same name is dropped."""
         if body["metadata"]["uid"] != self._pass.uid:
-            self._pass = ReconcilePass(
-                self._context, self._report_fetcher, self._observe, self.wake.set, body
-            )
+            self._pass = ReconcilePass(self._context, self._report_fetcher, self._observe, body)
         return await self._pass.run(body, failing=bool(self._failures))
 
 

@@ -38,7 +38,6 @@ class ReconcilePass:
         context: PassContext,
         report_fetcher: ReportFetcher,
         observe: Callable[[], Observed],
-        wake: Callable[[], None],
         body: Body | None = None,
     ) -> None:
         self.uid = body["metadata"]["uid"] if body is not None else ""
@@ -47,7 +46,6 @@ class ReconcilePass:
         self.status = StatusWriter(context)
         self._context = context
         self._observe = observe
-        self._wake = wake
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
@@ -80,10 +78,14 @@ class ReconcilePass:
             return RESYNC_SECONDS  # the change comes back as an event
         reading, planned = self._plan(body)
         observed = self._observe()
-        if reading.deployment is None:
+        if (deployment := reading.deployment) is None:
             await self._report_faults(body, reading, observed)
             return RESYNC_SECONDS
-        return await self._towards(body, reading, reading.deployment, planned, observed)
+        if await self._pin(body, observed, pipeline_revision(deployment.spec)):
+            _, planned = self._plan(
+                body
+            )  # so that a gateway that switches to the revision now names its digest
+        return await self._towards(body, reading, deployment, planned, observed)
 
     def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
         """The objects of the spec; recomputed only for a new generation, and when its revision has been pinned."""
@@ -121,7 +123,6 @@ class ReconcilePass:
         now = time.time()
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
-        await self._pin(body, observed, pipeline_revision(spec))
         problems += self._pins.moved(observed)
         if not spec.paused:
             found, settled = await self._execution.carry_out(body, step, secrets, observed)
@@ -137,13 +138,14 @@ class ReconcilePass:
         )
         return RESYNC_SECONDS if step.stage == "Complete" and not self._shortage.lasts else MOVING_SECONDS
 
-    async def _pin(self, body: Body, observed: Observed, revision: str) -> None:
-        """Pin a revision to what its first Ready pod runs; the next pass plans with it."""
-        if (pin := await self._pins.look(observed, revision)) is not None:
+    async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
+        """Pin a revision to what its first Ready pod runs. Returns whether that is new."""
+        pin = await self._pins.look(observed, revision)
+        if pin is not None:
             parts = [pin.identity, f"model commit {pin.commit}" if pin.commit else "", pin.image or ""]
             names = ", ".join(part for part in parts if part)
             self._context.events.report(body, "Pinned", f"revision {pin.revision} is pinned to {names}")
-            self._wake()
+        return pin is not None
 
     def _facts(
         self,

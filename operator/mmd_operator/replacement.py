@@ -7,7 +7,7 @@ writes differently, or that names the image by its digest, therefore replaces no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmd_operator.observed import Child, Observed, PodView
@@ -37,29 +37,28 @@ def outdated_pods(child: Child, observed: Observed) -> tuple[PodView, ...]:
     return tuple(pod for pod in pods_of(child, observed) if pod.inputs != child.workload.inputs)
 
 
-def gpus_held(observed: Observed, revisions: Collection[str | None] | None = None) -> int:
-    """GPUs that StatefulSets ask for, of some revisions or (None) of all."""
-    return sum(
-        child.workload.replicas * child.workload.gpus
-        for child in observed.children.values()
-        if child.kind == "StatefulSet"
-        and child.workload is not None
-        and (revisions is None or child.revision in revisions)
-    )
+def gpus_held(observed: Observed, revision: str | None = None) -> int:
+    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, and those of pods that StatefulSets
+    are about to create."""
+    held = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
+    for child in observed.children.values():
+        if child.kind == "StatefulSet" and child.workload is not None and revision in (None, child.revision):
+            held += max(0, child.workload.replicas - len(pods_of(child, observed))) * child.workload.gpus
+    return held
 
 
 def replacement(
     child: Child,
     wanted: int,
     observed: Observed,
-    gpu_budget: int | None,
+    free_gpus: int | None,
     now: float,
     scheduling_deadline_seconds: float,
 ) -> Replacement:
-    """The next step for one pool, whose size should be `wanted`. `now`: Unix seconds.
+    """The next step for one pool, whose size should be `wanted`. `free_gpus`: what the GPU budget leaves; `now`: Unix seconds.
 
-    At most one pod is away at any time. The only pod of a pool goes when another is Ready, unless the GPU budget has no room for
-    one or no node takes it before its deadline: it may well be waiting for what the others hold.
+    At most one pod of `wanted` is away at any time. The only pod of a pool goes when another is Ready, unless the GPU budget has no
+    room for one or no node takes it before its deadline: it may well be waiting for what the only pod holds.
     """
     outdated = outdated_pods(child, observed)
     workload = child.workload
@@ -67,15 +66,22 @@ def replacement(
         return Replacement()
     names = tuple(pod.name for pod in outdated)
     pods = pods_of(child, observed)
-    if len(pods) < workload.replicas or not workload.seen or any(pod.deleting for pod in pods):
+    if (more := len(pods) - workload.replicas) > 0:
+        return Replacement(names, waiting=f"pods beyond the pool's size that have not ended: {more}")
+    if more < 0 or not workload.seen or any(pod.deleting for pod in pods):
         ready = sum(pod.ready and not pod.deleting for pod in pods)
         return Replacement(names, waiting=f"{ready} of {workload.replicas} pods are Ready")
     if useless := [pod for pod in outdated if not pod.ready]:
         return Replacement(names, (useless[-1],))  # takes no work, and what it lacks may be what has changed
-    away = [pod for pod in pods if not pod.ready and not pod.unplaced(now, scheduling_deadline_seconds)]
-    if away:
-        return Replacement(names, waiting=f"pod {away[0].name} is not Ready")
-    room = gpu_budget is None or gpus_held(observed) + workload.gpus <= gpu_budget
+    away = [pod for pod in pods if not pod.ready]
+    unplaced = [pod for pod in away if pod.unplaced(now, scheduling_deadline_seconds)]
+    if starting := [pod for pod in away if pod not in unplaced]:
+        return Replacement(names, waiting=f"pod {starting[0].name} is not Ready")
+    if len(unplaced) > max(
+        0, len(pods) - wanted
+    ):  # more than a surge: the pool would drop two below its size
+        return Replacement(names, waiting=f"no node takes pod {unplaced[0].name}")
+    room = free_gpus is None or workload.gpus <= free_gpus
     if workload.replicas == wanted == 1 and room:
         return Replacement(names, replicas=2)
     return Replacement(names, (outdated[-1],))

@@ -8,7 +8,7 @@ from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.cluster import RefusedError
 from mmd_operator.contest import Contests
 from mmd_operator.context import PassContext
-from mmd_operator.observed import Body, Child, ObjectKey
+from mmd_operator.observed import SCALER_FIELD_MANAGER, Body, Child, ObjectKey
 from mmd_operator.problems import Problem, contested
 
 
@@ -20,7 +20,14 @@ class Resizes:
         self._contests = Contests()
         self._sized: dict[ObjectKey, tuple[str | None, int, float]] = {}
 
-    async def resize(self, body: Body, key: ObjectKey, present: Child | None, replicas: int) -> list[Problem]:
+    async def resize(
+        self,
+        body: Body,
+        key: ObjectKey,
+        present: Child | None,
+        replicas: int,
+        field_manager: str = SCALER_FIELD_MANAGER,
+    ) -> list[Problem]:
         """Scale one workload, unless it was done and the watch does not show it yet, or another client keeps undoing it."""
         (kind, name), now = key, time.monotonic()
         workload = present.workload if present else None
@@ -45,7 +52,7 @@ class Resizes:
                 if found is not None and found["spec"].get("replicas") == replicas:
                     self._sized[key] = (version, replicas, now)
                     return []  # the watch lags
-            await self._context.cluster.scale(kind, self._context.namespace, name, replicas)
+            await self._context.cluster.scale(kind, self._context.namespace, name, replicas, field_manager)
         except RefusedError as error:
             return [self._context.refused(present, error)]
         self._sized[key] = (version, replicas, now)

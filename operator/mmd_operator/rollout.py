@@ -5,6 +5,7 @@ Kubernetes then starts gateway pods of the new revision, which place requests on
 what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
 the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
 Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
+Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks.
 Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
 Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
 """
@@ -16,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import StepEffect
 from mmd_operator import rollout_steps as steps
 from mmd_operator.observed import Child, ObjectKey, Observed
 from mmd_operator.replacement import Replacement
 from mmd_operator.resources.naming import Manifest
-from mmd_operator.rollout_steps import RolloutState
+from mmd_operator.rollout_steps import RolloutState, StepResult
 
 Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Complete", "Updating"]
 
-STEPS: tuple[Callable[[RolloutState], RolloutState], ...] = (
+STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     # What is applied.
     steps.share_gpu_budget,
     steps.apply_planned_objects,
@@ -68,6 +70,8 @@ class Step:
     """Sizes of the gateway and of NATS, where another client changed them: no scaler owns them, and neither drains before it shrinks."""
     blocked: bool = False
     """The rollout cannot continue until what `waits_for` names has changed."""
+    effects: tuple[StepEffect, ...] = ()
+    """What the steps did, in the order in which they applied."""
 
 
 def next_step(
@@ -83,8 +87,10 @@ def next_step(
     `uid` is the deployment's own; `now`: Unix seconds.
     """
     state = RolloutState(spec, revision, planned, observed, uid, now)
+    effects: list[StepEffect] = []
     for step in STEPS:
-        state = step(state)
+        state, effect = step(state)
+        effects += [effect] if effect is not None else []
     return Step(
         stage=next(stage for stage, holds in STAGES if holds(state)),
         revision=revision,
@@ -93,7 +99,8 @@ def next_step(
         sizes=state.sizes,
         remove=state.remove,
         replace=state.replace,
-        waits_for=state.share.words,
+        waits_for="; ".join(words for words in (state.share.words, state.waits_for) if words),
         restore=state.restore,
         blocked=state.share.blocked,
+        effects=tuple(effects),
     )

@@ -1,27 +1,31 @@
-"""The steps of a rollout: each takes the state so far and returns it with its own part of what to do now.
+"""The steps of a rollout: each takes the state so far and returns it with its own part of what to do now, and the effect that people read.
 
-`rollout.STEPS` lists them in the order in which they apply, `rollout.STAGES` the stages. Pure; time is part of the state.
+`rollout.STEPS` lists them in the order in which they apply, `rollout.STAGES` the stages. The first paragraph of a docstring is the step's
+sentence in `mmd explain` and in docs/rollouts.md. Pure; time is part of the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import StepEffect
 from mmd_operator.gpu_share import GpuShare, gpu_share
 from mmd_operator.observed import Child, ObjectKey, Observed, manifest_key
-from mmd_operator.pool_sizes import pool_in, wanted_replicas
-from mmd_operator.replacement import Replacement, outdated_pods, replacement
+from mmd_operator.pool_sizes import affordable, pool_in, wanted_replicas
+from mmd_operator.replacement import Replacement, gpus_held, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
+from mmd_operator.sentences import sentence_of
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
     """One pass: what is wanted, what exists, and what the steps so far want done.
 
-    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own.
+    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own. `free_gpus`: what the
+    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: which pools it does not leave enough, in words.
     """
 
     spec: MultimodalDeploymentSpec
@@ -31,6 +35,8 @@ class RolloutState:
     uid: str
     now: float
     share: GpuShare = field(default_factory=GpuShare)
+    free_gpus: int | None = None
+    waits_for: str = ""
     apply: tuple[Manifest, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     replace: Mapping[str, Replacement] = field(default_factory=dict)
@@ -83,39 +89,61 @@ class RolloutState:
         return child.owner_uid == self.uid and not child.deleting
 
 
-def share_gpu_budget(state: RolloutState) -> RolloutState:
-    """A new revision gets what the budget leaves beside the one that serves."""
-    return replace(state, share=gpu_share(state.spec, state.revision, state.serving, state.observed))
+StepResult = tuple[RolloutState, StepEffect | None]
 
 
-def apply_planned_objects(state: RolloutState) -> RolloutState:
+def share_gpu_budget(state: RolloutState) -> StepResult:
+    """A new revision gets what `gpuBudget` leaves beside the one that serves: one pod for each pool, then one more for the pool that is
+    furthest from its size."""
+    share = gpu_share(state.spec, state.revision, state.serving, state.observed)
+    return replace(state, share=share), _effect(share_gpu_budget, [share.words] if share.words else [])
+
+
+def apply_planned_objects(state: RolloutState) -> StepResult:
     """All objects of the plan are applied."""
-    return replace(state, apply=tuple(state.planned))
+    new = sum(manifest_key(m) not in state.observed.children for m in state.planned)
+    effect = _effect(
+        apply_planned_objects, [f"{new} of {len(state.planned)} do not exist yet"] if new else []
+    )
+    return replace(state, apply=tuple(state.planned)), effect
 
 
-def hold_gateway_until_pools_are_ready(state: RolloutState) -> RolloutState:
-    """The gateway is not switched to a revision whose pools are not Ready."""
+def hold_gateway_until_pools_are_ready(state: RolloutState) -> StepResult:
+    """The gateway is not switched while another revision serves and pools of the new one are not Ready."""
     if state.serving is None or state.serving == state.revision or state.ready:
-        return state
-    return replace(state, apply=tuple(m for m in state.apply if m["kind"] != "Deployment"))
+        return state, None
+    effect = _effect(hold_gateway_until_pools_are_ready, [f"revision {state.serving} serves"])
+    return replace(state, apply=tuple(m for m in state.apply if m["kind"] != "Deployment")), effect
 
 
-def hold_new_pools_without_gpus(state: RolloutState) -> RolloutState:
-    """No pool is created where the budget leaves too little for one pod of each."""
+def hold_new_pools_without_gpus(state: RolloutState) -> StepResult:
+    """New pools are not created where the budget leaves too little for one pod of each."""
     if not state.share.blocked:
-        return state
-    return replace(state, apply=tuple(m for m in state.apply if not _is_new_pool(m, state)))
+        return state, None
+    held = [m for m in state.apply if _is_new_pool(m, state)]
+    effect = _effect(hold_new_pools_without_gpus, [m["metadata"]["name"] for m in held])
+    return replace(state, apply=tuple(m for m in state.apply if m not in held)), effect
 
 
-def start_pools_at_present_size(state: RolloutState) -> RolloutState:
-    """A pool that scales starts a new revision at the size it has now, so that the switch does not meet a small pool; within the
-    GPU budget, of which the old revision holds its part."""
-    return replace(state, apply=tuple(_at_starting_size(m, state) for m in state.apply))
+def start_pools_at_present_size(state: RolloutState) -> StepResult:
+    """A pool that scales starts a new revision at the size it has now, within that share.
+
+    So the switch does not meet a small pool.
+    """
+    apply = tuple(_at_starting_size(m, state) for m in state.apply)
+    sized = [after for before, after in zip(state.apply, apply, strict=True) if after != before]
+    effect = _effect(
+        start_pools_at_present_size, [_sized(m["metadata"]["name"], m["spec"]["replicas"]) for m in sized]
+    )
+    return replace(state, apply=apply), effect
 
 
-def correct_pool_sizes(state: RolloutState) -> RolloutState:
-    """Pools of the revision, and of the one that serves, get the size of the spec, or one within its bounds."""
-    sizes = {}
+def correct_pool_sizes(state: RolloutState) -> StepResult:
+    """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves.
+
+    What is left counts the pools that this pass creates.
+    """
+    sizes, short, free = {}, [], _free_gpus(state)
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
@@ -129,14 +157,23 @@ def correct_pool_sizes(state: RolloutState) -> RolloutState:
             wanted = wanted_replicas(pool, present)
             if child.revision == state.revision and str(child.component) in state.share.sizes:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
-            if wanted != present:
-                sizes[child.name] = wanted
-    return replace(state, sizes=sizes)
+            size = affordable(present, wanted, child.workload.gpus, free)
+            if size < wanted:
+                short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
+            if size != present:
+                sizes[child.name] = size
+            free = _after_growth(free, child, size)
+    waits_for = (
+        f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
+    )
+    effect = _effect(correct_pool_sizes, [*(_sized(*size) for size in sizes.items()), *short])
+    return replace(state, sizes=sizes, free_gpus=free, waits_for=waits_for), effect
 
 
-def replace_outdated_pods(state: RolloutState) -> RolloutState:
-    """Pods of the revision that were made from other settings are replaced, one at a time."""
-    found = {}
+def replace_outdated_pods(state: RolloutState) -> StepResult:
+    """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
+    successor first, if `gpuBudget` leaves room and a node takes it."""
+    found, free = {}, state.free_gpus
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
@@ -147,17 +184,23 @@ def replace_outdated_pods(state: RolloutState) -> RolloutState:
             and child.workload
             and child.workload.on_delete
         ):
-            wanted = wanted_replicas(pool, child.workload.replicas)
+            wanted = wanted_replicas(pool, child.workload.replicas - child.workload.surged)
             deadline = pool.scheduling_deadline_seconds
-            one = replacement(child, wanted, state.observed, state.spec.gpu_budget, state.now, deadline)
+            one = replacement(child, wanted, state.observed, free, state.now, deadline)
             if one.outdated:
                 found[child.name] = one
+            if one.replicas is not None:
+                free = _after_growth(free, child, one.replicas)
     sizes = {name: one.replicas for name, one in found.items() if one.replicas is not None}
-    return replace(state, replace=found, sizes={**state.sizes, **sizes})
+    effect = _effect(replace_outdated_pods, list(found))
+    return replace(state, replace=found, sizes={**state.sizes, **sizes}, free_gpus=free), effect
 
 
-def restore_fixed_sizes(state: RolloutState) -> RolloutState:
-    """Restore the size of the gateway and NATS if a client changed it, even while the gateway is held: a rollout may take hours."""
+def restore_fixed_sizes(state: RolloutState) -> StepResult:
+    """The gateway and NATS get their size back if another client changed it.
+
+    Even while the gateway is held: a rollout may take hours.
+    """
     found = {}
     for manifest in state.planned:
         component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
@@ -171,11 +214,13 @@ def restore_fixed_sizes(state: RolloutState) -> RolloutState:
             and child.workload.replicas != manifest["spec"]["replicas"]
         ):
             found[child.key] = manifest["spec"]["replicas"]
-    return replace(state, restore=found)
+    effect = _effect(restore_fixed_sizes, [_sized(name, size) for (_, name), size in found.items()])
+    return replace(state, restore=found), effect
 
 
-def remove_unused_objects(state: RolloutState) -> RolloutState:
-    """What is not planned is removed: of older revisions once no gateway pod uses them, the rest once the revision serves alone."""
+def remove_unused_objects(state: RolloutState) -> StepResult:
+    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves
+    alone."""
     planned = {manifest_key(m) for m in state.planned}
     finished = state.switched and state.ready
     in_use = state.in_use
@@ -186,7 +231,8 @@ def remove_unused_objects(state: RolloutState) -> RolloutState:
         and child.key not in planned
         and (finished if child.revision in (None, state.revision) else child.revision not in in_use)
     )
-    return replace(state, remove=remove)
+    effect = _effect(remove_unused_objects, [f"{child.kind} {child.name}" for child in remove])
+    return replace(state, remove=remove), effect
 
 
 def nothing_serves(state: RolloutState) -> bool:
@@ -211,13 +257,43 @@ def older_gateways_finish(state: RolloutState) -> bool:
 
 def nothing_is_left(state: RolloutState) -> bool:
     """All pods are Ready and of the revision, and no step wants anything done but to apply what is planned."""
-    left = state.remove or state.sizes or state.replace or state.restore
+    left = state.remove or state.sizes or state.replace or state.restore or state.waits_for
     return state.ready and state.switched and not left
 
 
 def something_is_left(state: RolloutState) -> bool:
     """Pods are not Ready yet, or a step wants something done."""
     return not nothing_is_left(state)
+
+
+def _after_growth(free: int | None, child: Child, size: int) -> int | None:
+    """What is left of the free GPUs when a pool gets this size. Pods of one that shrinks hold theirs until they have ended."""
+    if free is None or child.workload is None:
+        return None
+    return free - max(0, size - child.workload.replicas) * child.workload.gpus
+
+
+def _free_gpus(state: RolloutState) -> int | None:
+    """What the GPU budget leaves beside all that exists, and the pools that are created now."""
+    if state.spec.gpu_budget is None:
+        return None
+    created = 0
+    for manifest in state.apply:
+        pool = pool_in(state.spec, manifest["metadata"]["labels"].get("app.kubernetes.io/component"))
+        if pool is not None and _is_new_pool(manifest, state):
+            created += manifest["spec"]["replicas"] * pool.gpus
+    return state.spec.gpu_budget - gpus_held(state.observed) - created
+
+
+def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) -> StepEffect | None:
+    """Of a step, in the words of its docstring; None where there is nothing to name."""
+    if not details:
+        return None
+    return StepEffect(step=step.__name__, message=f"{sentence_of(step)} ({', '.join(details)})"[:1024])
+
+
+def _sized(name: str, replicas: int) -> str:
+    return f"{name}: {replicas} {'pod' if replicas == 1 else 'pods'}"
 
 
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:

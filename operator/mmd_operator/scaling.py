@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from mmd_api.contract import paths
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
@@ -32,40 +33,25 @@ from mmd_operator.autoscaling import (
 )
 from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
+from mmd_operator.contest import Contests
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PodView
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
+from mmd_operator.pool_sizes import affordable
+from mmd_operator.problems import contested
 from mmd_operator.replacement import gpus_held, outdated_pods
 
 TICK_SECONDS = 2.0
 THROUGHPUT_STEP = 0.1
 """A measured throughput is written again once it has changed by this share."""
 STEADY_TICKS = 3
-"""The missing reports and the bottleneck in the status change once they have been the same for this many ticks."""
+"""Decisions that change no size, missing reports and the bottleneck change in the status once they have been the same for this many ticks."""
 _AGE = re.compile(r" for -?[0-9.]+ s$")
 """The age at the end of a missing report's description; it changes with every tick."""
 Events = list[tuple[str, str]]
+Shape = tuple[object, ...]
+"""What of a decision is worth a write of the status: its sizes, reason, metric and rules, not its numbers."""
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class PoolRecord:
-    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
-
-    `change`: the decision that began the present change of size; `announced`: the sizes and the limit of the last Event about them;
-    `counted`: the size whose change has been counted; `draining`: since when, by uid; `overdue`: pods with an Event about it;
-    `last_change` and `throughput`: as in the status.
-    """
-
-    bounds: tuple[int, int] | None = None
-    decision: Decision | None = None
-    change: Decision | None = None
-    announced: tuple[int, int, str | None] | None = None
-    counted: int | None = None
-    draining: dict[str, float] = field(default_factory=dict)
-    overdue: set[str] = field(default_factory=set)
-    last_change: ScalingDecision | None = None
-    throughput: PoolThroughput | None = None
 
 
 class Debounced(Generic[T]):
@@ -83,6 +69,28 @@ class Debounced(Generic[T]):
         return self._published
 
 
+@dataclass(slots=True)
+class PoolRecord:
+    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
+
+    `change`: the decision that began the present change of size; `announced`: the sizes and the limit of the last Event about them;
+    `counted`: the size whose change has been counted; `draining`: since when, by uid; `overdue`: pods with an Event about it;
+    `steady`: the shape of the decisions of the last ticks; `last_decision`, `last_change` and `throughput`: as in the status.
+    """
+
+    bounds: tuple[int, int] | None = None
+    decision: Decision | None = None
+    change: Decision | None = None
+    announced: tuple[int, int, str | None] | None = None
+    counted: int | None = None
+    draining: dict[str, float] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
+    steady: Debounced[Shape | None] = field(default_factory=lambda: Debounced(None))
+    last_decision: ScalingDecision | None = None
+    last_change: ScalingDecision | None = None
+    throughput: PoolThroughput | None = None
+
+
 class PoolScaling:
     """Runs the autoscaler's ticks for one deployment."""
 
@@ -97,6 +105,7 @@ class PoolScaling:
         )
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
+        self._drain_requests = Contests()
         self._records = {name: PoolRecord() for name in POOL_NAMES}
         self._missing: Debounced[tuple[str, ...]] = Debounced(())
         self._bottleneck: Debounced[PoolName | None] = Debounced(None)
@@ -161,7 +170,7 @@ class PoolScaling:
         }
         if sets.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
-        scaler.policy = replace(scaler.policy, gpu_budget=_budget(spec, observed, revision))
+        scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
         faults = await self._collect(scaler, observed, revision, now)
         pods = {
             name: [
@@ -183,9 +192,11 @@ class PoolScaling:
         before = self.report
         events: Events = []
         self._record(decided, faults, spec, events)
+        free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
         for name, decision in decided.decisions.items():
             wanted = scaler.actions(now, decision, facts[name])
             actions = _without_loss(wanted, sets[name], observed, pods[name])
+            actions, free = growth_within(free, actions, sets[name])
             await self._carry_out(actions, sets[name], facts[name], pods[name], decision, events)
         return events, self.report != before
 
@@ -193,10 +204,19 @@ class PoolScaling:
         """Restore the last decisions and throughputs from the status after a start."""
         for name, record in self._records.items():
             kept = status.get("pools", {}).get(name, {})
-            last, rates = kept.get("lastDecision"), kept.get("throughput")
-            record.last_change = None if last is None else ScalingDecision.model_validate(last)
+            last, change, rates = (kept.get(key) for key in ("lastDecision", "lastChange", "throughput"))
+            record.last_decision = None if last is None else ScalingDecision.model_validate(last)
+            record.last_change = None if change is None else ScalingDecision.model_validate(change)
             record.throughput = None if rates is None else PoolThroughput.model_validate(rates)
-        self.report = replace(self.report, decisions=self._last_changes(), throughput=self._throughputs())
+        self.report = replace(
+            self.report,
+            decisions=self._last_decisions(),
+            changes=self._last_changes(),
+            throughput=self._throughputs(),
+        )
+
+    def _last_decisions(self) -> dict[PoolName, ScalingDecision]:
+        return {name: r.last_decision for name, r in self._records.items() if r.last_decision is not None}
 
     def _last_changes(self) -> dict[PoolName, ScalingDecision]:
         return {name: r.last_change for name, r in self._records.items() if r.last_change is not None}
@@ -273,7 +293,10 @@ class PoolScaling:
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
         for name in actions.drain:
+            if self._drain_requests.pause(uids[name], decision.at) > 0:
+                continue  # another client keeps removing the annotation
             await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            self._drain_requests.repaired(uids[name], decision.at, None)
             self.counts.drains[pool, "begun"] += 1
             events.append(
                 (
@@ -281,6 +304,9 @@ class PoolScaling:
                     f"pod {name} is draining: it finishes its requests and accepts no new ones; {why}",
                 )
             )
+            if rival := self._drain_requests.against(uids[name], decision.at):
+                problem = contested(pool, f"the annotation {DRAIN_ANNOTATION} of pod {name}", rival)
+                events.append((problem.reason, f"{problem.seen}; {problem.remedy}"))
         for name in actions.renew:
             await self._cluster.delete_pod(self._namespace, name, uids[name])
             self.counts.drains[pool, "renewed"] += 1
@@ -306,15 +332,18 @@ class PoolScaling:
         scaled = {n: d for n, d in decided.decisions.items() if getattr(spec, n).autoscaling is not None}
         for name, record in self._records.items():
             record.decision = scaled.get(name)
+            record.last_decision = record.last_decision if name in scaled else None
             record.throughput = _refreshed(record.throughput, decided.decisions.get(name))
         for name, decision in scaled.items():
             self._count(decision)
             self._announce(self._records[name], decision, events)
+            self._keep(self._records[name], decision)
         hard = [d for d in scaled.values() if d.hard_limit]
         missing = sorted({_AGE.sub("", words) for d in scaled.values() for words in d.missing})
         bottleneck = decided.bottleneck
         self.report = Scaling(
-            decisions=self._last_changes(),
+            decisions=self._last_decisions(),
+            changes=self._last_changes(),
             throughput=self._throughputs(),
             pools=tuple(scaled),
             shadow=tuple(name for name, d in scaled.items() if not d.act),
@@ -336,6 +365,15 @@ class PoolScaling:
         if changes or decision.hard_limit or not decision.missing:
             record.announced = news
 
+    def _keep(self, record: PoolRecord, decision: Decision) -> None:
+        """Keep the decision for the status if it is another than the one there: a change at once, anything else once it is steady."""
+        status = decision.status()
+        shape = _shape(status)
+        steady = record.steady.update(shape) == shape
+        changes = decision.act and decision.replicas != decision.current
+        if (steady or changes) and (record.last_decision is None or _shape(record.last_decision) != shape):
+            record.last_decision = status
+
     def _count(self, decision: Decision) -> None:
         """Count a decision once, however many ticks it takes to carry it out."""
         record = self._records[decision.pool]
@@ -347,12 +385,27 @@ class PoolScaling:
             self.counts.decisions[decision.pool, direction, decision.reason] += 1
 
 
-def _budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
-    """GPUs for the revision that serves: those that others hold are not there for growth, and nothing shrinks for them."""
+def serving_budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
+    """GPUs for the sizes of the revision that serves: those that others and pods that are ending hold are not there for growth, and
+    nothing shrinks for them."""
     if spec.gpu_budget is None:
         return None
-    own = gpus_held(observed, {revision})
+    own = sum(
+        child.workload.replicas * child.workload.gpus
+        for child in observed.children.values()
+        if child.kind == "StatefulSet" and child.revision == revision and child.workload is not None
+    )
     return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))
+
+
+def growth_within(free: int | None, actions: ScaleActions, child: Child) -> tuple[ScaleActions, int | None]:
+    """A pool grows by what is free now, and later by what pods that leave others give back. Returns what remains free."""
+    if free is None or child.workload is None or actions.replicas is None:
+        return actions, free
+    size, gpus = child.workload.replicas, child.workload.gpus
+    replicas = affordable(size, actions.replicas, gpus, free)
+    free -= max(0, replicas - size) * gpus
+    return replace(actions, replicas=replicas if replicas != size else None), free
 
 
 def _without_loss(
@@ -374,7 +427,7 @@ def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolTh
     """With what was measured since, where it differs enough to be worth a write. A pool that is gone has none."""
     if decision is None:
         return None
-    now = PoolThroughput.of(decision.observed.throughput, datetime.fromtimestamp(decision.at, UTC))
+    now = PoolThroughput.of(decision.history.throughput, datetime.fromtimestamp(decision.at, UTC))
     if kept is not None and not _differ(kept.rates, now.rates):
         return kept
     return now if now.rates else None
@@ -385,6 +438,11 @@ def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
         kind not in before or abs(rate - before[kind]) > THROUGHPUT_STEP * before[kind]
         for kind, rate in now.items()
     )
+
+
+def _shape(decision: ScalingDecision) -> Shape:
+    rules = tuple((effect.rule, effect.limit) for effect in decision.effects)
+    return decision.from_replicas, decision.to_replicas, decision.reason, decision.metric, rules
 
 
 def _size_words(decision: Decision) -> str:

@@ -75,6 +75,14 @@ def _fence_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
     return trace
 
 
+def trouble(leadership: Leadership, loops: Loops) -> str | None:
+    """Why the process must be restarted, if it must."""
+    if leadership.quiet_seconds > LEASE_STALE_SECONDS:
+        return f"the lease has not been checked for {leadership.quiet_seconds:.0f} s\n"
+    words = loops.trouble()
+    return f"{words}\n" if words else None
+
+
 async def serve(options: Options) -> None:
     """Run until SIGTERM.
 
@@ -96,12 +104,6 @@ async def serve(options: Options) -> None:
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
         metrics.deployments = loops.snapshots
 
-        def trouble() -> str | None:
-            if leadership.quiet_seconds > LEASE_STALE_SECONDS:
-                return f"the lease has not been checked for {leadership.quiet_seconds:.0f} s\n"
-            words = loops.trouble()
-            return f"{words}\n" if words else None
-
         async def work() -> None:
             await kopf.operator(
                 registry=registry_for(loops),
@@ -112,7 +114,7 @@ async def serve(options: Options) -> None:
                 stop_flag=stop,
             )
 
-        async with health_endpoint(options.health_port, trouble, metrics):
+        async with health_endpoint(options.health_port, lambda: trouble(leadership, loops), metrics):
             await _need_definition(api, options)
             leading = asyncio.create_task(leadership.lead(work))
             stopping = asyncio.create_task(stop.wait())

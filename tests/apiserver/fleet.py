@@ -177,7 +177,7 @@ class Fleet:
         ready = [{"type": t, "status": "True"} for t in ("PodScheduled", "Ready")]
         named = found.spec.containers[0].image
         container = {
-            "name": "worker",
+            "name": found.spec.containers[0].name,
             "image": "worker:latest",
             "imageID": named if "@" in named else self.image,
             "ready": True,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
+import json
+from base64 import b64decode, b64encode
 
 import pytest
 
@@ -48,6 +49,28 @@ def test_another_generation_moves_each_password_to_its_second_name(serving: Name
         assert len(set(after.values())) == len(PASSWORD_KEYS)
         before = after
     serving.reported("Changed", f"Secret {SECRET}")
+
+
+def test_no_password_appears_in_the_status_an_event_or_the_operators_log(
+    operator: OperatorProcess, serving: Namespace
+):
+    made = set(passwords(serving).values())
+    serving.change({"nats": {"passwordGeneration": 2}})
+    eventually(lambda: restarted(serving, "2"))
+    serving.settled(serving.is_ready)
+    made |= set(passwords(serving).values())
+    serving.reported("Changed", f"Secret {SECRET}")
+    events = serving.core.list_namespaced_event(serving.name).items
+    shown = {
+        "status": json.dumps(serving.get()["status"]),
+        "Events": " ".join(f"{event.reason} {event.message}" for event in events),
+        "log": operator.log_text(),
+    }
+    assert all(shown.values())
+    assert len(made) > len(PASSWORD_KEYS)
+    encoded = {b64encode(password.encode()).decode() for password in made}
+    leaks = [where for where, text in shown.items() for secret in made | encoded if secret in text]
+    assert leaks == []
 
 
 def restarted(namespace: Namespace, generation: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mmd_operator.contest import FREE_REPAIRS
+from mmd_operator.observed import Workload, child_of
 from mmd_operator.resources.naming import INPUTS_ANNOTATION, REVISION_LABEL
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
@@ -30,8 +31,9 @@ def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
 
 def pinned(fleet: Fleet) -> dict[str, Any]:
     status = fleet.namespace.get()["status"]
-    (found,) = [pin for pin in status["pinned"] if pin["revision"] == status["pipelineRevision"]]
-    return dict(found)
+    found = [pin for pin in status["pinned"] if pin["revision"] == status["pipelineRevision"]]
+    assert len(found) == 1, found
+    return dict(found[0])
 
 
 def told(fleet: Fleet) -> dict[str, Any]:
@@ -112,11 +114,25 @@ def test_after_the_tag_moved_pods_of_a_revision_are_made_from_the_image_it_began
     assert pulling.namespace.condition("Degraded")[0] == "False"
 
 
-def test_gateways_keep_the_tag_until_they_are_replaced_for_another_reason(pulling: Fleet) -> None:
+def test_gateways_are_replaced_once_by_those_of_the_pinned_image(pulling: Fleet) -> None:
     pulling.until(lambda: images_are(pulling, BEGAN))
-    assert gateway_image(pulling) == TAG
-    pulling.namespace.change({"gateway": {"resources": {"cpu": "1"}}})
     pulling.until(lambda: gateway_is(pulling, BEGAN))
+    generation = gateway(pulling).metadata.generation
+    pulling.image = MOVED
+    core, name = pulling.namespace.core, pulling.namespace.name
+    (lost,) = pulling.namespace.gateway_pods()
+    core.delete_namespaced_pod(lost.metadata.name, name, grace_period_seconds=0)
+    pulling.gone(lost.metadata.name)
+
+    def another_runs_the_same_image() -> None:
+        (made,) = pulling.namespace.gateway_pods()
+        assert made.metadata.uid != lost.metadata.uid
+        assert [status.image_id for status in made.status.container_statuses or ()] == [BEGAN]
+        pulling.namespace.is_ready()
+
+    pulling.until(another_runs_the_same_image)
+    assert gateway(pulling).metadata.generation == generation
+    assert pulling.namespace.condition("Degraded")[0] == "False"
 
 
 def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None:
@@ -129,6 +145,7 @@ def test_a_revision_that_follows_has_an_image_of_its_own(pulling: Fleet) -> None
         pulling.namespace.is_ready()
         assert pulling.namespace.get()["status"]["pipelineRevision"] != first
         images_are(pulling, MOVED)
+        gateway_is(pulling, MOVED)
 
     pulling.until(followed, 90)
 
@@ -146,13 +163,12 @@ def images_are(fleet: Fleet, image: str) -> None:
     assert {item.spec.template.spec.containers[0].image for item in listed} == {image}
 
 
-def gateway_image(fleet: Fleet) -> str:
-    gateway = fleet.namespace.apps.read_namespaced_deployment("demo-gateway", fleet.namespace.name)
-    return str(gateway.spec.template.spec.containers[0].image)
+def gateway(fleet: Fleet) -> Any:
+    return fleet.namespace.apps.read_namespaced_deployment("demo-gateway", fleet.namespace.name)
 
 
 def gateway_is(fleet: Fleet, image: str) -> None:
-    assert gateway_image(fleet) == image
+    assert gateway(fleet).spec.template.spec.containers[0].image == image
 
 
 def moved(fleet: Fleet) -> None:
@@ -172,9 +188,13 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
     fewest = 1
     fleet.namespace.change({"encoder": {"batching": {"maxItems": 3}}})
 
+    surges: list[bool] = []
+
     def watched() -> None:
         nonlocal fewest
         fewest = min(fewest, len(ready_encoders(fleet)))
+        if (workload := encoder_workload(fleet)).replicas == 2:
+            surges.append(workload.surged)
         assert uids(fleet).keys() == {name}, uids(fleet)
         assert uids(fleet)[name] != old
 
@@ -182,6 +202,9 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
     fleet.until(watched, 90)
     assert fleet.most["encoder"] == 2
     assert fewest == 1
+    assert surges
+    assert all(surges), "the size of a surge is marked as one"
+    assert not encoder_workload(fleet).surged
     template = fleet.namespace.stateful_set("encoder").spec.template
     (pod,) = encoders(fleet)
     assert pod.metadata.annotations[INPUTS_ANNOTATION] == template.metadata.annotations[INPUTS_ANNOTATION]
@@ -205,6 +228,16 @@ def replaced(fleet: Fleet) -> None:
     assert [pod.metadata.annotations[INPUTS_ANNOTATION] for pod in encoders(fleet)] == [wanted]
     assert fleet.most["encoder"] == 2
     assert ready_encoders(fleet)
+
+
+def encoder_workload(fleet: Fleet) -> Workload:
+    """As the operator sees it."""
+    found = fleet.namespace.stateful_set("encoder")
+    workload = child_of(
+        "StatefulSet", fleet.namespace.core.api_client.sanitize_for_serialization(found)
+    ).workload
+    assert workload is not None
+    return workload
 
 
 def encoders(fleet: Fleet) -> list[Any]:

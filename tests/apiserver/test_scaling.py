@@ -59,13 +59,19 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     event(
         fleet, "Scaled", "from 1 to 3 pods; encoder scales from 1 to 3 replicas (LoadRose); backlog is 7.00 s"
     )
-    decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]
+    decision = fleet.namespace.get()["status"]["pools"]["encoder"]["lastChange"]
     assert (decision["fromReplicas"], decision["toReplicas"], decision["metric"]) == (1, 3, "BacklogSeconds")
     assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
     fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "raise autoscaling.maxReplicas"))
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
+    fleet.until(
+        lambda: fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]["fromReplicas"] == 3
+    )
     explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
     assert "encoder: 3 of 3 ready" in explained
+    assert "encoder stays at 3 replicas (Steady); backlog is " in explained
+    assert "    keep_within_bounds (MaxReplicas): between the minimum now" in explained
+    assert "\nReady: True (Serving) " in explained
     assert "encoder scales from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
     assert "bottleneck: Encoder" in explained
     for_programs = json.loads(mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name, "--json"))

@@ -91,7 +91,7 @@ class Pool:
 
     def tick(self) -> Decision:
         decision = decide(self.now, self.policy, self.samples(), self.history)
-        self.history = decision.history
+        self.history = decision.next_history
         if decision.act:
             grown = decision.replicas - len(self.created)
             self.created = self.created[: decision.replicas] + [self.now] * max(0, grown)

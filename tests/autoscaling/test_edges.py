@@ -351,7 +351,7 @@ def test_the_throughput_of_a_replica_is_the_mean_of_those_that_have_measured_it(
     measured = tuple(replace(p, load=encode_load(1000.0, rate=next(rates))) for p in fresh.pods)
     pool.samples = lambda: replace(fresh, pods=measured)
     decision = pool.tick()
-    assert decision.history.throughput == {"video": 750.0}
+    assert decision.next_history.throughput == {"video": 750.0}
     assert decision.wanted == 4  # 3000 patches at 750 a second
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from mmd_operator.autoscaling import HARD_LIMITS, LIMITS, SIGNAL_METRICS
 from mmd_operator.autoscaling.coordinate import COUPLING, share_gpu_budget
 from mmd_operator.autoscaling.decide import REPORTS, RULES
+from mmd_operator.sentences import sentence_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "autoscaling-mechanism.md").read_text()
+
+TABLES = ("From a need to a size", "Fitting the pools to each other")
 
 
 def rows(title: str) -> list[list[str]]:
@@ -17,6 +20,10 @@ def rows(title: str) -> list[list[str]]:
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def plain(cell: str) -> str:
+    return cell.replace("`", "")
 
 
 def quoted(cell: str) -> list[str]:
@@ -34,9 +41,14 @@ def test_every_rule_is_described_in_the_order_in_which_it_applies():
     assert of_all == [rule.__name__ for rule in (*COUPLING, share_gpu_budget)]
 
 
+def test_the_page_and_mmd_explain_have_the_same_words_for_each_rule():
+    described = {quoted(cells[0])[0]: plain(cells[2]) for title in TABLES for cells in rows(title)}
+    for rule in (*RULES, *REPORTS, *COUPLING, share_gpu_budget):
+        assert described[rule.__name__] == sentence_of(rule)
+
+
 def test_every_limit_belongs_to_a_rule():
-    tables = rows("From a need to a size") + rows("Fitting the pools to each other")
-    assert {limit for cells in tables for limit in quoted(cells[1])} == set(LIMITS)
+    assert {limit for title in TABLES for cells in rows(title) for limit in quoted(cells[1])} == set(LIMITS)
 
 
 def test_the_limits_that_waiting_does_not_lift_are_named():

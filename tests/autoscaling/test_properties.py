@@ -100,7 +100,7 @@ def test_sizes_stay_within_bounds_whatever_is_measured_and_whatever_the_clock_do
     for step, data in steps:
         now += step
         decision = decide(now, policy, data.draw(samples(now, any_number)), history)
-        history = decision.history
+        history = decision.next_history
         assert policy.min_replicas <= decision.replicas <= policy.max_replicas
         assert str(decision)
         assert decision.status().to_replicas == decision.replicas

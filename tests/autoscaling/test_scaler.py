@@ -127,8 +127,8 @@ def reporting(made: Scaler, **states: str) -> Scaler:
 def decided(current: int, replicas: int, act: bool = True) -> Decision:
     return Decision(
         pool="encoder", at=NOW, spec_replicas=current, current=current, ready=current, wanted=replicas,
-        replicas=replicas, reason="LoadFell", limits=(), valid=True, act=act, minimum=0, signal=None,
-        signals=(), missing=(), panicking=False, idle=False, foreign_replicas=None, observed=History(),
+        replicas=replicas, reason="LoadFell", effects=(), valid=True, act=act, minimum=0, signal=None,
+        signals=(), missing=(), panicking=False, idle=False, foreign_replicas=None, history=History(),
     )  # fmt: skip
 
 

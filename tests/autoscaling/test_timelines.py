@@ -466,7 +466,7 @@ def test_our_own_change_in_progress_is_not_taken_for_another_client():
     pool.run(299)
     first = next(d for d in pool.ticks(10) if d.replicas == 1)
     draining = replace(pool.samples(), replicas=2)
-    decision = decide(pool.now, pool.policy, draining, first.history)
+    decision = decide(pool.now, pool.policy, draining, first.next_history)
     assert decision.foreign_replicas is None
     assert (decision.current, decision.replicas) == (1, 1)
 

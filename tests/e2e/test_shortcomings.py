@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from e2e.storm import LARGEST, Watch, shortcomings
 
 FAULT = {"began": 100.0, "component": "gateway", "pod": "g-1", "killed": True, "requests_in_flight": 3}
+FAULT |= {"long_streams_in_flight": 2}
 LONG = {
     "question": 7,
     "kind": "long",
@@ -20,7 +22,7 @@ LONG = {
 
 def body(**changes: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"lost": 0, "duplicated": 0, "wrong": 0, "examples": [], "largest": LARGEST}
-    facts["seconds_without_gateway"] = []
+    facts |= {"seconds_without_gateway": [], "faults_while_recovering": 3}
     return facts | {"faults": [FAULT] * 12, "streams_of_minutes_seconds": [130.0, 140.0]} | changes
 
 
@@ -57,3 +59,44 @@ def test_a_stream_without_a_finish_reason_is_named_as_one() -> None:
 def test_a_minute_without_a_gateway_fails_the_storm_although_every_request_was_answered() -> None:
     assert shortcomings(body(seconds_without_gateway=[4.0, 60.0])) == []
     assert shortcomings(body(seconds_without_gateway=[4.0, 61.0])) == ["no gateway was Ready for 61 s"]
+
+
+def test_twelve_faults_must_meet_requests_and_twelve_must_meet_a_long_stream() -> None:
+    idle, short = (
+        FAULT | {"requests_in_flight": 0, "long_streams_in_flight": 0},
+        FAULT | {"long_streams_in_flight": 0},
+    )
+    assert shortcomings(body(faults=[FAULT] * 12 + [idle])) == []
+    assert shortcomings(body(faults=[FAULT] * 12 + [short])) == []
+    assert shortcomings(body(faults=[FAULT] * 11 + [short])) == [
+        "11 faults struck while a stream of minutes was under way, not 12"
+    ]
+    found = shortcomings(body(faults=[FAULT] * 11 + [idle] * 4))
+    assert found[0] == "11 faults struck while requests were in flight, not 12"
+
+
+def test_a_fault_must_strike_while_pods_recover_from_another() -> None:
+    assert shortcomings(body(faults_while_recovering=1)) == []
+    assert shortcomings(body(faults_while_recovering=0)) == [
+        "no fault struck while pods recovered from another"
+    ]
+
+
+def test_gateways_and_nats_count_as_recovering() -> None:
+    def item(kind: str, component: str, ready: int) -> dict[str, Any]:
+        labels = {"app.kubernetes.io/component": component}
+        return {
+            "kind": kind,
+            "metadata": {"labels": labels},
+            "spec": {"replicas": 2},
+            "status": {"readyReplicas": ready},
+        }
+
+    found = [
+        item("Deployment", "gateway", 1),
+        item("StatefulSet", "nats", 0),
+        item("StatefulSet", "decode", 2),
+    ]
+    watch = Watch(kubectl=lambda *_: json.dumps({"items": found}))
+    assert watch.look()["decode"] == [2, 2]
+    assert watch.recovering == ["gateway", "nats"]

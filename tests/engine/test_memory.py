@@ -7,6 +7,7 @@ import torch
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_workers import memory
+from mmd_workers.engine import profile
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from tests.support.engine_oracle import TextModel, llama
@@ -89,6 +90,41 @@ def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch)
     small = activation_bytes(real, chunk_tokens=16, max_sequences=4, **sizes)
     assert activation_bytes(real, chunk_tokens=128, max_sequences=4, **sizes) > 2 * small
     assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small
+
+
+class Cuda:
+    """Where CUDA is: the first step also takes workspaces that stay, and what a step took is known only after a synchronization."""
+
+    WEIGHTS, WORKSPACES, STEP = 7000, 500, 1000
+
+    def __init__(self, monkeypatch, model):
+        self.live, self.high, self.counted, self.steps = self.WEIGHTS, 9 * self.WEIGHTS, 9 * self.WEIGHTS, 0
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"), raising=False)
+        monkeypatch.setattr(profile, "_run_largest_step", self.step)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.live)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.counted)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def step(self, *_):
+        self.live += 0 if self.steps else self.WORKSPACES
+        self.steps += 1
+        self.high = max(self.high, self.live + self.STEP)
+
+    def synchronize(self, _):
+        self.counted = self.high
+
+    def reset(self, _):
+        self.high = self.counted = self.live
+
+
+def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(monkeypatch):
+    model = TextModel(llama())
+    gpu = Cuda(monkeypatch, model)
+    sizes = {"chunk_tokens": 16, "max_sequences": 4, "block_tokens": 8, "max_model_len": 256}
+    assert activation_bytes(model, **sizes) == gpu.STEP
+    assert gpu.steps == 2
 
 
 def test_pods_that_share_a_machine_count_on_no_more_than_it_has():

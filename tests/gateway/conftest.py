@@ -36,7 +36,7 @@ async def launch(
 ) -> AsyncIterator[Launch]:
     running: list[Running] = []
 
-    async def start(model: dict | None = None, **gateway) -> Running:
+    async def start(model: dict | None = None, nats: NatsServer = nats_server, **gateway) -> Running:
         pipeline = pipeline_config(f"t{next(_names)}", gateway, model)
         settings = WorkerSettings(
             pipeline=pipeline,
@@ -44,7 +44,7 @@ async def launch(
             pod_ip="127.0.0.1",
             http_port=free_port(),
             admin_port=free_port(),
-            nats_url=nats_server.url,
+            nats_url=nats.url,
             threads=1,
         )
         stop = asyncio.Event()
@@ -61,7 +61,7 @@ async def launch(
                 await asyncio.sleep(0.02)
         one = Running(
             url=url,
-            nats=nats_server,
+            nats=nats,
             subjects=Subjects("test", pipeline.name, "r1"),
             tokenizer=frontend.tokenizer,
             stop=stop,

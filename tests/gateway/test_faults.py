@@ -18,6 +18,7 @@ from mmd_workers.gateway import choices, lifecycle, service
 from mmd_workers.wire import bus, parts
 from mmd_workers.wire.codec import MAX_REQUEST_BYTES, pack
 from mmd_workers.wire.messages import GenerateRequest, HeldSequence, KvCommit, Placed, Sampling
+from mmd_workers.wire.server import NatsServer
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .media import png, url
@@ -486,6 +487,24 @@ async def test_requests_beyond_the_limit_get_a_retry_after(launch: Launch) -> No
         await asking
 
 
+async def test_a_gateway_cut_off_from_nats_is_not_ready_until_it_is_connected_again(
+    own_nats_server: NatsServer, launch: Launch
+) -> None:
+    gateway = await launch(nats=own_nats_server)
+    await gateway.worker(TEXT)
+    assert (await gateway.http.get("/ready")).status_code == 200
+    await asyncio.to_thread(own_nats_server.kill)
+    for path in ("/ready", "/readyz"):
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while (seen := await gateway.http.get(path)).status_code != 503:
+                await asyncio.sleep(0.02)
+        assert (seen.json()["ready"], seen.json()["reason"]) == (False, "no connection to NATS")
+    await asyncio.to_thread(own_nats_server.start)
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while (await gateway.http.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_draining_gateway_rejects_no_request_and_closes_connections(launch: Launch) -> None:
     gateway = await launch()
     go = asyncio.Event()
@@ -501,6 +520,7 @@ async def test_a_draining_gateway_rejects_no_request_and_closes_connections(laun
     async with asyncio.timeout(30):
         while (await gateway.http.get("/ready")).json()["reason"] != "draining":
             await asyncio.sleep(0.01)
+    assert (await gateway.http.get("/ready")).status_code == 503
     assert (
         await gateway.http.get("/readyz")
     ).status_code == 200  # else nobody could come where no other is Ready

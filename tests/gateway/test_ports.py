@@ -26,6 +26,17 @@ async def test_the_admin_port_is_where_the_gateway_is_scraped(launch: Launch) ->
 
 
 @pytest.mark.parametrize(
+    "limit",
+    ["\u00b2", "9" * 5000, "-1", "many", ""],
+    ids=["superscript", "too-long", "negative", "word", "empty"],
+)
+async def test_a_limit_that_is_no_number_is_the_default_and_not_an_error(launch: Launch, limit: str) -> None:
+    gateway = await launch()
+    answer = await gateway.admin.get("/debug/requests", params={"limit": limit})
+    assert (answer.status_code, answer.json()) == (200, {"requests": []})
+
+
+@pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "10.1.2.3", "127.0.0.1.evil.example", "[fe80::1]", "["]
 )
 async def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(launch: Launch, host: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -45,9 +47,23 @@ WIDE = {
     "messages": (b'{"messages":[', b"{}", b"]}"),
 }
 
+VALID = {
+    "image parts": (
+        b'{"model":"m","messages":[{"role":"user","content":[',
+        b'{"type":"image_url","image_url":{"url":"a"}}',
+        b"]}]}",
+    ),
+    "messages of one part": (
+        b'{"model":"m","messages":[',
+        b'{"role":"user","content":[{"type":"text","text":"a"}]}',
+        b"]}",
+    ),
+    "messages of text": (b'{"model":"m","messages":[', b'{"role":"user","content":"a"}', b"]}"),
+}
+
 
 def wide(kind: str, num_bytes: int) -> bytes:
-    start, item, end = WIDE[kind]
+    start, item, end = {**WIDE, **VALID}[kind]
     return start + b",".join([item] * (num_bytes // (len(item) + 1))) + end
 
 
@@ -153,9 +169,9 @@ def test_every_string_beyond_ascii_is_reserved_at_its_full_width(
     assert scanned(data, cuts).wide_bytes >= sum(len(s.encode()) for s in wide_strings(value))
 
 
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("kind", [*WIDE, *VALID])
 def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -> None:
-    data = wide(kind, 60_000)
+    data = wide(kind, 60_000 if kind in WIDE else 160_000)
     scanner = JsonScanner()
     scanner.feed(data)
     tracemalloc.start()
@@ -164,6 +180,36 @@ def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak <= 2 * len(data) + scanner.parsed_bytes + 65_536
+
+
+@given(JSON, st.booleans(), st.lists(st.integers(0, 7), max_size=30))
+def test_every_string_with_an_escape_is_counted_wherever_the_chunks_are_cut(
+    value: object, slashes: bool, cuts: list[int]
+) -> None:
+    data = json.dumps(value).encode()
+    if slashes:
+        data = data.replace(b"a", b"\\/")  # as some encoders write base64
+    strings = re.findall(rb'"((?:[^"\\]|\\.)*)"', data)
+    counted = sum(len(s) for s in strings if b"\\" in s.replace(b"\\\\", b"\\n").replace(b"\\/", b""))
+    assert scanned(data, cuts).escaped_bytes == counted
+
+
+async def read(data: bytes) -> object:
+    headers, hold = Headers({"content-type": "application/json"}), MediaHold(1 << 40)
+    return await read_json(headers, arriving(data), 1 << 40, hold.reservation(), deadline=2**40)
+
+
+async def test_strings_with_escapes_are_limited_and_those_with_escaped_slashes_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_module, "MAX_ESCAPED_BYTES", 1 << 20)
+    base64 = "iVBOR/w0" * (1 << 18)
+    assert await read(json.dumps([base64]).replace("/", "\\/").encode()) == [base64]
+    for string in ("\n" * (1 << 20), "a" * (1 << 21) + '"', "a" * (1 << 21) + "\\"):
+        for body in ([string], [string[::4], string[-(1 << 21) :]]):
+            with pytest.raises(ApiError, match="strings with escapes") as refused:
+                await read(json.dumps(body).encode())
+            assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 
 
 async def turns_during(work: Awaitable[object]) -> int:
@@ -372,6 +418,56 @@ async def test_a_client_that_does_not_read_is_cut_off_and_frees_what_it_holds(
     await gateway.until_metric("mmd_gateway_sequences", 0)
     await gateway.until_metric("mmd_requests_running", 0)
     quiet.close()
+
+
+async def test_a_client_that_reads_slowly_holds_its_answer_no_longer_than_the_request_timeout_and_its_size_allow(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "WRITE_SECONDS", 3.0)
+    monkeypatch.setattr(server_module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr(server_module, "_listen", listen_with_small_buffers)
+    gateway = await launch(requestTimeoutSeconds=4)
+
+    async def soon(worker: ScriptedWorker, request: object) -> None:
+        for first in range(0, 2000, 50):
+            await worker.tokens(request, list(range(first, first + 50)))
+            await asyncio.sleep(0.01)
+
+    await gateway.worker(list(range(300, 400)) * 20, soon)
+    address = gateway.http.base_url
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect((address.host, address.port))
+    data = json.dumps({**CHAT, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    slow.sendall(head.encode() + data)
+    got = await asyncio.to_thread(read_slowly, slow)
+    head_end = got.index(b"\r\n\r\n") + 4
+    length = next(int(line.split()[1]) for line in got.splitlines() if line.startswith(b"content-length:"))
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert len(got) - head_end < length, "the whole answer was sent"
+    await gateway.until_metric("mmd_requests_running", 0)
+    await gateway.until_metric("mmd_answer_reserved_bytes", 0)
+
+
+def listen_with_small_buffers(host: str, port: int) -> socket.socket:
+    """So that the kernel does not take a whole answer; connections inherit it."""
+    listening = socket.create_server((host, port))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    return listening
+
+
+def read_slowly(slow: socket.socket) -> bytes:
+    """What comes until the server ends the connection, or the answer is complete; read a little at a time."""
+    got = b""
+    slow.settimeout(30)
+    with slow, contextlib.suppress(ConnectionResetError):
+        while more := slow.recv(4096):
+            got += more
+            if got.endswith(b"}") and b"usage" in got[-4096:]:
+                break
+            time.sleep(0.02)
+    return got
 
 
 # --- media by URL ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,17 @@ def test_the_command_prints_the_budget_and_fails_for_a_pod_that_would_not_start(
     assert "does not start: spec.decode: of 1024 MiB of memory" in run.output
 
 
+def test_a_model_that_cannot_be_built_is_an_error_in_a_line(monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError("in transformers")
+
+    monkeypatch.setattr(plan_memory, "on_meta", fails)
+    run = CliRunner().invoke(app, ["plan-memory", "-f", str(EXAMPLES / "demo.yaml")])
+    assert run.exit_code == 1
+    assert isinstance(run.exception, SystemExit)
+    assert "the model cannot be built: ZeroDivisionError: in transformers" in run.output
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("80Gi", 80 << 30), ("512M", 512_000_000), ("64Mi", 64 * MEBIBYTE)]
 )

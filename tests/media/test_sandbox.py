@@ -20,7 +20,7 @@ from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 
@@ -292,3 +292,20 @@ async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_sl
         os.kill(stuck.pid, signal.SIGKILL)
         await stuck.wait()
         await pool.close()
+
+
+async def test_decode_processes_that_do_not_accept_a_job_are_reported_as_such(pool, monkeypatch):
+    monkeypatch.setattr(sandbox, "START_TIMEOUT_SECONDS", 8.0)
+    spawn = pool._spawn
+
+    async def spawn_stuck():
+        decoder = await spawn()
+        os.kill(decoder.pid, signal.SIGSTOP)
+        return decoder
+
+    monkeypatch.setattr(pool, "_spawn", spawn_stuck)
+    (pid,) = pool.process_ids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(OverloadedError, match=r"decode processes did not accept a job within 8 s"):
+        await pool.probe(image_bytes("JPEG"), "image", POLICY)
+    await until(lambda: gone(pid))

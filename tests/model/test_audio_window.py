@@ -51,6 +51,35 @@ def test_truncation_needs_the_resource_to_allow_it_and_is_reported(checkpoint: C
 
 
 @pytest.mark.models
+def test_sound_beyond_the_longest_of_the_processor_is_rejected_or_truncated(checkpoint: Checkpoint) -> None:
+    folder, medium = checkpoint("audioflamingo3"), zoo.audio(7 * RATE, 1)
+    messages = zoo.conversation(medium, "tell me what it is")
+    served = frontend(folder, AudioPolicy(max_duration_seconds=900))
+    assert served._adapter.max_audio_samples(served._processor) == 600 * RATE
+    assert served.layout(messages, [medium.info]).media[0].sampling.num_samples == 7 * RATE
+    served._processor.max_audio_len = 6
+    with pytest.raises(UnsupportedInputError, match=r"lasts 7\.0 s and this model accepts at most 6\.0 s"):
+        served.layout(messages, [medium.info])
+    served = frontend(folder, AudioPolicy(too_long="Truncate"))
+    served._processor.max_audio_len = 6
+    (laid,) = served.layout(messages, [medium.info]).media
+    assert (laid.sampling.num_samples, laid.truncated_seconds) == (6 * RATE, 1.0)
+
+
+def test_a_feature_extractor_without_a_window_limits_nothing(checkpoint: Checkpoint) -> None:
+    medium = LONGER_THAN_QWEN2_AUDIO
+    served = frontend(checkpoint("qwen2_audio"), AudioPolicy())
+    del served._processor.feature_extractor.n_samples
+    assert served._adapter.max_audio_samples(served._processor) == 0
+    try:
+        (laid,) = served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info]).media
+    except UnsupportedInputError as error:  # by the processor, which needs one
+        assert "the model's processor rejected it" in error.message
+    else:
+        assert laid.sampling.num_samples == medium.info.num_samples
+
+
+@pytest.mark.models
 @pytest.mark.parametrize("arch", ["qwen2_5_omni", "qwen3_omni_moe", "voxtral"])
 def test_a_tower_that_reads_in_windows_takes_sound_of_any_length(checkpoint: Checkpoint, arch: str) -> None:
     served = zoo.serve(checkpoint(arch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,40 @@ def test_features_that_are_not_numbers_do_not_agree(
     assert run.exit_code == 1
     assert _verdicts(run)["image"] == "differs"
     assert "the features differ by nan" in run.output
+
+
+def test_logits_of_another_width_differ(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = HfLanguageModel.logits
+    monkeypatch.setattr(HfLanguageModel, "logits", lambda *given: logits(*given)[:, :-1])
+    run = _check(checkpoint("llava"))
+    assert run.exit_code == 1, run.output
+    assert set(_verdicts(run).values()) == {"differs"}
+    assert re.search(r"the logits have (\d+) values split and \d+ unsplit", run.output)
+
+
+def test_a_comparison_that_fails_is_a_line_of_the_report(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "_judge", _fails)
+    run = _check(checkpoint("llama"))
+    assert run.exit_code == 1, run.output
+    assert "ZeroDivisionError: in transformers" in run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["builtin/demo", "--device", "foo"], r"--device foo: not supported; use cpu, cuda"),
+        (["builtin/demo", "--device", "meta"], r"--device meta: not supported"),
+        (["/a path"], r'model id: "/a path" has the wrong form'),
+        (["builtin/demo", "--revision", "main"], "only models from the hub have revisions"),
+    ],
+)
+def test_an_invalid_argument_is_reported_by_name(arguments: list[str], says: str) -> None:
+    run = CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "300"})
+    assert run.exit_code == 2
+    assert isinstance(run.exception, SystemExit)
+    assert re.search(says, run.output)
 
 
 def test_check_reports_why_a_worker_would_not_start(outside: Checkpoint) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import MediaPolicy
@@ -17,11 +20,12 @@ from mmd_api.spec.pools import EncoderBatching
 from mmd_cli import plan_memory
 from mmd_cli.local import up
 from mmd_cli.plan_memory import PROCESS_BYTES
+from mmd_cli.program import build
 from mmd_workers.encoder import profile
-from mmd_workers.encoder.profile import Growth, tower_bytes
+from mmd_workers.encoder.profile import Growth, tower_memory
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
-from mmd_workers.model.prompt import ProcessedMedium
+from mmd_workers.model.prompt import Feature, ProcessedMedium
 from tests.support import model_zoo as zoo
 
 CPU = torch.device("cpu")
@@ -84,7 +88,7 @@ def test_the_estimate_covers_the_batches_that_can_come(
         assert 0.99 * needed <= estimate <= 2 * needed
         most = max(most, estimate)
     with caplog.at_level(logging.WARNING):
-        assert tower_bytes(model, policy, batching) == most
+        assert tower_memory(model, policy, batching).num_bytes == most
     assert not caplog.records
 
 
@@ -97,7 +101,11 @@ def test_the_plan_needs_no_weights_to_know_what_a_worker_measures(arch: str, che
     model = load_encoder(spec.model, CPU)
     planned = plan_memory.plan(spec, {}).pools[0]
     assert spec.encoder is not None
-    assert planned.tower_bytes == tower_bytes(model, spec.gateway.media, spec.encoder.batching) > 0
+    assert (
+        planned.tower.num_bytes
+        == tower_memory(model, spec.gateway.media, spec.encoder.batching).num_bytes
+        > 0
+    )
 
 
 def test_a_medium_that_cannot_be_measured_is_logged_and_the_others_are(
@@ -112,7 +120,7 @@ def test_a_medium_that_cannot_be_measured_is_logged_and_the_others_are(
         return encode(batch)
 
     monkeypatch.setattr(model, "encode", no_video)
-    assert tower_bytes(model, MediaPolicy(), EncoderBatching()) > 0
+    assert tower_memory(model, MediaPolicy(), EncoderBatching()).num_bytes > 0
     (record,) = caplog.records
     assert "a video in the tower" in record.getMessage()
     assert "RuntimeError: no kernel" in record.getMessage()
@@ -122,11 +130,13 @@ def test_a_pod_that_also_encodes_leaves_memory_for_its_tower() -> None:
     plan = plan_memory.plan(_together("kv_cache_percent", 10), {"prefill": 4 << 30, "decode": 4 << 30})
     prefill, decode = plan.pools
     assert prefill.roles == ("encode", "prefill")
-    assert prefill.tower_bytes > 10 * MEBIBYTE
-    left = (4 << 30) - prefill.weights_bytes - prefill.activation_bytes - prefill.tower_bytes - PROCESS_BYTES
+    assert prefill.tower.num_bytes > 10 * MEBIBYTE
+    left = (
+        (4 << 30) - prefill.weights_bytes - prefill.activation_bytes - prefill.tower.num_bytes - PROCESS_BYTES
+    )
     assert prefill.kv_bytes == left // 10
     assert decode.roles == ("decode",)
-    assert decode.tower_bytes == 0
+    assert decode.tower.num_bytes == 0
     left = (4 << 30) - decode.weights_bytes - decode.activation_bytes - PROCESS_BYTES
     assert decode.kv_bytes == left // 10
     shown = plan_memory.lines_of(plan)
@@ -138,11 +148,11 @@ def test_a_pod_whose_tower_leaves_too_little_for_one_request_is_refused_with_its
     prefill = plan_memory.plan(spec, {}).pools[0]
     without_tower = prefill.weights_bytes + prefill.activation_bytes + PROCESS_BYTES
     one_request = plan_memory.plan(spec, {}).examples[0].kv_bytes
-    memory = without_tower + one_request + prefill.tower_bytes // 2
+    memory = without_tower + one_request + prefill.tower.num_bytes // 2
     refused = plan_memory.plan(spec, {"prefill": memory}).pools[0].refusal
-    assert f"{-(-prefill.tower_bytes // MEBIBYTE)} MiB by those of the tower" in refused
+    assert f"{-(-prefill.tower.num_bytes // MEBIBYTE)} MiB by those of the tower" in refused
     assert "lower the limits of spec.gateway.media, or add an encoder pool" in refused
-    assert not plan_memory.plan(spec, {"prefill": memory + prefill.tower_bytes}).pools[0].refusal
+    assert not plan_memory.plan(spec, {"prefill": memory + prefill.tower.num_bytes}).pools[0].refusal
 
 
 def test_an_encoder_that_cannot_run_its_largest_batch_is_reported() -> None:
@@ -184,16 +194,59 @@ def test_a_medium_that_cannot_run_reserves_nothing_and_a_smaller_one_what_it_nee
     large = {kind: profile.largest(model, frontend, policy, kind).elements for kind in model.modalities}
     holds = max(large.values()) * 2 // 3  # one of half the size, not two
     gpu = SmallGpu(monkeypatch, model, holds)
-    reserved = tower_bytes(model, policy, batching)
+    reserved = tower_memory(model, policy, batching).num_bytes
     assert holds // 4 < reserved // 1000 < holds
     assert reserved == 1000 * max(elements * items for _, elements, items in gpu.ran)
     assert "larger ones may fail" in caplog.text
 
 
-def test_a_tower_that_runs_nothing_reserves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_does_not_hold_the_smallest_medium_is_refused_with_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = load_encoder(ModelSpec(id="builtin/demo"), CPU)
     SmallGpu(monkeypatch, model, 10)
-    assert tower_bytes(model, MediaPolicy(), EncoderBatching()) == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5 * MEBIBYTE, 80 * MEBIBYTE))
+    with pytest.raises(
+        MemoryBudgetError, match=r"of 80 MiB of GPU memory, 75 MiB are in use .* the 5 MiB left are too few"
+    ):
+        tower_memory(model, MediaPolicy(), EncoderBatching())
+
+
+def test_a_plan_names_the_medium_that_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = HfEncoderModel.encode
+
+    def no_video(model: HfEncoderModel, batch: list[ProcessedMedium]) -> list[Feature]:
+        if batch[0].modality == "video":
+            raise RuntimeError("no kernel [/red]")
+        return encode(model, batch)
+
+    monkeypatch.setattr(HfEncoderModel, "encode", no_video)
+    run = CliRunner().invoke(
+        build().app, ["plan-memory", "-f", str(EXAMPLES / "demo.yaml"), "--memory", "4Gi"]
+    )
+    assert run.exit_code == 3, run.output
+    assert re.search(r"activations of the tower +\d+\.\d MiB", run.output)
+    assert re.search(
+        r"activations of the tower +unknown \(video: RuntimeError: no kernel \[/red\]\)", run.output
+    )
+
+
+def test_a_tower_that_cannot_be_measured_at_all_is_not_printed_as_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(HfEncoderModel, "encode", fails)
+    shown = [
+        line for line in plan_memory.lines_of(plan_memory.plan(_demo("builtin/demo"), {})) if "tower" in line
+    ]
+    assert [line.split("tower")[1].split() for line in shown] == [
+        ["unknown", f"({modality}:", "RuntimeError:", "no", "kernel)"]
+        for modality in ("audio", "image", "video")
+    ]
 
 
 def test_a_batch_that_does_not_run_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import time
+import tracemalloc
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -12,6 +17,7 @@ from starlette.routing import Route
 
 from mmd_workers.observe import server as module
 from mmd_workers.observe.server import HttpServer
+from tests.support.waiting import until
 
 LIMIT = 3
 ADDRESS = "127.0.0.1"
@@ -92,3 +98,107 @@ async def test_a_connection_is_closed_while_all_others_are_busy(held: Held) -> N
         assert (await answer(stream)).endswith(b"slow")
     for stream in (*streams, late):
         stream[1].close()
+
+
+class _Drip:
+    """A client that keeps reading, a little at a time."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.connect((ADDRESS, port))
+        self._socket.sendall(f"GET /large HTTP/1.1\r\nHost: {ADDRESS}\r\n\r\n".encode())
+        self._socket.settimeout(30)
+
+    def read(self, seconds: float) -> bool:
+        """Whether the server has ended the connection meanwhile."""
+        end = time.monotonic() + seconds
+        with self._socket, contextlib.suppress(ConnectionResetError):
+            while time.monotonic() < end:
+                if not self._socket.recv(16_384):
+                    return True
+                time.sleep(0.01)
+            return False
+        return True
+
+
+def _listen_with_small_buffers(host: str, port: int) -> socket.socket:
+    """So that the kernel does not take seconds of an answer at once; connections inherit it."""
+    listening = socket.create_server((host, port))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    return listening
+
+
+async def test_a_client_that_reads_slowly_is_cut_off_at_the_deadline_of_the_whole_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 2.0)
+    monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    gone = asyncio.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def write() -> None:
+            while True:
+                await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        await asyncio.wait([writing])
+        gone.set()
+
+    server = HttpServer(large, ADDRESS, 0, answer_seconds=lambda: 1.0)
+    monkeypatch.setattr(module, "_listen", _listen_with_small_buffers)
+    await server.start()
+    try:
+        client = await asyncio.to_thread(_Drip, server.port)
+        assert await asyncio.to_thread(client.read, 20.0)
+        async with asyncio.timeout(20):
+            await gone.wait()
+    finally:
+        await server.stop()
+
+
+async def test_unfinished_heads_take_no_more_memory_than_a_connection_is_counted_for(held: Held) -> None:
+    count = 100
+    held.server._connections._limit = lambda: count
+    head = f"GET /fast HTTP/1.1\r\nHost: {ADDRESS}\r\nX: ".encode().ljust(module.MAX_HEAD_BYTES - 64, b"x")
+    tracemalloc.start()
+    try:
+        streams = [await held.connect() for _ in range(count)]
+        before = tracemalloc.get_traced_memory()[0]
+        for _, writer in streams:
+            writer.write(head)
+            await writer.drain()
+        await until(
+            lambda: (
+                sum(len(c.conn.trailing_data[0]) for c in held.server._connections._open) == count * len(head)
+            )
+        )
+        assert (tracemalloc.get_traced_memory()[0] - before) / count < module.CONNECTION_BYTES
+    finally:
+        tracemalloc.stop()
+    for _, writer in streams:
+        writer.close()
+
+
+async def test_a_head_longer_than_the_limit_is_refused(held: Held) -> None:
+    stream = await held.connect()
+    stream[1].write(
+        f"GET /fast HTTP/1.1\r\nHost: {ADDRESS}\r\nX: ".encode() + b"x" * 2 * module.MAX_HEAD_BYTES
+    )
+    assert (await answer(stream)).startswith(b"HTTP/1.1 400 ")
+    stream[1].close()
+
+
+def test_all_connections_together_may_hold_a_small_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "host_bytes", lambda: 1 << 30)
+    assert module.most_connections() * module.MAX_HEAD_BYTES < (1 << 30) // 20
+    monkeypatch.setattr(module, "host_bytes", lambda: 1 << 40)
+    assert module.most_connections() == module.MAX_CONNECTIONS

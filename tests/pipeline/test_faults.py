@@ -20,6 +20,7 @@ import openai
 import pytest
 from PIL import Image
 
+from mmd_cli.local import supervisor
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
 from tests.support.local_deployment import Deployment, content, until, write
@@ -253,7 +254,10 @@ def test_decoders_free_the_leases_of_a_hung_prefill_worker(whole: Deployment) ->
 # --- everything at once --------------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_requests_outlive_a_worker_killed_every_second(whole: Deployment) -> None:
+def test_a_hundred_requests_outlive_a_worker_killed_every_second(
+    whole: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STABLE_SECONDS", 0.0)  # else they would be restarted ever later
     rng = random.Random(20)
     asked: list[Sample] = []
     texts: list[str] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
-from mmd_operator.observed import PodView, pod_of
+from mmd_operator.observed import SURGE_FIELD_MANAGER, PodView, pod_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, INPUTS_ANNOTATION, REVISION_LABEL
 
 UID = "11111111-1111-1111-1111-111111111111"
@@ -34,6 +35,8 @@ def pod(
     created: str | None = None,
     ready_since: str | None = None,
     drain: str | None = None,
+    gpus: int = 0,
+    containers: Sequence[dict[str, Any]] = (),
 ) -> PodView:
     conditions = [
         {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": ready_since}
@@ -55,8 +58,13 @@ def pod(
         metadata["creationTimestamp"] = created
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    status = {"conditions": conditions, "containerStatuses": [container] if container else []}
-    return pod_of({"metadata": metadata, "status": status})
+    status = {
+        "conditions": conditions,
+        "containerStatuses": [*containers, *([container] if container else [])],
+    }
+    limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    spec = {"containers": [{"name": "worker", "resources": {"limits": limits}}]}
+    return pod_of({"metadata": metadata, "spec": spec, "status": status})
 
 
 def waiting(reason: str, message: str = "") -> dict[str, Any]:
@@ -87,6 +95,7 @@ def workload(
     uid: str = "u",
     inputs: str | None = None,
     gpus: int = 0,
+    surged: bool = False,
 ) -> dict[str, Any]:
     """A StatefulSet or Deployment, whole unless said otherwise. `template`: revision of its pods."""
     stays = kind == "Deployment" or component == "nats"
@@ -101,6 +110,9 @@ def workload(
             "generation": 2,
             "labels": labels(component, None if stays else revision),
             "ownerReferences": [{"uid": owner, "controller": True}],
+            "managedFields": [{"manager": SURGE_FIELD_MANAGER, "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+            if surged
+            else [],
         },
         "spec": {
             "replicas": replicas,

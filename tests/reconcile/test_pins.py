@@ -14,12 +14,27 @@ from .bodies import NEW, OLD, pod
 FIRST, SECOND = "registry.example/worker@sha256:aa", "registry.example/worker@sha256:bb"
 
 
-def moved(image: str | None, *, pinned: str | None = FIRST, revision: str = NEW) -> list[str]:
+def moved(
+    image: str | None,
+    *,
+    pinned: str | None = FIRST,
+    revision: str = NEW,
+    gateway: bool = False,
+    sidecar: str | None = None,
+) -> list[str]:
     """What is reported about one pod with this image."""
     pins = Pins(cast(Any, None))  # nobody is asked
     pins.remember({"pinned": [{"revision": NEW, "identity": "0123456789", "image": pinned}]})
-    seen = pod(revision=revision, container={"restartCount": 0, "imageID": image, "state": {}})
+    component, container = ("gateway", "gateway") if gateway else ("decode", "worker")
+    statuses = [running(container, image)]
+    if sidecar is not None:
+        statuses.insert(0, running("istio-proxy", sidecar))
+    seen = pod(component, revision, name=f"demo-{component}-0", containers=statuses)
     return [f"{p.reason}: {p.seen}; {p.remedy}" for p in pins.moved(Observed({}, (seen,)))]
+
+
+def running(name: str, image: str | None) -> dict[str, Any]:
+    return {"name": name, "restartCount": 0, "imageID": image, "state": {}}
 
 
 def test_a_pod_of_another_image_is_reported_with_both_and_the_remedy() -> None:
@@ -48,3 +63,16 @@ def test_images_loaded_by_hand_are_compared_with_each_other() -> None:
 
 def test_pods_of_other_revisions_have_images_of_their_own() -> None:
     assert moved(SECOND, revision=OLD) == []
+
+
+def test_the_image_of_an_injected_container_does_not_count() -> None:
+    assert moved(FIRST, sidecar="registry.example/proxy@sha256:ee") == []
+    (problem,) = moved(SECOND, sidecar="registry.example/proxy@sha256:ee")
+    assert SECOND in problem
+    assert moved(None, sidecar="registry.example/proxy@sha256:ee") == []
+
+
+def test_a_gateway_of_another_image_is_reported_too() -> None:
+    assert moved(FIRST, gateway=True) == []
+    (problem,) = moved(SECOND, gateway=True)
+    assert "demo-gateway-0" in problem

@@ -24,14 +24,14 @@ def next_of(
     wanted: int,
     replicas: int | None = None,
     gpus: int = 1,
-    budget: int | None = None,
+    free: int | None = None,
     now: float = 0.0,
 ) -> Replacement:
     size = len(pods) if replicas is None else replicas
     child: Child = child_of(
         "StatefulSet", workload("StatefulSet", "decode", NEW, replicas=size, inputs="new", gpus=gpus)
     )
-    return replacement(child, wanted, Observed({child.key: child}, pods), budget, now, DEADLINE)
+    return replacement(child, wanted, Observed({child.key: child}, pods), free, now, DEADLINE)
 
 
 def names(found: Replacement) -> list[str]:
@@ -77,16 +77,32 @@ def test_the_only_pod_is_joined_by_its_successor_before_it_goes():
 
 
 def test_the_only_pod_goes_at_once_where_the_budget_has_no_room_for_another():
-    found = next_of(one(0), wanted=1, gpus=2, budget=3)
+    found = next_of(one(0), wanted=1, gpus=2, free=1)
     assert found.replicas is None
     assert names(found) == ["0"]
-    assert next_of(one(0), wanted=1, gpus=2, budget=4).replicas == 2
+    assert next_of(one(0), wanted=1, gpus=2, free=2).replicas == 2
 
 
 def test_a_successor_that_no_node_takes_holds_nothing_up_for_good():
     successor = one(1, "new", ready=False, scheduling="0/3 nodes: insufficient nvidia.com/gpu")
     assert not next_of(one(0), successor, wanted=1, now=LONG_AFTER - 10).delete
     assert names(next_of(one(0), successor, wanted=1, now=LONG_AFTER)) == ["0"]
+
+
+def test_pods_that_no_node_takes_count_as_away_unless_they_are_a_surge():
+    lost = [one(n, "new", ready=False, scheduling="0/3 nodes: insufficient nvidia.com/gpu") for n in range(3)]
+    for pods in ((one(0), one(1), lost[2]), (one(0), lost[1], lost[2])):
+        found = next_of(*pods, wanted=3, now=LONG_AFTER)
+        assert not found.delete
+        assert found.waiting.startswith("no node takes pod")
+    assert not next_of(one(0), lost[1], lost[2], wanted=2, now=LONG_AFTER).delete
+    assert names(next_of(one(0), one(1), lost[2], wanted=2, now=LONG_AFTER)) == ["1"]
+
+
+def test_a_pool_that_shrinks_is_not_replaced_before_its_last_pods_are_seen_to_go():
+    found = next_of(one(0), one(1, "new"), wanted=1, replicas=1)
+    assert not found.delete
+    assert found.waiting == "pods beyond the pool's size that have not ended: 1"
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])

@@ -10,7 +10,7 @@ from mmd_operator.plan import plan_objects
 from mmd_operator.rollout import Step, next_step
 from tests.support.deployments import deployment
 
-from .bodies import UID, workload
+from .bodies import UID, pod, workload
 
 BASE = {
     "model": {"id": "builtin/demo", "dtype": "Float32"},
@@ -22,7 +22,11 @@ GPUS = {"prefill": 1, "decode": 2}
 
 
 def step(
-    budget: int | None, old: dict[str, int], new: dict[str, int] | None = None, serving: str = OLD
+    budget: int | None,
+    old: dict[str, int],
+    new: dict[str, int] | None = None,
+    serving: str = OLD,
+    ending: dict[str, int] | None = None,
 ) -> Step:
     """The step towards another dtype while `old` pods of each pool serve; the old revision's GPUs are 1 and 2 a pod."""
     wanted = deployment({**BASE, "model": {"id": "builtin/demo", "dtype": "BFloat16"}, "gpuBudget": budget})
@@ -37,7 +41,12 @@ def step(
     children = [child_of("StatefulSet", body) for body in bodies]
     template = revision if serving == "new" else serving
     children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=template)))
-    seen = Observed({c.key: c for c in children})
+    pods = tuple(
+        pod(pool, OLD, name=f"demo-{pool}-{OLD}-{n}", deleting=True, gpus=GPUS[pool])
+        for pool, count in (ending or {}).items()
+        for n in range(count)
+    )
+    seen = Observed({c.key: c for c in children}, pods)
     return next_step(wanted.spec, revision, plan_objects(wanted, "default"), seen, UID)
 
 
@@ -82,3 +91,18 @@ def test_started_pods_are_kept_and_pools_grow_when_the_old_revision_is_removed()
     assert not beside.sizes
     alone = step(15, {}, {"prefill": 1, "decode": 2}, serving="new")
     assert {name.split("-")[1]: n for name, n in alone.sizes.items()} == {"prefill": 2, "decode": 4}
+
+
+def test_pools_grow_by_what_pods_that_are_ending_no_longer_hold():
+    started = {"prefill": 1, "decode": 2}
+    held = step(15, {}, started, serving="new", ending={"prefill": 2, "decode": 4})
+    assert not held.sizes
+    assert held.stage != "Complete"
+    assert "stays at 2 of 4 pods until GPUs of spec.gpuBudget 15 are free" in held.waits_for
+    fewer = step(15, {}, started, serving="new", ending={"decode": 3})
+    assert {name.split("-")[1]: n for name, n in fewer.sizes.items()} == {"prefill": 2, "decode": 3}
+
+
+def test_pods_that_are_ending_are_counted_before_a_new_revision_starts():
+    beside = step(15, {"prefill": 1, "decode": 1}, ending={"decode": 4, "prefill": 2})
+    assert sizes(beside) == {"prefill": 1, "decode": 2}

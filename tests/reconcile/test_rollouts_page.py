@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmd_operator import conditions
 from mmd_operator.rollout import STAGES, STEPS
+from mmd_operator.sentences import sentence_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
 RULES = (
@@ -29,6 +30,14 @@ def column(title: str, number: int) -> list[str]:
 
 def test_every_step_is_described_in_the_order_in_which_it_applies():
     assert column("Steps", 0) == [step.__name__ for step in STEPS]
+
+
+def test_the_page_and_mmd_explain_have_the_same_words_for_each_step():
+    section = PAGE.split("\n## Steps\n")[1].split("\n## ")[0]
+    described = [
+        line.split("|")[2].strip().replace("`", "") for line in section.splitlines() if line[:3] == "| `"
+    ]
+    assert described == [sentence_of(step) for step in STEPS]
 
 
 def test_every_stage_is_described_in_the_order_of_evaluation():

@@ -10,7 +10,9 @@ from mmd_operator.autoscaling import HARD_LIMITS
 from mmd_operator.conditions import _REMEDIES
 from mmd_operator.problems import _SEVERITY
 
-PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "troubleshooting.md").read_text()
+RUNBOOKS = (DOCS / "runbooks.md").read_text()
 
 
 @pytest.mark.parametrize("reason", _SEVERITY)
@@ -21,3 +23,9 @@ def test_every_problem_has_a_row_with_what_to_do(reason: str):
 
 def test_every_limit_that_waiting_does_not_lift_has_a_remedy():
     assert _REMEDIES.keys() == HARD_LIMITS
+
+
+@pytest.mark.parametrize("limit", sorted(HARD_LIMITS))
+def test_the_runbook_says_what_to_do_about_every_limit_that_waiting_does_not_lift(limit: str):
+    section = RUNBOOKS.split("\n## MmdBacklogGrowsLimited\n")[1].split("\n## ")[0]
+    assert f"{limit}:" in section, f"docs/runbooks.md has no remedy for {limit}"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 import torch
 
+from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
+from mmd_workers.prefill import handoff
 from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, Sampling
+from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
@@ -27,13 +31,13 @@ CPU = torch.device("cpu")
 
 
 class BusyEngine:
-    """An engine that runs a command after a step of `step_seconds`; `log` has the commands in order."""
+    """An engine that runs a command after a step of so many seconds; `log` has the commands in order."""
 
     kv_layout = LAYOUT
 
     def __init__(self, step_seconds: float) -> None:
         self.log: list[str] = []
-        self._step_seconds = step_seconds
+        self.step_seconds = {"": step_seconds}  # by the first word of the command; others
 
     async def reserve(self, *_: object) -> None:
         await self._run("reserve")
@@ -52,22 +56,20 @@ class BusyEngine:
         await self._run("abort")
 
     async def _run(self, command: str) -> None:
-        await asyncio.sleep(self._step_seconds)
+        await asyncio.sleep(self.step_seconds.get(command.split(maxsplit=1)[0], self.step_seconds[""]))
         self.log.append(command)
 
 
-@pytest.mark.parametrize(
-    "step_seconds", [CHUNK_SECONDS - 0.1, CHUNK_SECONDS, CHUNK_SECONDS + 0.1, 3 * CHUNK_SECONDS]
-)
-async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link(
-    connect: Connect, step_seconds: float
-) -> None:
+@asynccontextmanager
+async def pair(
+    connect: Connect, engine: BusyEngine, chunk_seconds: float = CHUNK_SECONDS, max_links: int = 64
+) -> AsyncIterator[tuple[KvSender, list[LinkManager]]]:
+    """The sender of prefill-0, the only peer of decode-0, which has this engine; and the links of both."""
     decode, prefill = await connect("decode-0"), await connect("prefill-0")
     links = [
-        LinkManager("Gloo", pod, "i1", "127.0.0.1", CPU, chunk_timeout_seconds=CHUNK_SECONDS)
+        LinkManager("Gloo", pod, "i1", "127.0.0.1", CPU, chunk_seconds, max_links=max_links)
         for pod in ("decode-0", "prefill-0")
     ]
-    engine = BusyEngine(step_seconds)
     book = SequenceBook(decode, "decode-0", Metrics(), Tracing("test", "test", "test", None))
     parts: tuple[Any, ...] = (decode, "decode-0", engine, links[0], book, Metrics())
     await cast(Any, DecodeService)(*parts).start()
@@ -76,13 +78,113 @@ async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link
     sender = KvSender(
         *(prefill, "prefill-0", "i1", reader, links[1], 60.0, lambda: {"decode-0": "i1"}, Metrics())
     )
-    now = time.time()
-    request = GenerateRequest("r", 0, "gateway-0", [1] * 12, [], Sampling(4), ["decode-0"], now + 60, now)
-    ranges = Ranges(ready=[(0, 4), (4, 8), (8, 12)], finished=Finished([1], 12))
     try:
-        await sender.hand_over(request, "r#0", await sender.reserve(request), ranges)
-        assert engine.log == ["reserve", "write 0", "write 4", "write 8", "attach"]
-        assert [manager.live_links for manager in links] == [1, 1]
+        yield sender, links
     finally:
         for manager in links:
             manager.close()
+
+
+def request(seconds: float = 60.0) -> GenerateRequest:
+    now = time.time()
+    return GenerateRequest("r", 0, "gateway-0", [1] * 12, [], Sampling(4), ["decode-0"], now + seconds, now)
+
+
+def three_ranges() -> Ranges:
+    return Ranges(ready=[(0, 4), (4, 8), (8, 12)], finished=Finished([1], 12))
+
+
+HANDED_OVER = ["reserve", "write 0", "write 4", "write 8", "attach"]
+
+
+@pytest.mark.parametrize(
+    "step_seconds", [CHUNK_SECONDS - 0.1, CHUNK_SECONDS, CHUNK_SECONDS + 0.1, 3 * CHUNK_SECONDS]
+)
+async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link(
+    connect: Connect, step_seconds: float
+) -> None:
+    engine = BusyEngine(step_seconds)
+    async with pair(connect, engine) as (sender, links):
+        wanted = request()
+        await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
+        assert engine.log == HANDED_OVER
+        assert [manager.live_links for manager in links] == [1, 1]
+
+
+async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "OFFER_SECONDS", 0.2)
+    engine = BusyEngine(0.7)
+    async with pair(connect, engine) as (sender, _):
+        reservation = await sender.reserve(request(seconds=10.0))
+        assert reservation.grant.granted
+        assert engine.log == ["reserve"]
+        await reservation.link
+
+
+async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "REPLY_SECONDS", 0.2)
+    engine = BusyEngine(0.0)
+    async with pair(connect, engine) as (sender, _):
+        wanted = request()
+        reservation = await sender.reserve(wanted)
+        engine.step_seconds["attach"] = 1.5
+        await sender.hand_over(wanted, "r#0", reservation, three_ranges())
+        assert engine.log == HANDED_OVER
+
+
+@pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 2.0, 60.0])
+async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, chunk_seconds: float
+) -> None:
+    """The decoder may start to receive, and so the deadline may start, at any moment in between."""
+    waits: list[float] = []
+    refused: list[MmdError] = [DeadlineError("lost"), OverloadedError("full"), PeerLostError("not there yet")]
+
+    async def refuse(*_: object, timeout: float) -> Acknowledged:
+        waits.append(timeout)
+        if not refused:
+            return Acknowledged()
+        raise refused.pop(0)
+
+    async def note(seconds: float) -> None:
+        waits[-1] += seconds
+
+    async with pair(connect, BusyEngine(0.0), chunk_seconds) as (sender, links):
+        wanted = request()
+        link = await (await sender.reserve(wanted)).link
+        monkeypatch.setattr(sender._bus, "request", refuse)
+        monkeypatch.setattr(handoff.asyncio, "sleep", note)
+        await sender._announce(link, "decode-0", KvChunk("prefill-0", link.epoch, "lease", 0, 0, 4, 0))
+        monkeypatch.undo()
+    assert len(waits) == 4
+    assert max(waits) <= links[0].chunk_timeout_seconds / 2
+
+
+async def test_a_link_over_which_a_hand_over_comes_is_not_evicted_between_two_chunks(
+    connect: Connect,
+) -> None:
+    engine = BusyEngine(0.0)
+    async with pair(connect, engine, max_links=1) as (sender, links):
+
+        def other_link() -> None:
+            links[0].connect("prefill-1", "i1", "127.0.0.1:1", 0)
+
+        for state in ("granted before the link was made", "granted over a link that is there"):
+            wanted, ranges = request(), Ranges(ready=[(0, 4)])
+            engine.log.clear()
+            reservation = await sender.reserve(wanted)
+            handing = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, ranges))
+            await until(lambda: "write 0" in engine.log)
+            with pytest.raises(OverloadedError, match="all 1 KV links are in use"):
+                other_link()
+            rest = three_ranges()
+            ranges.ready, ranges.finished = rest.ready, rest.finished
+            ranges.changed.set()
+            await handing
+            assert engine.log == HANDED_OVER, state
+        made = await asyncio.to_thread(links[0].connect, "prefill-0", "i1", links[1].endpoint, 0)
+        assert not made.in_use

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,23 @@ import pytest
 import torch
 from PIL import Image
 
-from mmd_api.contract.errors import CapacityError, DeviceLostError
+from mmd_api.contract.errors import (
+    CapacityError,
+    DeviceLostError,
+    MediaGoneError,
+    UnprocessableMediumError,
+)
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
+from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.role import EncoderRole
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
+from mmd_workers.features.source import EncodeError
+from mmd_workers.features.store import FeatureStore
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
@@ -31,7 +41,15 @@ from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
-from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
+from mmd_workers.wire.media import MediaServer
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    EncodeFailed,
+    EncodeJob,
+    FeatureRef,
+    GenerateRequest,
+    Sampling,
+)
 from mmd_workers.worker import Worker
 from tests.support.waiting import until
 
@@ -123,6 +141,70 @@ async def test_a_medium_that_breaks_the_tower_fails_alone_and_its_batch_succeeds
     assert isinstance(results[5], RuntimeError)
     shades = [float(r[0].tensors["embeddings"][0, 0]) for n, r in enumerate(results) if n != 5]
     assert shades == [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
+
+
+class LocalPod:
+    """A pod that encodes and prefills, and the gateway that holds the bytes of its requests' media."""
+
+    def __init__(self, bus: Bus, encoding: Encoding) -> None:
+        self.held = {hashlib.sha256(png(shade)).hexdigest(): png(shade) for shade in range(8)}
+        self.gateway = MediaServer(bus, "gateway-0", self.held.get)
+        self.store = FeatureStore(1 << 20, lambda *_: None)
+        self.source = LocalSource(bus, encoding.pipeline, self.store, encoding.spec.max_deliveries)
+
+    async def feature(self, shade: int, attempt: int = 0) -> Feature:
+        """Of the only medium of a request, at this placement."""
+        name, now = f"request-{shade}", time.time()
+        medium = replace(ref(shade), digest=hashlib.sha256(png(shade)).hexdigest())
+        request = GenerateRequest(name, attempt, "gateway-0", [1], [medium], Sampling(1), [], now + 60, now)
+        await self.store.admit(name, {medium.feature_id: 1024})
+        self.source.request(medium, request)
+        try:
+            async with asyncio.timeout(60):
+                return await self.store.arrival(medium.feature_id)
+        finally:
+            self.store.release(name)
+
+
+async def test_on_a_pod_that_also_prefills_a_culprit_ends_as_a_client_error_and_those_beside_it_succeed(
+    connect: Connect,
+) -> None:
+    tower = Tower(breaks_on(5))
+    batching = EncoderBatching(max_wait_milliseconds=1000)
+    async with Encoding(tower, batching=batching, max_deliveries=3) as encoding:
+        pod = LocalPod(await connect("pod-0"), encoding)
+        await pod.gateway.start()
+        results = await asyncio.gather(*(pod.feature(shade) for shade in range(8)), return_exceptions=True)
+        failures = [results.pop(5)]
+        failures += await asyncio.gather(pod.feature(5, attempt=1), return_exceptions=True)
+        failures += await asyncio.gather(pod.feature(5, attempt=2), return_exceptions=True)
+        await pod.gateway.close()
+    assert max(map(len, tower.batches)) > 1
+    assert [float(made.tensors["embeddings"][0, 0]) for made in results] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        6.0,
+        7.0,
+    ]
+    codes = [(error.code, error.status, error.retryable) for error in failures]
+    unprocessable = UnprocessableMediumError.code, UnprocessableMediumError.status
+    assert codes == [(*unprocessable, True), (*unprocessable, True), (*unprocessable, False)]
+    assert "3 encoders failed on this image" in failures[-1].message
+    assert "RuntimeError: shape mismatch at 5" in failures[-1].message
+
+
+async def test_on_a_pod_that_also_prefills_an_error_of_the_medium_keeps_its_code(connect: Connect) -> None:
+    async with Encoding(Tower()) as encoding:
+        pod = LocalPod(await connect("pod-0"), encoding)
+        await pod.gateway.start()
+        pod.held.clear()
+        (error,) = await asyncio.gather(pod.feature(1), return_exceptions=True)
+        await pod.gateway.close()
+    assert isinstance(error, EncodeError)
+    assert error.code == MediaGoneError.code
 
 
 async def test_a_batch_too_large_for_the_memory_runs_in_parts() -> None:
@@ -289,6 +371,32 @@ async def test_the_jobs_of_an_encoder_that_lost_its_device_go_to_others_at_once_
         redelivered = heir.encoding.metrics.redeliveries.labels("image")._value.get()
     assert failures == []
     assert redelivered == sum(map(len, dead.batches)), "only the batch that was on the device counts"
+
+
+async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiver_is_dead(
+    connect: Connect,
+) -> None:
+    """Nobody answers whether it is still wanted, so it counts as wanted; what it waits for has no end of its own."""
+    queue, release = EncodeQueue(await connect("prefill-0"), LIMITS), threading.Event()
+    await queue.ensure()
+
+    class Stuck(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            release.wait(120)
+            return super().process(decoded, layout)
+
+    soon = time.time() + 3
+    async with Pod(await connect("e-0"), Stuck(), {}) as pod:
+        try:
+            await queue.publish(job(1))
+            await until(lambda: pod.service._jobs)
+            await queue.publish(replace(job(2), deadline=soon))
+            await until(lambda: len(pod.service._jobs) == 2)
+            await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon, 30)
+        finally:
+            release.set()
+    jobs = pod.encoding.metrics.encode_jobs
+    assert jobs.labels("image", "deadline_exceeded")._value.get() == 1
 
 
 async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_culprit_is_found(

@@ -93,7 +93,7 @@ async def test_a_cancellation_that_meets_a_range_is_not_lost(connect: Connect) -
 async def test_blocks_of_an_offer_whose_answer_was_lost_are_given_back(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmd_workers.prefill.handoff.OFFER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("mmd_workers.prefill.handoff.OFFER_SECONDS", 0.2)
     bus = await connect("prefill-0")
     heard, _ = await released(bus)
     offers: asyncio.Queue[KvOffer] = asyncio.Queue()

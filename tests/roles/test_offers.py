@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,7 +84,7 @@ class LinksToBe:
 
     def connect(self, *_: object) -> Any:
         self.over.wait(10)
-        return SimpleNamespace(dead="")
+        return SimpleNamespace(dead="", held=nullcontext)
 
     def drop(self, pod: str) -> None:
         self.dropped = pod
@@ -127,13 +128,30 @@ async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(o
     await until(lambda: readers_of("prefill-0") == ["kv-from-prefill-0@1"])
 
 
-async def test_an_offer_that_is_repeated_before_it_was_answered_replaces_the_first(
+async def test_an_offer_that_is_repeated_before_it_was_answered_gets_the_grant_in_progress(
     offering: Offering,
 ) -> None:
-    grants = await asyncio.gather(offering.offer("again"), offering.offer("again"))
-    assert [grant.granted for grant in grants] == [True, True]
+    first, second = await asyncio.gather(offering.offer("again"), offering.offer("again"))
+    assert first.granted
+    assert first == second
     assert len(offering.engine.reserved) == offering.service.inbound == 1
     assert offering.decode.handler_errors == 0
+
+
+async def test_an_offer_that_is_repeated_after_its_grant_replaces_it(offering: Offering) -> None:
+    first = await offering.offer("again")
+    second = await offering.offer("again")
+    assert second.granted
+    assert first.lease_id != second.lease_id
+    assert len(offering.engine.reserved) == offering.service.inbound == 1
+
+
+async def test_an_offer_of_the_same_request_over_another_link_does_not_get_the_grant_in_progress(
+    offering: Offering,
+) -> None:
+    first, second = await asyncio.gather(offering.offer("again"), offering.offer("again", failed_epoch=4))
+    assert (first.epoch, second.epoch) == (0, 5)
+    assert len(offering.engine.reserved) == offering.service.inbound == 1
 
 
 async def test_an_offer_that_is_given_back_before_it_was_answered_keeps_no_blocks(offering: Offering) -> None:
@@ -156,6 +174,18 @@ async def test_a_chunk_that_is_announced_again_is_expected_once(offering: Offeri
     assert offering.service._pumps["prefill-0"].chunks.qsize() == 2
     with pytest.raises(LinkError, match="offer again"):
         await offering.prefill.request(subject, replace(chunk, epoch=7), Acknowledged, timeout=30)
+
+
+async def test_an_announcement_that_must_wait_is_answered_in_time_so_that_repeated_ones_do_not_pile_up(
+    offering: Offering,
+) -> None:
+    grant = await offering.offer("r")
+    chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
+    subject = offering.prefill.subjects.kv_chunk("decode-0")
+    for _ in range(2):  # the link is not there yet, so nothing is received
+        with pytest.raises(OverloadedError, match="announce it again"):
+            await offering.prefill.request(subject, chunk, Acknowledged, timeout=8)
+    assert offering.service._pumps["prefill-0"].chunks.qsize() == 1
 
 
 async def test_a_repeated_commit_gets_the_answer_of_the_first(offering: Offering) -> None:

@@ -15,7 +15,7 @@ from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.sequences import book as module
-from mmd_workers.sequences.book import MAX_CANCELLED, SequenceBook, sequence_id
+from mmd_workers.sequences.book import MAX_CANCELLED, MAX_ENDED, SequenceBook, sequence_id
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack
 from mmd_workers.wire.messages import (
@@ -72,6 +72,16 @@ async def test_a_cancellation_is_remembered_for_placements_that_it_overtook(conn
     for number in range(MAX_CANCELLED):
         book.cancel(f"other-{number}", 0)
     assert not book.was_cancelled("r", 1)
+
+
+async def test_of_too_many_unconfirmed_ends_the_oldest_are_forgotten(connect: Connect) -> None:
+    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics(), NO_TRACING)
+    for number in range(MAX_ENDED + 2):
+        book.open(request(60, request_id=f"r{number}"))
+        await book.close(sequence_id(f"r{number}", 0))
+    assert len(book._ended) == MAX_ENDED
+    assert book.cancel("r1", 0) == []
+    assert book.cancel("r2", 0) == [sequence_id("r2", 0)]
 
 
 @dataclass

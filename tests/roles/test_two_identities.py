@@ -1,4 +1,5 @@
-"""Two worker processes of one pipeline revision, one of which has other weights: that one ends, and the other serves on."""
+"""Two worker processes of one pipeline revision, one of which has other weights: they never serve together, and once the revision is
+pinned, the one that differs ends."""
 
 from __future__ import annotations
 
@@ -70,13 +71,23 @@ class Pipeline:
                 [sys.executable, "-m", "mmd_cli", *command], env=environment, stdout=out, stderr=out
             )
         self.started.append(process)
-        return Process(process, f"http://127.0.0.1:{ports['MMD_HTTP_PORT']}", log)
+        url, admin = (f"http://127.0.0.1:{port}" for port in ports.values())
+        return Process(process, url, admin, log)
 
     def train_on(self) -> None:
         """New weights in the folder; who has loaded the old ones keeps them."""
         (weights,) = self.model.glob("*.safetensors")
         content = bytearray(weights.read_bytes())
         content[-4] ^= 1  # the least bit of the last number
+        (self.folder / "weights").write_bytes(content)
+        (self.folder / "weights").replace(weights)
+
+    def train_anew(self) -> None:
+        """Weights in the folder that give other answers: half of the numbers have another sign."""
+        (weights,) = self.model.glob("*.safetensors")
+        content = bytearray(weights.read_bytes())
+        signs = slice(len(content) // 8 * 4 + 3, None, 4)
+        content[signs] = bytes(byte ^ 0x80 for byte in content[signs])
         (self.folder / "weights").write_bytes(content)
         (self.folder / "weights").replace(weights)
 
@@ -87,6 +98,7 @@ class Process:
 
     child: subprocess.Popen[bytes]
     url: str
+    admin: str
     log: Path
 
     def ready(self) -> Process:
@@ -121,16 +133,26 @@ def pipeline(nats_server: NatsServer, tmp_path: Path) -> Iterator[Pipeline]:
         process.wait()
 
 
-def answer(gateway: Process) -> dict[str, Any]:
+def asked(gateway: Process) -> httpx.Response:
     body = {
         "model": "model",
         "messages": [{"role": "user", "content": "hello"}],
         "temperature": 0,
         "max_tokens": 8,
     }
-    reply = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=120)
+    return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=120)
+
+
+def answer(gateway: Process) -> dict[str, Any]:
+    reply = asked(gateway)
     assert reply.status_code == 200, reply.text
     return dict(reply.json()["choices"][0])
+
+
+def workers_of(gateway: Process) -> set[tuple[str, str]]:
+    """Workers that a gateway knows: name and state."""
+    state = httpx.get(f"{gateway.admin}/debug/state", timeout=10).json()
+    return {(pod["pod"], pod["state"]) for pod in state["pods"]}
 
 
 def test_a_worker_that_starts_with_other_weights_than_the_pinned_ones_ends(pipeline: Pipeline) -> None:
@@ -160,3 +182,24 @@ def test_a_worker_that_runs_with_other_weights_when_the_revision_is_pinned_ends(
     assert first.is_ready()
     assert gateway.is_ready()
     assert answer(gateway) == before
+
+
+def test_a_gateway_never_uses_a_worker_of_other_weights_that_keeps_running(pipeline: Pipeline) -> None:
+    """Without an operator nothing pins the revision, and the second worker stays."""
+    limits = pipeline.spec.gateway.model_copy(update={"request_timeout_seconds": 20})
+    pipeline.spec = pipeline.spec.model_copy(update={"gateway": limits})
+    first, gateway = pipeline.start("decode-0", "decode"), pipeline.start("gateway-0", "gateway")
+    first.ready()
+    gateway.ready()
+    before = answer(gateway)
+    pipeline.train_anew()
+    second = pipeline.start("decode-1", "decode").ready()
+    assert second.identity() != first.identity()
+    assert answer(gateway) == before
+    assert workers_of(gateway) == {("decode-0", "ready")}
+    first.child.kill()
+    first.child.wait()
+    refused = asked(gateway)
+    assert refused.status_code >= 500, refused.text
+    assert second.is_ready()
+    assert "decode-1" not in {pod for pod, _ in workers_of(gateway)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from dataclasses import asdict
+import textwrap
+from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from mmd_api.contract.load import PodLoad
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.autoscaling import DeploymentPolicy, gateway_report, worker_report
+from mmd_operator.autoscaling import DeploymentPolicy, gateway_report, signals, worker_report
 from mmd_operator.simulate.calibration import Calibration, DeviceNumbers
 from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.policies import Autoscaler, Hpa, Static, desired_replicas
@@ -183,3 +186,14 @@ def test_an_hpa_without_a_cpu_request_has_no_metric_and_takes_no_action():
     busy = Hpa(DeploymentPolicy.of(spec(prefill=SCALED)), "cpu", 0.05)
     grown = Pipeline(spec(prefill=SCALED), texts(60, 8000, 500), Calibration.load(None), busy).run()
     assert grown.replicas["decode"].max() > 1
+
+
+def test_the_simulator_reports_every_number_that_a_signal_reads() -> None:
+    """Or `mmd simulate` would see a load of zero, where a cluster has one."""
+    of_load = {field.name for field in fields(PodLoad)}
+    tree = ast.parse(inspect.getsource(signals))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    made = ast.parse(textwrap.dedent(inspect.getsource(Telemetry._load)))
+    calls = [node for node in ast.walk(made) if isinstance(node, ast.Call)]
+    reported = {keyword.arg for call in calls for keyword in call.keywords}
+    assert attributes & of_load <= reported

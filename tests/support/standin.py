@@ -218,6 +218,7 @@ class Namespace:
             annotations=template.metadata.annotations,
             ports=[{"name": port.name, "containerPort": port.container_port} for port in ports],
             image=template.spec.containers[0].image,
+            container=template.spec.containers[0].name,
         )
 
     def pod(
@@ -230,13 +231,14 @@ class Namespace:
         node: str | None = None,
         image: str = "none",
         grace_seconds: int = 30,
+        container: str = "worker",
     ) -> None:
         """One on a node ends only when its kubelet says so."""
         metadata = {"labels": labels, "finalizers": list(finalizers), "annotations": annotations or {}}
         body = {
             "metadata": {"name": name, **metadata},
             "spec": {
-                "containers": [{"name": "worker", "image": image, "ports": list(ports)}],
+                "containers": [{"name": container, "image": image, "ports": list(ports)}],
                 "nodeName": node,
                 "terminationGracePeriodSeconds": grace_seconds,
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from mmd_cli.local import supervisor
 from mmd_cli.samples import Sample, as_another_file, draw
 from tests.support.local_deployment import Deployment, content
 
@@ -31,13 +35,15 @@ def about_videos(count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def frozen(pid: int | None) -> Iterator[None]:
-    """As a process that hangs: it is there and does nothing."""
+    """As a process that hangs: it is there and does nothing. Its liveness probe lets it hang for as long as the test takes."""
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(supervisor, "LIVENESS_FAILURES", math.inf)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -273,6 +273,21 @@ async def test_bulk_has_a_connection_of_its_own(connect):
     assert not any(thread.name.startswith("here-bulk") for thread in threading.enumerate())
 
 
+async def test_work_on_the_bulk_loop_has_a_time_limit_and_is_cancelled_at_it(connect):
+    bulk = await (await connect("here")).bulk()
+    cancelled = threading.Event()
+
+    async def stuck() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(TimeoutError):
+        await bulk.run(stuck(), timeout=0.1)
+    assert await asyncio.to_thread(cancelled.wait, DEADLINE_SECONDS)
+
+
 async def test_more_requests_than_can_be_held_are_refused_at_once(connect):
     here = await connect("here")
     go_on = asyncio.Event()

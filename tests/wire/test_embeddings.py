@@ -8,7 +8,14 @@ import time
 
 import pytest
 
-from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, PeerLostError, WireError
+from mmd_api.contract.errors import (
+    CapacityError,
+    DeadlineError,
+    LinkError,
+    OverloadedError,
+    PeerLostError,
+    WireError,
+)
 from mmd_workers.wire.codec import Frame, unpack, unpack_frame
 from mmd_workers.wire.embeddings import EmbeddingReceiver, EmbeddingSender
 from mmd_workers.wire.messages import (
@@ -144,6 +151,13 @@ async def test_of_two_senders_at_once_one_sends(pod, sender, connect):
 async def test_a_feature_that_is_not_needed_is_refused(pod, sender):
     pod.verdict = "refuse"
     assert await sender.send(job(), [tensor(400)]) == "refused"
+
+
+async def test_a_receiver_too_busy_to_decide_on_an_offer_says_so_in_time(pod, wire):
+    pod.verdict = asyncio.get_running_loop().create_future()  # as if its loop did not come to it
+    with pytest.raises(OverloadedError, match=r"too busy to answer an offer within 0.5 s"):
+        async with asyncio.timeout(20):
+            await wire.offer(b"1234")
 
 
 async def test_an_absent_receiver_is_a_lost_peer(sender):

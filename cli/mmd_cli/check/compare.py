@@ -72,13 +72,11 @@ def _compare(checked: Checked, name: str, media: list[Medium]) -> Case:
         if embeds is not None and embeds.shape[0] == len(whole_ids):
             case.features = _largest(prompt, embeds)
         tokens, logits = split.run(checked, prompt, layout, media)
+        _judge(case, checked.language.dtype, tokens, logits, whole_tokens, whole_logits)
     except MmdError as error:
         case.wrong.append(f"the split model failed: {error.message}")
-        return case
     except Exception as error:  # noqa: BLE001  what transformers raises in a worker fails its requests
         case.wrong.append(f"the split model failed: {_named(error)}")
-        return case
-    _judge(case, checked.language.dtype, tokens, logits, whole_tokens, whole_logits)
     return case
 
 
@@ -95,6 +93,11 @@ def _judge(
     whole_logits: torch.Tensor,
 ) -> None:
     """Compare logits up to the first token that differs: what follows it is another answer."""
+    if logits.shape[-1] != whole_logits.shape[-1]:
+        case.wrong.append(
+            f"the logits have {logits.shape[-1]} values split and {whole_logits.shape[-1]} unsplit"
+        )
+        return
     allowed = LARGEST_ERROR[dtype]
     equal = 0
     while equal < len(whole_tokens) and tokens[equal] == whole_tokens[equal]:

@@ -25,16 +25,26 @@ def check(
     import torch
     import transformers
 
+    from mmd_api import faults
     from mmd_api.spec.model import ModelSpec
     from mmd_cli.check.compare import check as compare
     from mmd_cli.check.report import lines_of
 
     if dtype not in ("Float32", "BFloat16", "Float16"):
         raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the values")
-    transformers.logging.set_verbosity_error()
-    spec = ModelSpec.model_validate({"id": model, "revision": revision, "dtype": dtype})
     try:
-        report = compare(spec, torch.device(device))
+        where = torch.device(device)
+    except RuntimeError:
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}: not supported; use cpu, cuda or cuda:1")
+    try:
+        spec = faults.parse(ModelSpec, {"id": model, "revision": revision, "dtype": dtype})
+    except faults.InvalidDeploymentError as error:
+        raise typer.BadParameter(f"model {error}") from error
+    transformers.logging.set_verbosity_error()
+    try:
+        report = compare(spec, where)
     except MmdError as error:
         console.print(f"refused ({error.code}): {error.message}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

@@ -21,7 +21,10 @@ def plan_memory(
         ),
     ] = None,
 ) -> None:
-    """Print how a deployment's pods would use their memory and how many requests fit, without loading weights."""
+    """Print how a deployment's pods would use their memory and how many requests fit, without loading weights.
+
+    Exit status: 0, all pods start; 1, invalid, or a pod would not start; 3, the tower's memory is unknown for some modality.
+    """
     from mmd_cli import plan_memory as planner
     from mmd_cli.local import up as runner
 
@@ -35,6 +38,8 @@ def plan_memory(
             errors.print(f"[red]error[/red] (invalid): {fault}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     for line in planner.lines_of(planned):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if any(pool.refusal for pool in planned.pools):
         raise typer.Exit(1)
+    if any(pool.tower.unknown for pool in planned.pools):
+        raise typer.Exit(3)

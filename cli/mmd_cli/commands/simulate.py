@@ -62,7 +62,7 @@ def simulate(
     except ImportError as error:
         _fail(f"{error}; install it with: pip install 'multimodal-operator[simulate]'")
     from mmd_operator.simulate.calibration import Calibration
-    from mmd_operator.simulate.observed import NotObservedError, calibrated, look
+    from mmd_operator.simulate.measured import NotMeasuredError, calibrated, look
     from mmd_operator.simulate.report import plot as draw
     from mmd_operator.simulate.report import table
     from mmd_operator.simulate.runs import Planner
@@ -86,7 +86,7 @@ def simulate(
             save_calibration.write_text(numbers.to_yaml(), encoding="utf-8")
     except InvalidDeploymentError as error:
         fail_with_faults({str(calibration): error})
-    except (NotObservedError, OSError) as error:
+    except (NotMeasuredError, OSError) as error:
         _fail(str(error))
     try:
         requests = load_trace(trace) if trace else GENERATORS[generate or ""](rate, seconds, seed)

@@ -1,5 +1,5 @@
-"""Runs the processes of `mmd up`, pods and nats-server: prefixed logs, restarts with backoff, an orderly stop. A process that does not
-come back in a bounded number of starts is given up, and the whole run with it.
+"""Runs the processes of `mmd up`, pods and nats-server: prefixed logs, liveness probes, restarts with backoff, an orderly stop. A process
+that does not come back in a bounded number of starts, or does not stay, is given up, and the whole run with it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -25,13 +26,19 @@ from mmd_workers.wire.server import NatsServer
 
 BACKOFF_SECONDS = (0.5, 30.0)
 MAX_FUTILE_STARTS = 5  # in a row, of a process that ends before it is Ready
+MAX_CRASHES = 10  # in a row, of a process that ends before it has been up for:
+STABLE_SECONDS = 60.0
 READY_POLL_SECONDS = 0.5
+LIVENESS_PERIOD_SECONDS = 10.0  # the probe is that of the pods that the operator makes
+LIVENESS_TIMEOUT_SECONDS = 5.0
+LIVENESS_FAILURES = 3  # in a row
 NATS = "nats-server"
 MAX_LINE_BYTES = 16_384
+MAX_FAULT_CHARACTERS = 500
 
 
 class GaveUpError(CommandError):
-    """A process ended, and did not come back in a bounded number of starts."""
+    """A process ended, and did not come back, or did not stay, in a bounded number of starts."""
 
 
 @dataclass(slots=True)
@@ -66,19 +73,36 @@ class Supervisor:
         """Run a pod until `stop`, starting it again whenever it ends; until it is given up."""
         child = PodProcess(pod)
         self.children[pod.name] = child
-        child.task = asyncio.create_task(self._keep_running(child), name=f"supervise-{pod.name}")
+        child.task = self.supervise(pod.name, self._keep_running(child))
         return child
 
+    def supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run what keeps a process running. Should it fail itself, the run is given up: nothing would restart the process any more."""
+
+        def failed(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.gave_up(
+                    GaveUpError(
+                        f"the supervision of {name} failed with {type(error).__name__}: {error}; nothing would restart it; run `mmd up` again"
+                    )
+                )
+
+        task = asyncio.create_task(work, name=f"supervise-{name}")
+        task.add_done_callback(failed)
+        return task
+
     async def _keep_running(self, child: PodProcess) -> None:
-        futile = 0
+        futile = crashes = 0
         while not child.stopping:
             child.started, child.ready = time.monotonic(), False
-            watch = asyncio.create_task(self._watch_ready(child), name=f"ready-{child.pod.name}")
+            watch = asyncio.create_task(self._probe(child), name=f"probe-{child.pod.name}")
             code = await self._run_once(child)
             watch.cancel()
             if child.stopping:
                 return
+            stable = child.ready and time.monotonic() - child.started >= STABLE_SECONDS
             futile = 0 if child.ready else futile + 1
+            crashes = 1 if stable else crashes + 1
             if futile >= MAX_FUTILE_STARTS:
                 self.gave_up(
                     GaveUpError(
@@ -87,31 +111,58 @@ class Supervisor:
                     )
                 )
                 return
-            pause = _backoff(futile)
+            if crashes >= MAX_CRASHES:
+                self.gave_up(
+                    GaveUpError(
+                        f"{child.pod.name} exited {crashes} times in a row, each time within {STABLE_SECONDS:.0f} s of its start, last with "
+                        f"code {code}; last output: {child.last_line or 'nothing'}"
+                    )
+                )
+                return
+            pause = _backoff(crashes - 1)
             self._print(child.pod.name, f"{EXITED} {code}; restarting in {pause:.1f} s")
             await asyncio.sleep(pause)
             child.restarts += 1
 
-    async def _watch_ready(self, child: PodProcess) -> None:
-        """Set `ready` as soon as the process reports it."""
-        async with httpx.AsyncClient(timeout=2.0) as client:
+    async def _probe(self, child: PodProcess) -> None:
+        """Set `ready` as soon as the process reports it; from then on kill it when its liveness probe fails, as a kubelet would."""
+        name, url = child.pod.name, child.pod.http_url
+        async with httpx.AsyncClient(timeout=LIVENESS_TIMEOUT_SECONDS) as client:
             while not child.ready:
-                with contextlib.suppress(httpx.HTTPError):
-                    child.ready = (await client.get(f"{child.pod.http_url}{paths.READYZ}")).status_code == 200
+                child.ready = not await _fault(client, f"{url}{paths.READYZ}")
                 await asyncio.sleep(READY_POLL_SECONDS)
+            failures, fault = 0, ""
+            while failures < LIVENESS_FAILURES:
+                await asyncio.sleep(LIVENESS_PERIOD_SECONDS)
+                fault = await _fault(client, f"{url}{paths.LIVEZ}")
+                failures = failures + 1 if fault else 0
+        self._print(
+            name, f"liveness probe failed {failures} times in a row, last with {fault}; killing the process"
+        )
+        self._signal(child, signal.SIGKILL)
 
     async def keep_nats(self, nats: NatsServer) -> None:
         """Start nats-server again whenever it ends by itself, on its port and with its data, until cancelled or given up.
 
         Run it on a thread that lasts: the server ends with the thread that started it.
         """
+        crashes, started = 0, time.monotonic()
         while True:
             while not nats.crashed:
                 await asyncio.sleep(READY_POLL_SECONDS)
+            crashes = 1 if time.monotonic() - started >= STABLE_SECONDS else crashes + 1
+            if crashes >= MAX_CRASHES:
+                self.gave_up(
+                    GaveUpError(
+                        f"{NATS} exited {crashes} times in a row, each time within {STABLE_SECONDS:.0f} s of its start; no pod works without it"
+                    )
+                )
+                return
             for futile in range(MAX_FUTILE_STARTS):
-                pause = _backoff(futile)
+                pause = _backoff(crashes - 1 + futile)
                 self._print(NATS, f"exited; restarting in {pause:.1f} s")
                 await asyncio.sleep(pause)
+                started = time.monotonic()
                 try:
                     nats.spawn()
                     await asyncio.to_thread(nats.until_ready)
@@ -198,6 +249,19 @@ class Supervisor:
                 os.killpg(child.process.pid, number)
 
 
-def _backoff(futile: int) -> float:
-    """Seconds before the next start, after this many futile ones in a row."""
-    return float(min(BACKOFF_SECONDS[0] * 2**futile, BACKOFF_SECONDS[1]))
+async def _fault(client: httpx.AsyncClient, url: str) -> str:
+    """What is wrong with a probe's answer; empty if nothing is."""
+    try:
+        answer = await client.get(url)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__} {error}".strip()
+    return (
+        ""
+        if answer.status_code == 200
+        else f"status {answer.status_code}: {answer.text[:MAX_FAULT_CHARACTERS]}"
+    )
+
+
+def _backoff(earlier: int) -> float:
+    """Seconds before the next start, after this many in a row before the last."""
+    return float(min(BACKOFF_SECONDS[0] * 2**earlier, BACKOFF_SECONDS[1]))

@@ -27,7 +27,7 @@ from mmd_cli.local import state
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.pods import LocalPod, component_of, local_pods
 from mmd_cli.local.scale import LocalScaler
-from mmd_cli.local.supervisor import GaveUpError, Supervisor
+from mmd_cli.local.supervisor import NATS, GaveUpError, Supervisor
 from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
 from mmd_workers.wire.server import NatsServer
@@ -116,7 +116,7 @@ async def running(
         keeping: asyncio.Task[None] | None = None
         try:
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it
-            keeping = asyncio.create_task(supervisor.keep_nats(nats), name="keep-nats")
+            keeping = supervisor.supervise(NATS, supervisor.keep_nats(nats))
             threads = threads or _threads_per_worker(objects)
             fraction = 1 / max(1, most_workers(deployment.spec))
             pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port)

@@ -2,7 +2,7 @@
 
 from mmd_operator.autoscaling.coordinate import Bottleneck, DeploymentDecision, coordinate
 from mmd_operator.autoscaling.decide import decide
-from mmd_operator.autoscaling.decision import HARD_LIMITS, LIMITS, SIGNAL_METRICS, Decision, Signal
+from mmd_operator.autoscaling.decision import HARD_LIMITS, LIMITS, Decision, Signal
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import DeploymentPolicy, PoolPolicy, Window
 from mmd_operator.autoscaling.reports import (
@@ -13,6 +13,7 @@ from mmd_operator.autoscaling.reports import (
 )
 from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PodState, PoolSamples
 from mmd_operator.autoscaling.scaler import PodFacts, PoolFacts, ScaleActions, Scaler
+from mmd_operator.autoscaling.signals import SIGNAL_METRICS
 
 __all__ = [
     "HARD_LIMITS",

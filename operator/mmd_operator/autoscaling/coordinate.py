@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_operator.autoscaling.decide import decide
-from mmd_operator.autoscaling.decision import Decision
+from mmd_operator.autoscaling.decision import AppliedRule, Decision, Limit, ScalingReason, in_replicas
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import DeploymentPolicy
 from mmd_operator.autoscaling.samples import PoolSamples
@@ -55,7 +55,7 @@ class DeploymentDecision:
     @property
     def histories(self) -> dict[PoolName, History]:
         """The histories to pass to the next tick."""
-        return {pool: decision.history for pool, decision in self.decisions.items()}
+        return {pool: decision.next_history for pool, decision in self.decisions.items()}
 
 
 def coordinate(
@@ -85,26 +85,34 @@ def _order(decisions: Decisions) -> list[PoolName]:
 
 
 def stop_growth_before_a_saturated_pool(decisions: Decisions) -> dict[PoolName, Decision]:
-    """From the last pool upwards: a pool that stays saturated stops growth before it."""
+    """Nothing upstream of a saturated pool grows: more prefill does not help when decode is the bottleneck."""
     coupled = dict(decisions)
     saturated = False
     for pool in reversed(_order(decisions)):
         decision = coupled[pool]
         most = max(decision.current, decision.minimum, 1)
         if saturated and decision.replicas > most:
-            coupled[pool] = decision = decision.limited(most, "DownstreamSaturated")
+            coupled[pool] = decision = _limited(
+                decision, most, stop_growth_before_a_saturated_pool, "DownstreamSaturated"
+            )
         saturated = saturated or _saturated(decision)
     return coupled
 
 
 def keep_one_replica_after_a_busy_pool(decisions: Decisions) -> dict[PoolName, Decision]:
-    """From the first pool downwards: no pool is at zero after one that has work."""
+    """No pool scales to zero while one upstream has work."""
     coupled = dict(decisions)
     busy_upstream = False
     for pool in _order(decisions):
         decision = coupled[pool]
         if busy_upstream and decision.reason == "Idle":
-            coupled[pool] = decision.limited(1, "UpstreamBusy", None if decision.current == 1 else "LoadFell")
+            coupled[pool] = _limited(
+                decision,
+                1,
+                keep_one_replica_after_a_busy_pool,
+                "UpstreamBusy",
+                None if decision.current == 1 else "LoadFell",
+            )
         busy_upstream = busy_upstream or not decision.idle
     return coupled
 
@@ -114,6 +122,17 @@ COUPLING: tuple[Callable[[Decisions], dict[PoolName, Decision]], ...] = (
     keep_one_replica_after_a_busy_pool,
 )
 """How the pools bound each other, in the order in which it applies; then `share_gpu_budget`, until neither changes anything."""
+
+
+def _limited(
+    decision: Decision,
+    replicas: int,
+    rule: Callable[..., object],
+    limit: Limit,
+    reason: ScalingReason | None = None,
+) -> Decision:
+    numbers = f"{in_replicas(replicas)} instead of {decision.replicas}"
+    return decision.limited(replicas, AppliedRule.of(rule, numbers, limit), reason)
 
 
 def _couple(decisions: Decisions) -> dict[PoolName, Decision]:
@@ -130,7 +149,8 @@ def _saturated(decision: Decision) -> bool:
 
 
 def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[PoolName, Decision]:
-    """Share the GPUs: minima first, then what the pools have, then growth by gain per GPU, one replica at a time.
+    """GPUs are shared out under `gpuBudget`: minima first, then what pools have, then each to the pool where it lowers the excess over
+    the target most.
 
     GPUs of pods that still drain are in use, so growth waits for them. What is above the budget is taken back from the pools
     that lose least.
@@ -186,7 +206,8 @@ def _held(decision: Decision, reduced: bool) -> int:
 def _cut(decision: Decision, replicas: int) -> Decision:
     if replicas == decision.replicas:
         return decision
-    return decision.limited(replicas, "GpuBudget", "OverBudget" if replicas < decision.current else None)
+    reason: ScalingReason | None = "OverBudget" if replicas < decision.current else None
+    return _limited(decision, replicas, share_gpu_budget, "GpuBudget", reason)
 
 
 def _gain(decision: Decision, replicas: int) -> float:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mmd_operator.autoscaling import sizing
-from mmd_operator.autoscaling.decision import Decision, Limit
+from mmd_operator.autoscaling.decision import AppliedRule, Decision
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.samples import PoolSamples
 from mmd_operator.autoscaling.signals import observe
-from mmd_operator.autoscaling.sizing import State
+from mmd_operator.autoscaling.sizing import RuleResult, State
 
-SizingRule = Callable[[State], tuple[State, Limit | None]]
+SizingRule = Callable[[State], RuleResult]
 
 RULES: tuple[SizingRule, ...] = (
     # What is wanted, and what is remembered of it.
@@ -37,6 +37,7 @@ RULES: tuple[SizingRule, ...] = (
     sizing.cool_down,
     sizing.limit_rate,
     sizing.keep_within_bounds,
+    sizing.settle_size,
 )
 """From what the signals ask for (`State.of`) to the size; once a rule has settled the size, those after it are skipped."""
 REPORTS: tuple[SizingRule, ...] = (
@@ -53,13 +54,12 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         now: Unix seconds of the clock that stamped the samples' `received_at`.
         policy: the pool's rules.
         samples: what is known now.
-        history: that of the previous decision (`Decision.history`), or a new one after a start.
+        history: that of the previous decision (`Decision.next_history`), or a new one after a start.
     """
     if policy.shadow:
         history = replace(history, written=None)
     current, foreign = history.size_now(samples.replicas)
-    state, limits = _apply(State.of(now, policy, observe(now, policy, samples, current, history), current))
-    replicas, reason = state.outcome()
+    state, effects = _apply(State.of(now, policy, observe(now, policy, samples, current, history), current))
     observation = state.observation
     return Decision(
         pool=policy.pool,
@@ -68,9 +68,9 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         current=current,
         ready=observation.ready,
         wanted=state.wanted,
-        replicas=replicas,
-        reason=reason,
-        limits=limits,
+        replicas=state.replicas,
+        reason=state.reason,
+        effects=effects,
         valid=not observation.missing,
         act=not policy.shadow,
         minimum=state.floor,
@@ -80,19 +80,19 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         panicking=state.panicking,
         idle=observation.idle,
         foreign_replicas=samples.replicas if foreign else None,
-        observed=state.history,
+        history=state.history,
         unplaced=observation.unplaced,
         stuck=observation.stuck,
     )
 
 
-def _apply(state: State) -> tuple[State, tuple[Limit, ...]]:
-    """The state after all rules, and the limits that they imposed: each once, the deciding one at the end."""
-    limits: list[Limit] = []
+def _apply(state: State) -> tuple[State, tuple[AppliedRule, ...]]:
+    """The state after all rules, and their effects."""
+    effects: list[AppliedRule] = []
     for rule in (*RULES, *REPORTS):
-        if state.reason is not None and rule not in REPORTS:
+        if state.is_settled and rule not in REPORTS:
             continue
-        state, limit = rule(state)
-        if limit is not None:
-            limits = [*(other for other in limits if other != limit), limit]
-    return state, tuple(limits)
+        state, effect = rule(state)
+        if effect is not None:
+            effects.append(effect)
+    return state, tuple(effects)

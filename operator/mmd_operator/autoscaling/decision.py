@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from mmd_api.contract.pools import PoolName
-from mmd_api.status import ScalingDecision
+from mmd_api.status import RuleEffect, ScalingDecision
+from mmd_operator.sentences import sentence_of
 
 if TYPE_CHECKING:
     from mmd_operator.autoscaling.history import History
 
-Metric = Literal[
-    "BacklogSeconds",
-    "BusyFraction",
-    "TtftSeconds",
-    "KvUtilization",
-    "Sequences",
-    "ItlSeconds",
-    "HeldRequests",
-]
 ScalingReason = Literal[
     "LoadRose",
     "LoadFell",
@@ -50,7 +43,6 @@ Limit = Literal[
     "UpstreamBusy",
 ]
 
-SIGNAL_METRICS: tuple[Metric, ...] = get_args(Metric)
 LIMITS: tuple[Limit, ...] = get_args(Limit)
 HARD_LIMITS: frozenset[Limit] = frozenset(
     {"MaxReplicas", "Unschedulable", "PodsNotStarting", "GpuBudget", "DownstreamSaturated"}
@@ -62,15 +54,35 @@ HARD_LIMITS: frozenset[Limit] = frozenset(
 class Signal:
     """One reason for a size. `observed` and `target` are of one replica; `need` replicas would just meet the target.
 
-    `full` replicas would be used up entirely by the present load. `seconds` of work wait in all, where that is known.
+    `full` replicas would be used up entirely by the present load. `seconds` of work wait in all, where that is known. `metric` and
+    `words` are the name and the sentence that its rule gives it.
     """
 
-    metric: Metric
     observed: float
     target: float
     need: float
     full: float
     seconds: float = 0.0
+    metric: str = ""
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRule:
+    """What a rule did to a decision: its sentence with the numbers of the case, and the limit that it imposed, if it is one."""
+
+    rule: str
+    message: str
+    limit: Limit | None = None
+
+    @classmethod
+    def of(cls, rule: Callable[..., object], numbers: str, limit: Limit | None = None) -> Self:
+        """Of a rule, in the words of its docstring."""
+        return cls(rule.__name__, f"{sentence_of(rule)} ({numbers})", limit)
+
+    def status(self) -> RuleEffect:
+        """The effect as the resource's status reports it."""
+        return RuleEffect(rule=self.rule, limit=self.limit, message=self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +90,8 @@ class Decision:
     """How many replicas a pool should have, and why.
 
     `wanted` is what the signals ask for before any limit. `valid` is False when something needed was missing or stale
-    (named in `missing`): then the pool is never lowered. `limits` are those that changed what was wanted, in the order in which
-    their rules applied. `act` is False in Shadow mode: report it, change nothing.
+    (named in `missing`): then the pool is never lowered. `effects` are what the rules did, in the order in which
+    they applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
     `unplaced` pods have waited for a node beyond their deadline; `stuck` pods have not become Ready within theirs.
     """
 
@@ -91,7 +103,7 @@ class Decision:
     wanted: int
     replicas: int
     reason: ScalingReason
-    limits: tuple[Limit, ...]
+    effects: tuple[AppliedRule, ...]
     valid: bool
     act: bool
     minimum: int
@@ -101,9 +113,18 @@ class Decision:
     panicking: bool
     idle: bool
     foreign_replicas: int | None
-    observed: History = field(repr=False)
+    history: History = field(repr=False)
     unplaced: int = 0
     stuck: int = 0
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Those that rules imposed, in the order in which they applied: each once, the deciding one at the end."""
+        limits: list[Limit] = []
+        for effect in self.effects:
+            if effect.limit is not None:
+                limits = [*(other for other in limits if other != effect.limit), effect.limit]
+        return tuple(limits)
 
     @property
     def limited_by(self) -> Limit | None:
@@ -141,18 +162,18 @@ class Decision:
         return self.limited_by if self.limited_by in HARD_LIMITS and self.short else None
 
     @property
-    def history(self) -> History:
-        """What the next decision must remember, given that this one is carried out (unless `act` is False)."""
+    def next_history(self) -> History:
+        """What the next decision must remember: `history`, and that this one is carried out (unless `act` is False)."""
         if not self.act:
-            return self.observed
-        return self.observed.acted(self.at, self.current, self.spec_replicas, self.replicas)
+            return self.history
+        return self.history.acted(self.at, self.current, self.spec_replicas, self.replicas)
 
-    def limited(self, replicas: int, limit: Limit, reason: ScalingReason | None = None) -> Decision:
-        """The same decision cut to a size by a limit that only the whole deployment knows."""
+    def limited(self, replicas: int, effect: AppliedRule, reason: ScalingReason | None = None) -> Decision:
+        """The same decision cut to a size by a rule that only the whole deployment knows."""
         if reason is None:
             reason = "Steady" if replicas == self.current else self.reason
-        before = (other for other in self.limits if other != limit)
-        return replace(self, replicas=replicas, limits=(*before, limit), reason=reason)
+        before = (other for other in self.effects if other.rule != effect.rule)
+        return replace(self, replicas=replicas, effects=(*before, effect), reason=reason)
 
     def status(self) -> ScalingDecision:
         """The decision as the resource's status reports it."""
@@ -166,6 +187,7 @@ class Decision:
             observed_milli=round(signal.observed * 1000) if signal else None,
             target_milli=round(signal.target * 1000) if signal else None,
             limited_by=self.limited_by,
+            effects=[effect.status() for effect in self.effects],
             message=str(self)[:1024],
         )
 
@@ -173,13 +195,13 @@ class Decision:
         verb = (
             f"scales from {self.current} to {self.replicas} replicas"
             if self.replicas != self.current
-            else f"stays at {_replicas(self.current)}"
+            else f"stays at {in_replicas(self.current)}"
         )
         if not self.act:
             verb = verb.replace("scales", "would scale").replace("stays", "would stay")
         parts = [f"{self.pool} {verb} ({self.reason})"]
         if self.signal is not None:
-            parts.append(f"{_sentence(self.signal, self.ready)}, which needs {_replicas(self.wanted)}")
+            parts.append(f"{self.signal.words}, which needs {in_replicas(self.wanted)}")
         elif self.idle:
             parts.append("the pool is idle")
         if self.limits:
@@ -193,27 +215,10 @@ class Decision:
             more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
             parts.append(f"{shown}{more}")
         if self.foreign_replicas is not None:
-            parts.append(f"another client set {_replicas(self.foreign_replicas)}")
+            parts.append(f"another client set {in_replicas(self.foreign_replicas)}")
         return "; ".join(parts)
 
 
-def _replicas(count: int) -> str:
+def in_replicas(count: int) -> str:
+    """A size in words."""
     return f"{count} replica" if count == 1 else f"{count} replicas"
-
-
-def _sentence(signal: Signal, ready: int) -> str:
-    each = f"per replica ({ready} ready)"
-    match signal.metric:
-        case "BacklogSeconds":
-            return f"backlog is {signal.observed:.2f} s, target {signal.target:.2f} s {each}"
-        case "TtftSeconds":
-            return f"time to first token is {signal.observed:.3f} s, SLO {signal.target:.3f} s ({ready} replicas ready)"
-        case "ItlSeconds":
-            return f"inter-token latency is {signal.observed:.4f} s, SLO {signal.target:.4f} s ({ready} replicas ready)"
-        case "Sequences":
-            return f"sequences: {signal.observed:.1f}, target {signal.target:.1f} {each}"
-        case "HeldRequests":
-            return f"{signal.observed:.0f} requests are held at the gateway ({ready} replicas ready)"
-        case "BusyFraction" | "KvUtilization":
-            name = "busy time" if signal.metric == "BusyFraction" else "KV utilization"
-            return f"{name} is {signal.observed:.0%}, target {signal.target:.0%} {each}"

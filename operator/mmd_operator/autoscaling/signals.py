@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
-from mmd_operator.autoscaling.decision import Metric, Signal
+from mmd_operator.autoscaling.decision import Signal
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PoolSamples
@@ -86,7 +86,7 @@ def backlog(measured: Measurements) -> Signal | None:
     seconds, target = measured.backlog_seconds, measured.policy.target_backlog_seconds
     need = max(seconds / target, 1.0 if measured.work.keys() - measured.throughput.keys() else 0.0)
     full = seconds / target / SATURATED_BACKLOG
-    return Signal("BacklogSeconds", seconds / max(measured.ready, 1), target, need, full, seconds)
+    return Signal(seconds / max(measured.ready, 1), target, need, full, seconds)
 
 
 def busy_time(measured: Measurements) -> Signal | None:
@@ -94,7 +94,7 @@ def busy_time(measured: Measurements) -> Signal | None:
     if "encode" not in measured.policy.roles:
         return None
     total = sum(min(1.0, load.encode_busy_fraction) for load in measured.loads)
-    return _summed("BusyFraction", total, 1.0, measured)
+    return _summed(total, 1.0, measured)
 
 
 def time_to_first_token(measured: Measurements) -> Signal | None:
@@ -105,7 +105,7 @@ def time_to_first_token(measured: Measurements) -> Signal | None:
     if measured.ready == 0 or measured.backlog_seconds / measured.ready < QUEUE_SHARE_OF_TTFT * slo:
         return None
     settled = measured.settled_seconds >= latency.window_seconds
-    return _latency("TtftSeconds", latency.ttft_seconds, slo, settled, measured)
+    return _latency(latency.ttft_seconds, slo, settled, measured)
 
 
 def kv_blocks(measured: Measurements) -> Signal | None:
@@ -113,7 +113,7 @@ def kv_blocks(measured: Measurements) -> Signal | None:
     if "decode" not in measured.policy.roles:
         return None
     used = sum(load.kv_blocks_total - load.kv_blocks_free for load in measured.loads)
-    return _summed("KvUtilization", used, _mean(load.kv_blocks_total for load in measured.loads), measured)
+    return _summed(used, _mean(load.kv_blocks_total for load in measured.loads), measured)
 
 
 def sequences(measured: Measurements) -> Signal | None:
@@ -121,7 +121,9 @@ def sequences(measured: Measurements) -> Signal | None:
     if "decode" not in measured.policy.roles:
         return None
     total = sum(load.decode_running + load.decode_waiting for load in measured.loads)
-    return _summed("Sequences", total, _mean(load.decode_max_sequences for load in measured.loads), measured)
+    each = _mean(load.decode_max_sequences for load in measured.loads)
+    share = _summed(total, each, measured)
+    return replace(share, observed=share.observed * each, target=share.target * each) if share else None
 
 
 def inter_token_latency(measured: Measurements) -> Signal | None:
@@ -133,7 +135,7 @@ def inter_token_latency(measured: Measurements) -> Signal | None:
     if measured.ready == 0 or running / measured.ready < SMALLEST_SLOW_BATCH:
         return None
     itl = sum(load.itl_seconds * load.decode_running for load in measured.loads) / running
-    return _latency("ItlSeconds", itl, slo, measured.settled_seconds >= ITL_SETTLE_SECONDS, measured)
+    return _latency(itl, slo, measured.settled_seconds >= ITL_SETTLE_SECONDS, measured)
 
 
 def held_requests(measured: Measurements) -> Signal | None:
@@ -141,19 +143,69 @@ def held_requests(measured: Measurements) -> Signal | None:
     held = measured.demand.held_requests
     if not held or measured.policy.roles == ("encode",):
         return None
-    return Signal("HeldRequests", held, 0.0, need=1.0, full=0.0)
+    return Signal(held, 0.0, need=1.0, full=0.0)
 
 
-SIGNALS: tuple[Callable[[Measurements], Signal | None], ...] = (
-    backlog,
-    busy_time,
-    time_to_first_token,
-    kv_blocks,
-    sequences,
-    inter_token_latency,
-    held_requests,
+@dataclass(frozen=True, slots=True)
+class SignalRule:
+    """A signal: its name, the function that measures it, and its sentence in Events and `mmd explain`.
+
+    `measure` returns None for a pool that it does not concern or that has no such load. `sentence` is filled in with `observed`,
+    `target` and `ready`, the number of pods that serve.
+    """
+
+    name: str
+    measure: Callable[[Measurements], Signal | None]
+    sentence: str
+
+    def signal(self, measured: Measurements) -> Signal | None:
+        """The signal under its name and in its words."""
+        found = self.measure(measured)
+        if found is None:
+            return None
+        words = self.sentence.format(observed=found.observed, target=found.target, ready=measured.ready)
+        return replace(found, metric=self.name, words=words)
+
+
+SIGNALS: tuple[SignalRule, ...] = (
+    SignalRule(
+        "BacklogSeconds",
+        backlog,
+        "backlog is {observed:.2f} s, target {target:.2f} s per replica ({ready} ready)",
+    ),
+    SignalRule(
+        "BusyFraction",
+        busy_time,
+        "busy time is {observed:.0%}, target {target:.0%} per replica ({ready} ready)",
+    ),
+    SignalRule(
+        "TtftSeconds",
+        time_to_first_token,
+        "time to first token is {observed:.3f} s, SLO {target:.3f} s ({ready} replicas ready)",
+    ),
+    SignalRule(
+        "KvUtilization",
+        kv_blocks,
+        "KV utilization is {observed:.0%}, target {target:.0%} per replica ({ready} ready)",
+    ),
+    SignalRule(
+        "Sequences",
+        sequences,
+        "sequences: {observed:.1f}, target {target:.1f} per replica ({ready} ready)",
+    ),
+    SignalRule(
+        "ItlSeconds",
+        inter_token_latency,
+        "inter-token latency is {observed:.4f} s, SLO {target:.4f} s ({ready} replicas ready)",
+    ),
+    SignalRule(
+        "HeldRequests",
+        held_requests,
+        "{observed:.0f} requests are held at the gateway ({ready} replicas ready)",
+    ),
 )
-"""Each returns None for a pool that it does not concern or that has no such load. The largest need counts, the first of equals."""
+"""The largest need counts, the first of equals."""
+SIGNAL_METRICS = tuple(rule.name for rule in SIGNALS)
 
 
 def observe(
@@ -184,7 +236,7 @@ def observe(
         work=work,
         throughput=history.throughput,
     )
-    found = (signal(measurements) for signal in SIGNALS)
+    found = (rule.signal(measurements) for rule in SIGNALS)
     return Observation(
         signals=tuple(s for s in found if s is not None),
         missing=tuple(missing),
@@ -281,20 +333,16 @@ def _prompt_tokens(policy: PoolPolicy, load: PodLoad) -> float:
     return max(0.0, load.prefill_waiting_tokens - elsewhere)
 
 
-def _summed(metric: Metric, total: float, each: float, measured: Measurements) -> Signal | None:
+def _summed(total: float, each: float, measured: Measurements) -> Signal | None:
     """A signal whose observations add up over pods, where one pod holds `each` at most. None where there is no load."""
     if total <= 0 or each <= 0:
         return None
     full = min(total / each, MOST_REPLICAS)
     target, pods = measured.policy.target_utilization, len(measured.loads)
-    if metric == "Sequences":
-        return Signal(metric, total / pods, each * target, full / target, full)
-    return Signal(metric, full / pods, target, full / target, full)
+    return Signal(full / pods, target, full / target, full)
 
 
-def _latency(
-    metric: Metric, observed: float, slo: float, settled: bool, measured: Measurements
-) -> Signal | None:
+def _latency(observed: float, slo: float, settled: bool, measured: Measurements) -> Signal | None:
     """Hold near the SLO, grow beyond it; only once the pods that are ready now have made the whole measurement."""
     over = observed / slo
     if not over > LATENCY_COMFORT:
@@ -302,7 +350,7 @@ def _latency(
     need = float(max(measured.current, 1))
     if over > 1 and settled:
         need = max(need, measured.ready * (1 + min(over - 1, LATENCY_STEP)))
-    return Signal(metric, observed, slo, need, full=0.0)
+    return Signal(observed, slo, need, full=0.0)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -1,14 +1,16 @@
-"""The rules that size one pool: each takes the state so far and returns it with its change, and the limit that it imposed.
+"""The rules that size one pool: each takes the state so far and returns it with its change, and the effect that people read.
 
-`decide.RULES` lists them in the order in which they apply. Pure; time is part of the state.
+`decide.RULES` lists them in the order in which they apply. The first paragraph of a docstring is the rule's sentence in `mmd explain`
+and in docs/autoscaling-mechanism.md. Pure; time is part of the state.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mmd_operator.autoscaling.decision import Limit, ScalingReason
+from mmd_operator.autoscaling.decision import AppliedRule, Limit, ScalingReason, in_replicas
 from mmd_operator.autoscaling.history import History
 from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.signals import MOST_REPLICAS, Observation
@@ -27,7 +29,7 @@ class State:
     """One pool at one tick: what is known of it, and the size that the rules so far give it.
 
     `needed` replicas meet the targets of all signals; `wanted` are these and replacements of pods that do not start. `replicas` is
-    the size so far. A rule that sets `reason` has the last word: the size is settled. `floor` is the minimum now, schedules included.
+    the size so far, until a rule settles it with its reason. `floor` is the minimum now, schedules included.
     """
 
     now: float
@@ -39,7 +41,8 @@ class State:
     needed: int
     wanted: int
     replicas: int
-    reason: ScalingReason | None = None
+    reason: ScalingReason = "Steady"
+    is_settled: bool = False
 
     @classmethod
     def of(cls, now: float, policy: PoolPolicy, observation: Observation, current: int) -> State:
@@ -84,36 +87,28 @@ class State:
 
     def settled(self, replicas: int, reason: ScalingReason) -> State:
         """With a size that no later rule changes."""
-        return replace(self, replicas=replicas, reason=reason)
+        return replace(self, replicas=replicas, reason=reason, is_settled=True)
 
-    def outcome(self) -> tuple[int, ScalingReason]:
-        """The size, and the reason for it."""
-        if self.reason is not None:
-            return self.replicas, self.reason
-        return self.replicas, self._reason()
-
-    def _reason(self) -> ScalingReason:
-        if self.replicas > self.current:
-            return "Panic" if self.panicking else "Woken" if self.current == 0 else "LoadRose"
-        if self.replicas < self.current:
-            return "Idle" if self.replicas == 0 else "LoadFell"
-        return "MetricsMissing" if self.observation.missing and self.wanted == self.current else "Steady"
+    def instead(self, replicas: int) -> str:
+        """A size and the one that it replaces, for an effect."""
+        return f"{in_replicas(replicas)} instead of {self.replicas}"
 
 
-RuleResult = tuple[State, Limit | None]
+RuleResult = tuple[State, AppliedRule | None]
 
 
 def replace_pods_that_do_not_start(state: State) -> RuleResult:
-    """Some pods are wanted in place of those that do not become Ready, once one has shown that it can."""
+    """At most two more are wanted in place of pods that do not become Ready, if any pod is Ready."""
     stuck = min(state.observation.stuck, MAX_FUTILE_STARTS)
-    if state.observation.ready:
-        wanted = state.wanted + stuck
-        return replace(state, wanted=wanted, replicas=wanted), None
-    return state, None
+    if not stuck or not state.observation.ready:
+        return state, None
+    wanted = state.wanted + stuck
+    effect = AppliedRule.of(replace_pods_that_do_not_start, state.instead(wanted))
+    return replace(state, wanted=wanted, replicas=wanted), effect
 
 
 def remember_tick(state: State) -> RuleResult:
-    """The windows take this tick in. One with a report missing counts as wanting at least the present size."""
+    """The windows record the wanted size; with a report missing, at least the present size."""
     now, policy, history = state.now, state.policy, state.history
     at_least = max(state.wanted, state.current) if state.observation.missing else state.wanted
     idle_since = history.idle_since if history.idle_since is not None else now
@@ -126,11 +121,15 @@ def remember_tick(state: State) -> RuleResult:
         size_low=history.size_low.push(now, state.current, RATE_PERIOD_SECONDS),
         idle_since=min(idle_since, now) if state.observation.idle else None,
     )
-    return replace(state, history=history), None
+    raised = at_least > state.wanted
+    return replace(state, history=history), AppliedRule.of(
+        remember_tick, f"{in_replicas(at_least)} instead of {state.wanted}"
+    ) if raised else None
 
 
 def enter_or_leave_panic(state: State) -> RuleResult:
-    """Panic begins when the whole window asked for a multiple of the present size; it ends ten windows after the last such tick."""
+    """Panic begins when the load of a whole `panicWindowSeconds` asks for `panicThresholdPercent` of the present size, and ends ten
+    windows after the last such tick."""
     now, policy, history = state.now, state.policy, state.history
     window = policy.panic_window_seconds
     hold = PANIC_HOLD_WINDOWS * window
@@ -141,83 +140,102 @@ def enter_or_leave_panic(state: State) -> RuleResult:
             until = now + hold
         elif history.panic_until is not None and now < history.panic_until <= now + hold:
             until = history.panic_until
-    return replace(state, history=replace(history, panic_until=until)), None
+    effect = None
+    if until is not None:
+        effect = AppliedRule.of(enter_or_leave_panic, "the pool is in panic")
+    elif history.panic_until is not None:
+        effect = AppliedRule.of(enter_or_leave_panic, "the panic has ended")
+    return replace(state, history=replace(history, panic_until=until)), effect
 
 
 def keep_fixed_size(state: State) -> RuleResult:
-    """A pool without room between its bounds has one size."""
+    """A pool whose minimum is its maximum has that size."""
     size = state.policy.max_replicas
-    if state.policy.fixed:
-        return state.settled(size, "Steady" if state.current == size else "OutOfBounds"), None
-    return state, None
+    if not state.policy.fixed:
+        return state, None
+    effect = AppliedRule.of(keep_fixed_size, in_replicas(size))
+    return state.settled(size, "Steady" if state.current == size else "OutOfBounds"), effect
 
 
 def raise_to_minimum(state: State) -> RuleResult:
     """A pool below its minimum is raised to it at once."""
-    if state.current < state.floor:
-        scheduled = state.floor > state.policy.min_replicas
-        return state.settled(state.floor, "ScheduleOpened" if scheduled else "OutOfBounds"), None
-    return state, None
+    if state.current >= state.floor:
+        return state, None
+    scheduled = state.floor > state.policy.min_replicas
+    effect = AppliedRule.of(
+        raise_to_minimum, f"{in_replicas(state.floor)}{', by a schedule' if scheduled else ''}"
+    )
+    return state.settled(state.floor, "ScheduleOpened" if scheduled else "OutOfBounds"), effect
 
 
 def lower_to_maximum(state: State) -> RuleResult:
     """A pool above its maximum is lowered to it at once."""
-    if state.current > state.policy.max_replicas:
-        return state.settled(state.policy.max_replicas, "OutOfBounds"), "MaxReplicas"
-    return state, None
+    most = state.policy.max_replicas
+    if state.current <= most:
+        return state, None
+    return state.settled(most, "OutOfBounds"), AppliedRule.of(
+        lower_to_maximum, in_replicas(most), "MaxReplicas"
+    )
 
 
 def hold_growth_until_a_pod_starts(state: State) -> RuleResult:
-    """No further pod is started while those there do not become Ready and none is."""
-    if state.grows and state.observation.stuck and not state.observation.ready:
-        return state.settled(state.current, "Steady"), "PodsNotStarting"
-    return state, None
+    """A pool with pods that do not start and none that is Ready starts no more."""
+    if not (state.grows and state.observation.stuck and not state.observation.ready):
+        return state, None
+    effect = AppliedRule.of(hold_growth_until_a_pod_starts, state.instead(state.current), "PodsNotStarting")
+    return state.settled(state.current, "Steady"), effect
 
 
 def hold_at_minimum(state: State) -> RuleResult:
-    """A pool at its minimum stays there, however little the load needs."""
-    if state.shrinks and state.current == state.floor and not state.observation.missing:
-        return state.settled(state.current, "Steady"), state.floor_limit
-    return state, None
+    """A pool at its minimum stays there; `Schedule` where a schedule sets it."""
+    if not (state.shrinks and state.current == state.floor and not state.observation.missing):
+        return state, None
+    effect = AppliedRule.of(hold_at_minimum, state.instead(state.current), state.floor_limit)
+    return state.settled(state.current, "Steady"), effect
 
 
 def hold_on_missing_reports(state: State) -> RuleResult:
-    """Without every report that is needed no pool is lowered."""
-    if state.shrinks and state.observation.missing:
-        return state.settled(state.current, "MetricsMissing"), "MetricsMissing"
-    return state, None
+    """Nothing is lowered while a needed report is missing."""
+    if not (state.shrinks and state.observation.missing):
+        return state, None
+    effect = AppliedRule.of(hold_on_missing_reports, state.instead(state.current), "MetricsMissing")
+    return state.settled(state.current, "MetricsMissing"), effect
 
 
 def hold_during_panic(state: State) -> RuleResult:
     """Nothing is lowered in a panic."""
-    if state.shrinks and state.panicking:
-        return state.settled(state.current, "Panic"), "PanicHold"
-    return state, None
+    if not (state.shrinks and state.panicking):
+        return state, None
+    effect = AppliedRule.of(hold_during_panic, state.instead(state.current), "PanicHold")
+    return state.settled(state.current, "Panic"), effect
 
 
 def hold_until_window_is_seen(state: State) -> RuleResult:
-    """Nothing is lowered before a whole stabilization window has been observed."""
-    if state.shrinks and not state.seen(state.policy.scale_down_stabilization_seconds):
-        return state.settled(state.current, "Steady"), "WindowNotSeen"
-    return state, None
+    """Nothing is lowered before the operator has observed a whole `scaleDownStabilizationSeconds`."""
+    if not state.shrinks or state.seen(state.policy.scale_down_stabilization_seconds):
+        return state, None
+    effect = AppliedRule.of(hold_until_window_is_seen, state.instead(state.current), "WindowNotSeen")
+    return state.settled(state.current, "Steady"), effect
 
 
 def stabilize(state: State) -> RuleResult:
-    """Not below the highest size wanted in the scale-down window, not above the lowest in the scale-up window."""
+    """Not below the highest size wanted in `scaleDownStabilizationSeconds`, not above the lowest in `scaleUpStabilizationSeconds`; to
+    zero only after `scaleToZeroAfterSeconds`."""
+    size = state.replicas
     if state.shrinks:
         stable = 0 if _idle_long(state) else max(1, state.history.wanted_high.extreme)
-        if stable > state.replicas:
-            return replace(state, replicas=min(stable, state.current)), "Stabilization"
+        if stable > size:
+            size = min(stable, state.current)
     elif state.grows and state.current > 0 and not state.panicking:
         seen = state.seen(state.policy.scale_up_stabilization_seconds)
         stable = state.history.wanted_low.extreme if seen else state.current
-        if stable < state.replicas:
-            return replace(state, replicas=max(stable, state.current)), "Stabilization"
-    return state, None
+        if stable < size:
+            size = max(stable, state.current)
+    return _resized(state, size, stabilize, "Stabilization")
 
 
 def cool_down(state: State) -> RuleResult:
-    """A pool is left alone for a while after it changed; what has just grown is not taken back at once."""
+    """No step within `scaleUpCooldownSeconds` or `scaleDownCooldownSeconds` of the last."""
     policy, history = state.policy, state.history
     if state.grows:
         exempt = state.panicking or state.current == 0
@@ -227,46 +245,77 @@ def cool_down(state: State) -> RuleResult:
             _recent(state.now, last, policy.scale_down_cooldown_seconds)
             for last in (history.last_down, history.last_up)
         )
-    return (replace(state, replicas=state.current), "Cooldown") if cooling else (state, None)
+    if not cooling:
+        return state, None
+    effect = AppliedRule.of(cool_down, state.instead(state.current), "Cooldown")
+    return replace(state, replicas=state.current), effect
 
 
 def limit_rate(state: State) -> RuleResult:
-    """At most a share of the size of a while ago is added or removed, and at least one replica may be."""
+    """At most `maxScaleUpPercent` and `maxScaleDownPercent` of the size of 15 s ago."""
     policy, history, current = state.policy, state.history, state.current
+    size = state.replicas
     if state.grows and not state.panicking:
         base = history.size_low.extreme
         most = max(base + 1, math.floor(base * (1 + policy.max_scale_up) + ROUNDING), current)
-        if most < state.replicas:
-            return replace(state, replicas=most), "RateLimit"
+        size = min(size, most)
     elif state.shrinks:
         base = history.size_high.extreme
         least = min(base - 1, math.ceil(base * (1 - policy.max_scale_down) - ROUNDING), current)
-        if state.replicas < least:
-            return replace(state, replicas=least), "RateLimit"
-    return state, None
+        size = max(size, least)
+    return _resized(state, size, limit_rate, "RateLimit")
 
 
 def keep_within_bounds(state: State) -> RuleResult:
-    """Between the minimum now and the maximum."""
+    """Between the minimum now, schedules included, and `maxReplicas`."""
     if state.replicas > state.policy.max_replicas:
-        return replace(state, replicas=state.policy.max_replicas), "MaxReplicas"
-    if state.replicas < state.floor:
-        return replace(state, replicas=state.floor), state.floor_limit
-    return state, None
+        return _resized(state, state.policy.max_replicas, keep_within_bounds, "MaxReplicas")
+    return _resized(state, max(state.replicas, state.floor), keep_within_bounds, state.floor_limit)
+
+
+def settle_size(state: State) -> RuleResult:
+    """The size that is left is that of the pool, and its direction gives the reason."""
+    reason: ScalingReason = "Steady"
+    if state.replicas > state.current:
+        reason = "Panic" if state.panicking else "Woken" if state.current == 0 else "LoadRose"
+    elif state.replicas < state.current:
+        reason = "Idle" if state.replicas == 0 else "LoadFell"
+    elif state.observation.missing and state.wanted == state.current:
+        reason = "MetricsMissing"
+    effect = (
+        AppliedRule.of(settle_size, f"{in_replicas(state.replicas)}, {reason}")
+        if reason != "Steady"
+        else None
+    )
+    return state.settled(state.replicas, reason), effect
 
 
 def report_pods_that_do_not_start(state: State) -> RuleResult:
-    """More pods do not start than are replaced, and the load needs them: a person must look."""
+    """More pods do not start than are replaced, and the load needs them."""
     observed = state.observation
     working = state.current - observed.unplaced - observed.stuck
-    blocked = observed.stuck > MAX_FUTILE_STARTS and state.needed > working
-    return state, "PodsNotStarting" if blocked else None
+    if observed.stuck <= MAX_FUTILE_STARTS or state.needed <= working:
+        return state, None
+    return state, AppliedRule.of(
+        report_pods_that_do_not_start, f"{observed.stuck} of {state.current} pods", "PodsNotStarting"
+    )
 
 
 def report_unschedulable_pods(state: State) -> RuleResult:
-    """The load needs pods that no node takes. The pool still grows: a cluster autoscaler reacts to pending pods."""
-    unplaced = state.observation.unplaced
-    return state, "Unschedulable" if unplaced and state.wanted > state.current - unplaced else None
+    """The load needs pods that no node takes; the pool grows all the same."""
+    unplaced = state.observation.unplaced  # it grows because a cluster autoscaler reacts to pending pods
+    if not unplaced or state.wanted <= state.current - unplaced:
+        return state, None
+    return state, AppliedRule.of(
+        report_unschedulable_pods, f"{unplaced} of {state.current} pods", "Unschedulable"
+    )
+
+
+def _resized(state: State, replicas: int, rule: Callable[[State], RuleResult], limit: Limit) -> RuleResult:
+    """With another size, if it is another."""
+    if replicas == state.replicas:
+        return state, None
+    return replace(state, replicas=replicas), AppliedRule.of(rule, state.instead(replicas), limit)
 
 
 def _recent(now: float, last: float | None, cooldown_seconds: float) -> bool:

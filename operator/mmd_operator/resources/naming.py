@@ -36,6 +36,11 @@ NATS_PORT = 4222
 NATS_MONITOR_PORT = 8222
 
 
+def container_name(component: str) -> str:
+    """Name of the container of a gateway or a worker, beside which a cluster may inject others."""
+    return "gateway" if component == "gateway" else "worker"
+
+
 @dataclass(frozen=True, slots=True)
 class RevisionScope:
     """One pipeline revision of one deployment in one namespace: what every builder is given."""

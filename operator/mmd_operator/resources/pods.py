@@ -25,6 +25,7 @@ from mmd_operator.resources.naming import (
     NATS_PORT,
     Manifest,
     RevisionScope,
+    container_name,
 )
 
 USER_ID = 65532
@@ -63,7 +64,7 @@ def worker_pod(
     """Pod template of the gateway or of a pool's worker. `admin_port`: for all that is not for clients, if not `port`."""
     gpus = part.gpus if isinstance(part, Pool) else 0
     container: Manifest = {
-        "name": "gateway" if component == "gateway" else "worker",
+        "name": container_name(component),
         "image": worker_image(scope.spec.image, scope.pinned),
         "imagePullPolicy": scope.spec.image.pull_policy,
         "command": command,

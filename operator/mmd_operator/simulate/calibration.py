@@ -1,7 +1,7 @@
 """Measured numbers of real workers, as the model of the pipeline takes them: read from a small YAML file, every field with its unit.
 
 Throughputs can be taken from the loads that live pods report (`Calibration.measured`); what stages take beside their work, from
-timelines of requests (`observed`).
+timelines of requests (`measured`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 
 LEASE_CHECK_SECONDS = 0.5
 MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
+ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
 MAX_COMMITS = 8192  # whose answers are remembered
 
 
@@ -62,6 +65,7 @@ class _Inbound:
     first_byte: float = 0.0
     last_byte: float = 0.0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
+    held: ExitStack = field(default_factory=ExitStack)  # keeps its link from being evicted between two chunks
     error: MmdError | None = None
 
 
@@ -79,10 +83,15 @@ class _Pump:
     task: asyncio.Task[None] | None = None
     newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
 
+    @property
+    def made(self) -> PairLink | None:
+        """Its link, once that is made."""
+        done = self.link.done() and not self.link.cancelled() and self.link.exception() is None
+        return self.link.result() if done else None
+
     def dead(self) -> str:
         """Why its link is dead; empty while it lives or is being made."""
-        done = self.link.done() and not self.link.cancelled() and self.link.exception() is None
-        return self.link.result().dead if done else ""
+        return "" if (link := self.made) is None else link.dead
 
 
 class DecodeService(SequenceOwner):
@@ -108,6 +117,7 @@ class DecodeService(SequenceOwner):
         self._inbound: dict[str, _Inbound] = {}
         self._pumps: dict[str, _Pump] = {}  # by prefill pod
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._granting: dict[str, tuple[KvOffer, asyncio.Task[KvGrant]]] = {}  # by request
         self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
         self._queue = OfferQueue()
         self._draining = False
@@ -180,6 +190,24 @@ class DecodeService(SequenceOwner):
     async def _offered(self, offer: KvOffer) -> KvGrant:
         if not offer.prompt_tokens:
             return await self._linked(offer)
+        return await asyncio.shield(self._grant_in_progress(offer))
+
+    def _grant_in_progress(self, offer: KvOffer) -> asyncio.Task[KvGrant]:
+        """A repeated offer joins the first while that waits for the engine: replacing it would wait for another step, every time."""
+        known = self._granting.get(offer.request_id)
+        if known is not None and known[0] == offer and not known[1].done():
+            return known[1]
+        task = asyncio.create_task(self._in_turn(offer), name=f"grant-{offer.request_id}")
+        self._granting[offer.request_id] = offer, task
+
+        def forget(_: asyncio.Task[KvGrant]) -> None:
+            if self._granting.get(offer.request_id) == (offer, task):
+                del self._granting[offer.request_id]
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _in_turn(self, offer: KvOffer) -> KvGrant:
         async with self._turn(offer.request_id):
             return await self._granted(offer)
 
@@ -206,7 +234,7 @@ class DecodeService(SequenceOwner):
                 LayoutMismatchError.code, f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
             )
         sequence = sequence_id(offer.request_id, offer.attempt)
-        await self._free(offer.request_id, offer.attempt)  # a repeated offer replaces the first
+        await self._free(offer.request_id, offer.attempt)  # an offer after the grant replaces it
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
@@ -220,15 +248,19 @@ class DecodeService(SequenceOwner):
         self._queue.leave(offer.request_id)
         try:
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
-            await self._ensure_pump(offer, epoch)
+            pump = await self._ensure_pump(offer, epoch)
+            inbound = _Inbound(offer, sequence, epoch)
+            if (link := pump.made) is not None:  # else held once it is made
+                inbound.held.enter_context(link.held())
         except MmdError as error:
             await self._engine.abort(sequence)
             return refuse(error.code, error.message)
         if self._book.was_cancelled(offer.request_id, offer.attempt):  # meanwhile
+            inbound.held.close()
             await self._engine.abort(sequence)
             return refuse(RequestCancelledError.code, "the request was cancelled")
         lease_id = uuid.uuid4().hex
-        self._inbound[lease_id] = _Inbound(offer, sequence, epoch)
+        self._inbound[lease_id] = inbound
         self._leases.grant(
             lease_id, offer.pod, offer.incarnation, sequence, (), time.monotonic(), offer.lease_seconds
         )
@@ -241,17 +273,25 @@ class DecodeService(SequenceOwner):
             link_endpoint=self._links.endpoint,
         )
 
-    async def _ensure_pump(self, offer: KvOffer, epoch: int) -> None:
+    async def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
         """A pod has one live link: that of its newest incarnation and epoch. What came over an older one is void."""
         while (pump := self._pumps.get(offer.pod)) is not None:
             if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
-                return
+                return pump
             await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} switched to another link"))
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
         )
         pump = self._pumps[offer.pod] = _Pump(offer.incarnation, epoch, link)
         pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
+        return pump
+
+    def _coming_over(self, pod: str, pump: _Pump) -> Iterator[tuple[str, _Inbound]]:
+        """Lease and hand-over of all that is to arrive over this link."""
+        for lease_id, inbound in list(self._inbound.items()):
+            offer = inbound.offer
+            if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
+                yield lease_id, inbound
 
     async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
         """Free what was to arrive over this link, unless that is done already."""
@@ -263,10 +303,8 @@ class DecodeService(SequenceOwner):
         while not pump.chunks.empty():
             _, started = pump.chunks.get_nowait()
             started.set_exception(error)
-        for lease_id, inbound in list(self._inbound.items()):
-            offer = inbound.offer
-            if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
-                await self._drop(lease_id, error)
+        for lease_id, _ in self._coming_over(pod, pump):
+            await self._drop(lease_id, error)
 
     async def _announced(self, chunk: KvChunk) -> Acknowledged:
         """Acknowledged when its bytes are being received. Before that the engine may be busy for any time; the
@@ -285,20 +323,29 @@ class DecodeService(SequenceOwner):
             pump.started.add_done_callback(lambda started: started.cancelled() or started.exception())
             pump.chunks.put_nowait((chunk, pump.started))
         if pump.started is not None:
-            await asyncio.shield(pump.started)
+            try:
+                async with asyncio.timeout(ANNOUNCED_SECONDS):
+                    await asyncio.shield(pump.started)
+            except TimeoutError as error:
+                raise OverloadedError(
+                    f"an earlier chunk of {chunk.pod} is still being stored; announce it again"
+                ) from error
         return Acknowledged()
 
     async def _pump(self, pod: str, pump: _Pump) -> None:
         try:
             link = await pump.link
+            for _, waiting in self._coming_over(pod, pump):
+                waiting.held.enter_context(link.held())
             while True:
                 chunk, started = await pump.chunks.get()
                 started.set_result(None)
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
-                tensors = await asyncio.to_thread(
-                    recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
-                )
+                with link.held():  # its lease may end meanwhile
+                    tensors = await asyncio.to_thread(
+                        recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
+                    )
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     await self._store(chunk, inbound, tensors)
         except Exception as failure:
@@ -358,6 +405,7 @@ class DecodeService(SequenceOwner):
         if inbound.error is not None:
             return KvCommitted(commit.lease_id, ok=False, reason=inbound.error.message)
         del self._inbound[commit.lease_id]
+        inbound.held.close()
         request = commit.request
         self._note_transfer(self._book.open(request), inbound)
         try:
@@ -385,5 +433,6 @@ class DecodeService(SequenceOwner):
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
             self._metrics.leases.labels(outcome).inc()
             inbound.error = error
+            inbound.held.close()
             inbound.progress.set()
             await self._engine.abort(inbound.sequence)

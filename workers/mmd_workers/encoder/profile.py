@@ -13,13 +13,14 @@ from functools import partial
 
 import torch
 
-from mmd_api.contract.errors import UnsupportedInputError
+from mmd_api.contract.errors import MemoryBudgetError, UnsupportedInputError
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching
 from mmd_workers.device import check_device
 from mmd_workers.engine.profile import LiveBytes
 from mmd_workers.media.medium import MediumInfo
+from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.interfaces import EncoderModel, Frontend
 from mmd_workers.model.prompt import ProcessedMedium
 
@@ -66,14 +67,41 @@ class Growth:
         return math.ceil(items * one + shared * items * (items - 1))
 
 
-def tower_bytes(model: EncoderModel, policy: MediaPolicy, batching: EncoderBatching) -> int:
-    """Peak bytes of the largest tower run that the limits on media and batches allow, of all modalities. An estimate on CPUs."""
+@dataclass(frozen=True, slots=True)
+class TowerMemory:
+    """Peak bytes of the largest tower run of all modalities that could be measured; `unknown`: modality and reason of each other."""
+
+    num_bytes: int = 0
+    unknown: tuple[str, ...] = ()
+
+
+def tower_memory(model: EncoderModel, policy: MediaPolicy, batching: EncoderBatching) -> TowerMemory:
+    """What the largest run takes that the limits on media and batches allow. An estimate on CPUs.
+
+    On a GPU that does not hold the largest medium, what the largest takes that runs: the limits are upper bounds, and a larger
+    medium fails alone, by name, while a pod that did not start would fail all of them.
+
+    Raises:
+        MemoryBudgetError: the GPU does not hold a run on the smallest medium of a modality.
+    """
     audio = policy.audio.model_copy(update={"too_long": "Truncate"})  # to the model's window
     frontend = model.frontend(policy.model_copy(update={"audio": audio}))
-    return max(
-        (_of_modality(model, frontend, policy, batching, modality) for modality in sorted(model.modalities)),
-        default=0,
-    )
+    num_bytes, unknown = 0, []
+    for modality in sorted(model.modalities):
+        try:
+            num_bytes = max(num_bytes, _of_modality(model, frontend, policy, batching, modality))
+        except MemoryBudgetError:
+            raise
+        except Exception as error:  # noqa: BLE001  a processor that takes none that large, or a model that wants content
+            check_device(error, model.device)
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            log.warning(
+                "no memory reserved for a %s in the tower: measuring it failed (%s); lower kvCachePercent if such media fail",
+                modality,
+                reason,
+            )
+            unknown.append(f"{modality}: {reason}")
+    return TowerMemory(num_bytes, tuple(unknown))
 
 
 def _of_modality(
@@ -83,22 +111,19 @@ def _of_modality(
     batching: EncoderBatching,
     modality: Modality,
 ) -> int:
-    try:
-        if model.device.type == "cuda":
-            run, least = partial(_bytes_on_gpu, model), small(model, frontend, modality, 1)
-            media = from_largest(model, frontend, policy, modality)
-            return max(measured(run, media, batching), measured(run, [least], batching))
+    if model.device.type != "cuda":
         large = largest(model, frontend, policy, modality)
         return estimated(model, frontend, modality, large, batching)
-    except Exception as error:  # noqa: BLE001  a processor that takes none that large, or a model that wants content
-        check_device(error, model.device)
-        log.warning(
-            "no memory reserved for a %s in the tower: measuring it failed (%s: %s); lower kvCachePercent if such media fail",
-            modality,
-            type(error).__name__,
-            str(error)[:300],
+    run, least = partial(_bytes_on_gpu, model), small(model, frontend, modality, 1)
+    media = from_largest(model, frontend, policy, modality)
+    num_bytes = max(measured(run, media, batching), measured(run, [least], batching))
+    if not num_bytes:
+        free, total = (number // MEBIBYTE for number in torch.cuda.mem_get_info(model.device))
+        raise MemoryBudgetError(
+            f"of {total} MiB of GPU memory, {total - free} MiB are in use before the tower runs, and the {free} MiB left are too few for "
+            f"the smallest {modality} ({least.medium.num_tokens} tokens); give the pod a GPU with more memory, or choose a smaller model"
         )
-        return 0
+    return num_bytes
 
 
 def estimated(

@@ -16,7 +16,7 @@ from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers import memory
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
-from mmd_workers.encoder.profile import tower_bytes
+from mmd_workers.encoder.profile import tower_memory
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.store import FeatureStore
@@ -69,14 +69,19 @@ class EncoderRole(Part):
         await self._measure_tower(self._model)
 
     async def _measure_tower(self, model: EncoderModel) -> None:
-        """What the KV pool must leave for encoding. On a CPU only where a pool is sized by it: elsewhere it would only cost time."""
+        """What the KV pool must leave for encoding. On a CPU only where a pool is sized by it: elsewhere it would only cost time.
+
+        A pod whose largest media do not fit is warned about and not refused: it encodes the smaller ones. `tower_memory` refuses a
+        GPU that holds none, and the KV pool's budget a pod that then holds no request.
+        """
         pod = self._pod
         sizes_pool = not self._takes_jobs and not pod.kv_spec.kv_cache_mebibytes
         if model.device.type == "cpu" and not sizes_pool:
             return
         media, batching = pod.spec.gateway.media, pod.encoder_spec.batching
         with pod.startup.phase("memory_encoder"):
-            self.tower_bytes = await asyncio.to_thread(tower_bytes, model, media, batching)
+            tower = await asyncio.to_thread(tower_memory, model, media, batching)
+        self.tower_bytes = tower.num_bytes
         total, used = memory.measure(model.device, pod.settings.memory_fraction)
         log.info("memory: %d bytes, %d in use, up to %d for the tower", total, used, self.tower_bytes)
         if used + self.tower_bytes > total:

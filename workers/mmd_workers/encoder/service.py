@@ -218,11 +218,22 @@ class EncoderService:
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
 
     async def _while_wanted(self, job: EncodeJob) -> None:
-        """Serve a job for as long as its receiver waits for it.
+        """Serve a job for as long as its receiver waits for it, and no longer than until its deadline.
 
         Raises:
             ReceiverGoneError: everybody who waited has left.
+            DeadlineError: the deadline passed, whatever the job waited for.
         """
+        try:
+            async with asyncio.timeout(max(0.0, job.deadline - time.time())):
+                await self._serve_while_wanted(job)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"feature {job.feature.feature_id[:16]} was not encoded and sent before its job's deadline; add encoders, or raise "
+                "spec.encoder.jobTimeoutSeconds"
+            ) from error
+
+    async def _serve_while_wanted(self, job: EncodeJob) -> None:
         waited = time.time() - job.published > CHECK_SECONDS
         if waited and not await self._is_wanted(job):
             raise ReceiverGoneError("the feature is no longer needed")

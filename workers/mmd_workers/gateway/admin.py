@@ -24,6 +24,8 @@ from mmd_workers.observe.server import scraped
 from mmd_workers.wire.messages import Heartbeat
 
 SHOWN_PODS = 256  # in /debug/state
+DEFAULT_LIMIT = 100  # requests in /debug/requests
+MAX_LIMIT_DIGITS = 9
 
 
 def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
@@ -46,8 +48,9 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         return scraped(gateway.metrics, request)
 
     async def requests(request: Request) -> Response:
-        count = request.query_params.get("limit", "100")
-        kept = gateway.dispatcher.timelines.newest(int(count) if count.isdigit() else 100)
+        limit = request.query_params.get("limit", "")
+        count = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else DEFAULT_LIMIT
+        kept = gateway.dispatcher.timelines.newest(count)
         return JSONResponse({"requests": kept})
 
     async def one_request(request: Request) -> Response:

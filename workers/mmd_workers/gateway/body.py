@@ -29,8 +29,11 @@ MAX_DEPTH = 32
 MAX_MARKS = 65_536
 """Quotes that open a string, brackets that open, commas and colons: at least one for each value and key of the body."""
 MAX_DIGITS = 400  # of a number: reading a long integer takes the square of its length
-MARK_BYTES = 64  # of a parsed value, its text aside
+MARK_BYTES = 112  # of a parsed and validated value, its text aside
 MAX_WIDE_STRING_BYTES = 16 << 20
+MAX_ESCAPED_BYTES = (
+    16 << 20
+)  # of all strings with escapes: the parser takes a second for 200 MiB, and nothing else runs meanwhile
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 128 << 10
 DISCARD_BYTES = 32 << 20
@@ -55,13 +58,14 @@ class LongNumberError(Exception):
 
 
 class JsonScanner:
-    """Measures JSON text chunk by chunk without building a value: depth, `marks` and `wide_bytes`.
+    """Measures JSON text chunk by chunk without building a value: depth, `marks`, `wide_bytes` and `escaped_bytes`.
 
     Costs one step of Python for each mark; everything else (long strings, whitespace, escapes) goes at the speed of a search.
     What it counts holds for every prefix that is valid JSON, which is all that a parser gets to see.
 
     `marks`: quotes that open a string, `[`, `{`, `,` and `:`, an upper bound of the keys and values. `wide_bytes`: length of the
-    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded.
+    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded. `escaped_bytes`: length of
+    the strings with an escape, `\\/` aside, which some encoders write in base64.
     """
 
     def __init__(self, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS) -> None:
@@ -72,10 +76,12 @@ class JsonScanner:
         self._escaped = False  # the first byte of the next chunk belongs to an escape
         self._string_bytes = 0  # of the present string
         self._wide = False  # the present string has a character beyond ASCII
+        self._escapes = False  # the present string has an escape
         self._plain_end = b""  # outside strings: what may be the beginning of a number
         self.marks = 0
         self.wide_bytes = 0
         self.longest_wide = 0
+        self.escaped_bytes = 0
 
     def feed(self, chunk: bytes) -> None:
         """Take the next chunk, of any size.
@@ -85,12 +91,14 @@ class JsonScanner:
         """
         if not chunk:
             return
+        if self._escaped and chunk[:1] != b"/":
+            self._has_escape()
         text, self._escaped = self._without_escapes(chunk)
         plain = chunk.isascii() and b"\\u" not in text and not self._escaped
         at = 0
         while at < len(text):
             if self._in_string:
-                at = self._leave_string(text, at, plain)
+                at = self._leave_string(chunk, text, at, plain)
                 continue
             found = _OUTSIDE.search(text, at)
             end = len(text) if found is None else found.start()
@@ -125,17 +133,26 @@ class JsonScanner:
         if self.marks > self._max_marks:
             raise TooWideError
         if mark == b'"':
-            self._in_string, self._string_bytes, self._wide = True, 0, False
+            self._in_string, self._string_bytes, self._wide, self._escapes = True, 0, False, False
         elif mark in b"[{":
             self._depth += 1
             if self._depth > self._max_depth:
                 raise TooDeepError
 
-    def _leave_string(self, text: bytes, at: int, plain: bool) -> int:
-        """Where the string that contains `at` has ended, or the chunk."""
+    def _has_escape(self) -> None:
+        if self._in_string and not self._escapes:
+            self._escapes = True
+            self.escaped_bytes += self._string_bytes
+
+    def _leave_string(self, chunk: bytes, text: bytes, at: int, plain: bool) -> int:
+        """Where the string that contains `at` has ended, or the chunk; `text` is the chunk without some escapes."""
         end = text.find(b'"', at)
         stop = len(text) if end < 0 else end
         self._string_bytes += stop - at
+        if self._escapes:
+            self.escaped_bytes += stop - at
+        elif chunk.count(b"\\", at, stop) > chunk.count(b"\\/", at, stop) + (end < 0 and self._escaped):
+            self._has_escape()
         if not plain and not self._wide:
             part = text[at:stop]
             self._wide = not part.isascii() or b"\\u" in part or part.endswith(b"\\")
@@ -260,6 +277,11 @@ async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation
         if scanner.longest_wide > MAX_WIDE_STRING_BYTES:
             raise RequestTooLargeError(
                 f"a string with non-ASCII characters is longer than {MAX_WIDE_STRING_BYTES} bytes; send less text, or media as base64"
+            )
+        if scanner.escaped_bytes > MAX_ESCAPED_BYTES:
+            raise RequestTooLargeError(
+                f"the strings with escapes such as \\n are longer than {MAX_ESCAPED_BYTES} bytes together; send less text, or media as base64 "
+                "without line breaks"
             )
         await reservation.resize(2 * size + scanner.parsed_bytes)
         parts.append(part)

@@ -43,7 +43,7 @@ from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.observe.server import MAX_CONNECTIONS, HttpServer, listen_address
+from mmd_workers.observe.server import HttpServer, listen_address, most_connections
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
@@ -144,9 +144,15 @@ class GatewayProcess:
             build_app(gateway),
             address,
             settings.http_port,
-            lambda: max(MAX_CONNECTIONS, 2 * gateway.max_concurrent_requests),
+            lambda: max(most_connections(), 2 * gateway.max_concurrent_requests),
+            lambda: gateway.request_timeout_seconds,
         )
-        self._admin = HttpServer(build_admin_app(gateway, self.heartbeat), address, settings.admin_port)
+        self._admin = HttpServer(
+            build_admin_app(gateway, self.heartbeat),
+            address,
+            settings.admin_port,
+            answer_seconds=lambda: gateway.request_timeout_seconds,
+        )
 
     async def serve(self) -> None:
         """Run until the stop event: then serve on until no new request comes, finish those in flight, and return."""

@@ -202,7 +202,7 @@ class LinkManager:
         self._backend = backend
         self._self = (pod, incarnation)
         self._host = host
-        self._chunk_timeout_seconds = chunk_timeout_seconds
+        self.chunk_timeout_seconds = chunk_timeout_seconds
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_links = max_links
         self._lock = threading.Lock()
@@ -412,8 +412,8 @@ class LinkManager:
         sock = sentinel.meet(store, rank, self._host, host, seconds)
         try:
             if self._backend == "Nccl":
-                return nccl.NcclLink(store, rank, self.device, self._chunk_timeout_seconds, seconds), sock
-            return GlooLink(store, rank, self._host, self._chunk_timeout_seconds, seconds), sock
+                return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds), sock
+            return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds), sock
         except BaseException:
             sock.close()
             raise

@@ -357,7 +357,8 @@ class DecodePool:
         return reply
 
     async def _hand_over(self, slot: _Slot, message: bytes, descriptors: list[int]) -> _Decoder:
-        """Give the job to the slot's process, a new one when it died while idle (which is no medium's fault)."""
+        """Give the job to the slot's process, a new one when it died or hung while idle (which is no medium's fault)."""
+        fault = ""
         for _ in range(2):
             if self._closed:
                 raise OverloadedError(STOPPING)
@@ -368,16 +369,18 @@ class DecodePool:
                 async with asyncio.timeout(START_TIMEOUT_SECONDS):
                     socket.send_fds(decoder.control, [message], descriptors)
                     await decoder.receive()
+            except TimeoutError:
+                slot.discard()
+                fault = f"did not accept a job within {START_TIMEOUT_SECONDS:g} s; check this worker's CPU and memory"
             except (OSError, _ProcessLostError):
                 slot.discard()
-            except (asyncio.CancelledError, TimeoutError):
+                fault = "exit before they accept a job; check this worker's memory limit"
+            except asyncio.CancelledError:
                 slot.discard()
                 raise
             else:
                 return decoder
-        raise OverloadedError(
-            "decode processes exit before they accept a job; check this worker's memory limit"
-        )
+        raise OverloadedError(f"decode processes {fault}")
 
     async def _spawn(self) -> _Decoder:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

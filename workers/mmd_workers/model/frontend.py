@@ -33,7 +33,15 @@ from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
-PROCESSOR_ERRORS = (ValueError, ZeroDivisionError, RuntimeError, IndexError, TypeError)
+PROCESSOR_ERRORS = (
+    ValueError,
+    ZeroDivisionError,
+    RuntimeError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    KeyError,
+)
 
 
 class HfFrontend:

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import ForbiddenError
+from mmd_workers.memory import host_bytes
 from mmd_workers.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,11 @@ STOP_TIMEOUT_SECONDS = 3.0
 HEAD_SECONDS = 30.0  # until a request's head is complete
 WRITE_SECONDS = 30.0  # for a client that does not read; more for what is buffered, at this rate:
 MIN_READ_BYTES_PER_SECOND = 128 << 10
-MAX_CONNECTIONS = 8192  # of one server, some 30 MiB
+ANSWER_SECONDS = 60.0  # for a whole answer; more for its size, at the same rate
+MAX_HEAD_BYTES = 16 << 10  # of a request; a connection may hold one that is not complete
+CONNECTION_BYTES = 40 << 10  # of memory that one connection may hold: such a head, and what surrounds it
+MAX_CONNECTIONS = 8192  # of one server, and no more than fit this share of the memory:
+CONNECTIONS_SHARE = 0.05
 KEEP_ALIVE_SECONDS = 620
 """The side that times out first closes an idle connection, and a request in transit at that moment is lost: so this exceeds
 the idle timeouts of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
@@ -137,15 +143,22 @@ class _Connections:
 class _Connection(H11Protocol):
     """uvicorn's connection, with deadlines for clients that do not finish a request's head or do not read an answer.
 
-    A connection that misses one is aborted: the application sees a disconnect, and frees what it holds.
+    A connection that misses one is aborted: the application sees a disconnect, and frees what it holds. `answer_seconds()`: from a
+    request's head to the end of its answer, what the client may take to read it aside.
     """
 
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
+    _answered: object = None  # the request, uvicorn's cycle, that the next two belong to
+    _answer_due = 0.0
+    _unread_bytes = 0  # that the client let pile up, over all its pauses
 
-    def __init__(self, connections: _Connections, **options: Any) -> None:
+    def __init__(
+        self, connections: _Connections, answer_seconds: Callable[[], float], **options: Any
+    ) -> None:
         super().__init__(**options)
         self._others = connections
+        self._answer_seconds = answer_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is due."""
@@ -156,12 +169,14 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """The next request may come."""
         super().on_response_complete()
+        self._begin_answer()
         if self.cycle is None or self.cycle.response_complete:
             self._others.idle(self)
 
     def data_received(self, data: bytes) -> None:
         """A head that has begun must be complete in time."""
         super().data_received(data)
+        self._begin_answer()
         if self.cycle is not None and not self.cycle.response_complete:
             self._others.busy(self)
             _cancel(self._head)
@@ -169,12 +184,24 @@ class _Connection(H11Protocol):
         elif self._head is None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
 
+    def _begin_answer(self) -> None:
+        if self.cycle is not self._answered:
+            self._answered, self._unread_bytes = self.cycle, 0
+            self._answer_due = time.monotonic() + self._answer_seconds() + WRITE_SECONDS
+
     def pause_writing(self) -> None:
-        """The client has stopped reading, or is slower than the answer comes."""
+        """The client has stopped reading, or is slower than the answer comes.
+
+        Its patience starts anew with each pause, but the whole answer has a deadline too: the longest that it may take to make it, and
+        what it takes to read it at the lowest rate.
+        """
         super().pause_writing()
-        patience = WRITE_SECONDS + self.transport.get_write_buffer_size() / MIN_READ_BYTES_PER_SECOND
+        unread = self.transport.get_write_buffer_size()
+        self._unread_bytes += unread
+        due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND
+        patience = min(WRITE_SECONDS + unread / MIN_READ_BYTES_PER_SECOND, due - time.monotonic())
         _cancel(self._reading)
-        self._reading = self.loop.call_later(patience, self.abort)
+        self._reading = self.loop.call_later(max(0.0, patience), self.abort)
 
     def resume_writing(self) -> None:
         """The client has read what was there."""
@@ -264,6 +291,11 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def most_connections() -> int:
+    """Of one server in the memory of this pod."""
+    return min(MAX_CONNECTIONS, int(CONNECTIONS_SHARE * host_bytes() / CONNECTION_BYTES))
+
+
 def listen_address(pod_ip: str) -> str:
     """On a loopback address no other host is admitted; in a pod, port-forwarding comes over loopback as well."""
     return pod_ip if ipaddress.ip_address(pod_ip).is_loopback else "0.0.0.0"  # noqa: S104
@@ -277,11 +309,13 @@ class HttpServer:
         application: Any,
         host: str,
         port: int,
-        max_connections: Callable[[], int] = lambda: MAX_CONNECTIONS,
+        max_connections: Callable[[], int] = most_connections,
+        answer_seconds: Callable[[], float] = lambda: ANSWER_SECONDS,
     ) -> None:
         self._application = _LoopbackGuard(application) if _is_loopback(host) else application
         self._address = (host, port)
         self._connections = _Connections(max_connections)
+        self._answer_seconds = answer_seconds
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = port
@@ -305,7 +339,8 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=partial(_Connection, self._connections),  # type: ignore[arg-type]
+                http=partial(_Connection, self._connections, self._answer_seconds),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_SECONDS),
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

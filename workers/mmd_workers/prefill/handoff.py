@@ -43,14 +43,12 @@ from mmd_workers.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-OFFER_TIMEOUT_SECONDS = 5.0
+OFFER_SECONDS = 5.0  # without an answer to an offer, it is repeated
 RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while a decode pod has no room, or does not answer
-COMMIT_TIMEOUT_SECONDS = 15.0  # everything has been sent by then
 REPLY_SECONDS = 2.0  # without a reply to a message that may be repeated, it is repeated
-REPEAT_SECONDS = (
-    0.5  # of a chunk's announcement: less than the deadline of a receiver whose acknowledgement was lost
-)
-ANNOUNCE_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
+ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced again; or sooner:
+ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
+LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
 MAX_TRIES = 5  # pairs that may fail during one hand-over
 
@@ -101,6 +99,7 @@ class KvSender:
         self._incarnation = incarnation
         self._engine = engine
         self._links = links
+        self._announce_seconds = min(ANNOUNCE_SECONDS, ANNOUNCE_FRACTION * links.chunk_timeout_seconds)
         self._kv_layout = engine.kv_layout
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
@@ -152,7 +151,7 @@ class KvSender:
                     raise
                 except MmdError as error:
                     reason = error.message
-                    if isinstance(error, DeadlineError):  # it may have been granted
+                    if isinstance(error, (DeadlineError, OverloadedError)):  # it may have been granted
                         self._release(request, pod)
                     continue
                 if grant.granted:
@@ -195,10 +194,25 @@ class KvSender:
             self._linking -= 1
 
     async def _offer(self, request: GenerateRequest, pod: str, incarnation: str) -> KvGrant:
+        """Repeat it while the pod is alive: its engine may be in a long step. A repeated offer gets the grant in progress.
+
+        Raises:
+            DeadlineError: no answer: the pod may have granted the offer.
+            OverloadedError: the pod, or this connection, took no more requests for all that time.
+        """
         tokens = len(request.token_ids) + len(request.output_token_ids)
         more = request.sampling.max_tokens - len(request.output_token_ids)
         name, attempt = request.request_id, request.attempt
-        return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived)
+        end = min(request.deadline, time.time() + LONGEST_STEP_SECONDS)
+        pauses = Backoff(*RETRY_SECONDS)
+        while True:
+            try:
+                return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived)
+            except (DeadlineError, OverloadedError) as error:
+                if time.time() > end or self._incarnations().get(pod) != incarnation:
+                    raise
+                if isinstance(error, OverloadedError):  # answered at once
+                    await asyncio.sleep(pauses.next())
 
     async def _ask(
         self,
@@ -224,7 +238,7 @@ class KvSender:
             failed_epoch=self._links.failed_epoch(pod, incarnation),
         )
         return await self._bus.request(
-            self._bus.subjects.kv_offer(pod), offer, KvGrant, timeout=OFFER_TIMEOUT_SECONDS
+            self._bus.subjects.kv_offer(pod), offer, KvGrant, timeout=OFFER_SECONDS
         )
 
     async def hand_over(
@@ -341,19 +355,21 @@ class KvSender:
         await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
     async def _announce(self, link: PairLink, pod: str, chunk: KvChunk) -> None:
-        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early."""
-        end = time.monotonic() + ANNOUNCE_SECONDS
-        pauses = Backoff(*RETRY_SECONDS)
+        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early.
+
+        Never longer asleep than a fraction of the chunk's deadline.
+        """
+        end = time.monotonic() + LONGEST_STEP_SECONDS
+        subject, seconds = self._bus.subjects.kv_chunk(pod), self._announce_seconds
         while True:
             try:
-                await self._bus.request(
-                    self._bus.subjects.kv_chunk(pod), chunk, Acknowledged, timeout=REPEAT_SECONDS
-                )
+                await self._bus.request(subject, chunk, Acknowledged, timeout=seconds)
                 return
-            except (DeadlineError, PeerLostError, OverloadedError):
+            except (DeadlineError, PeerLostError, OverloadedError) as error:
                 if link.dead or pod not in self._incarnations() or time.monotonic() > end:
                     raise
-            await asyncio.sleep(pauses.next())
+                if not isinstance(error, DeadlineError):  # answered at once
+                    await asyncio.sleep(seconds)
 
     async def _commit(
         self, request: GenerateRequest, reservation: KvReservation, finished: Finished, num_chunks: int
@@ -370,20 +386,23 @@ class KvSender:
             raise OverloadedError(f"decode pod {reservation.pod} did not accept the sequence: {reply.reason}")
 
     async def _until_answered(self, pod: str, commit: KvCommit) -> KvCommitted:
-        """A repeated commit gets the answer of the first, so a lost message costs two seconds and no attempt.
+        """A repeated commit gets the answer of the first, so a lost message costs two seconds and no attempt. The decoder's engine may
+        be in a long step, so only a silent pod ends it early.
 
         Raises:
             DeadlineError, PeerLostError: no answer: it is unknown whether the decoder accepted it.
         """
-        end = time.monotonic() + COMMIT_TIMEOUT_SECONDS
+        end = time.monotonic() + LONGEST_STEP_SECONDS
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
                 return await self._bus.request(
                     self._bus.subjects.kv_commit(pod), commit, KvCommitted, timeout=REPLY_SECONDS
                 )
-            except (DeadlineError, PeerLostError) as error:
+            except (DeadlineError, PeerLostError, OverloadedError) as error:
                 if time.monotonic() > end or pod not in self._incarnations():
+                    if isinstance(error, OverloadedError):  # an earlier try may have been accepted
+                        raise DeadlineError(f"{pod} did not answer the commit: {error.message}") from error
                     raise
                 log.warning("commit of %s on %s failed, retrying: %s", commit.lease_id, pod, error.message)
             await asyncio.sleep(pauses.next())

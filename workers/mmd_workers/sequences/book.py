@@ -41,6 +41,7 @@ REPORT_SECONDS = 1.0  # between two reports to a gateway
 REPORT_TIMEOUT_SECONDS = 2.0
 REPORT_LINES = 4096  # about 300 KB
 KEEP_ENDED_SECONDS = 60.0  # an end unconfirmed for this long is forgotten
+MAX_ENDED = 8192  # unconfirmed ends; of more, the oldest are forgotten
 GATEWAY_GONE_SECONDS = 10.0  # no heartbeat and no reply to reports: its sequences are no longer needed
 
 
@@ -293,7 +294,10 @@ class SequenceBook:
         tracked = self._sequences.pop(sequence, None)
         if tracked is not None:
             tracked.ended = time.monotonic()
+            self._ended.pop(sequence, None)  # so that the order is that of the ends
             self._ended[sequence] = tracked
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
         return tracked
 
     async def _send_tokens(self, gateway: str, items: Sequence[TokenItem]) -> None:

@@ -16,6 +16,8 @@ import uvloop
 
 _log = logging.getLogger(__name__)
 
+RUN_SECONDS = 40.0  # for work on the bulk loop that has no deadline of its own; connecting takes up to 30 s
+
 T = TypeVar("T")
 
 
@@ -55,23 +57,33 @@ class Bulk(Generic[C]):
             raise
         return bulk
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the bulk loop and wait for it here; cancelling this cancels it there."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+    async def run(self, work: Coroutine[Any, Any, T], timeout: float = RUN_SECONDS) -> T:  # noqa: ASYNC109
+        """Run `work` on the bulk loop and wait for it here; cancelling this cancels it there.
+
+        Raises:
+            TimeoutError: it was not done within `timeout` seconds, and is cancelled.
+        """
+        async with asyncio.timeout(timeout):
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call `function` on the bulk loop, soon; from any thread. Nothing happens once closed."""
         if not self._closed:
             self._loop.call_soon_threadsafe(function, *args)
 
-    async def home(self, function: Callable[..., Any], *args: object) -> Any:
-        """From the bulk loop: call `function` (plain or async) on the loop that started this, and wait for its result."""
+    async def home(self, timeout: float, function: Callable[..., Any], *args: object) -> Any:  # noqa: ASYNC109
+        """From the bulk loop: call `function` (plain or async) on the loop that started this, and wait for its result.
+
+        Raises:
+            TimeoutError: there is none within `timeout` seconds, because that loop is busy.
+        """
 
         async def call() -> Any:
             result = function(*args)
             return await result if inspect.isawaitable(result) else result
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
+        async with asyncio.timeout(timeout):
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
         """Drain and close the connection, cancel what still runs, end the thread. Safe to call twice."""

@@ -13,11 +13,12 @@ from nats.aio.subscription import Subscription
 
 
 class NatsClient(Client):  # type: ignore[misc]
-    """`nats.aio.client.Client`, with three of its faults fixed.
+    """`nats.aio.client.Client`, with four of its faults fixed.
 
     It can swallow a cancellation, while it connects or flushes or when a reply comes at the same moment, and its caller would go on
     as if it had not been cancelled: here the cancellation is raised after all. And its flush writes the PING ahead of commands that
-    still wait to be written, so that the PONG does not cover them: here they are written first.
+    still wait to be written, so that the PONG does not cover them: here they are written first. And a request that could not be
+    sent stays in its table of requests for ever: here it is removed.
     """
 
     async def _connect_to_server(self, *args: Any, **options: Any) -> None:
@@ -28,10 +29,14 @@ class NatsClient(Client):  # type: ignore[misc]
         async with cancellable():
             await super()._process_connect_init()
 
-    async def publish(self, *args: Any, **options: Any) -> None:
-        """Send, or be cancelled."""
-        async with cancellable():
-            await super().publish(*args, **options)
+    async def publish(self, subject: str, payload: bytes = b"", reply: str = "", **options: Any) -> None:
+        """Send, or be cancelled. Nobody waits for the reply to what was not sent."""
+        try:
+            async with cancellable():
+                await super().publish(subject, payload, reply, **options)
+        except BaseException:
+            self._resp_map.pop(reply.rpartition(".")[2], None)
+            raise
 
     async def request(self, *args: Any, **options: Any) -> Msg:
         """Send and wait for the reply, or be cancelled."""

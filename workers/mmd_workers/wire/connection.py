@@ -99,7 +99,7 @@ class Connection:
         timeout: float,  # noqa: ASYNC109
         headers: dict[str, str] | None = None,
     ) -> Msg:
-        """Send bytes and wait up to `timeout` seconds for the reply.
+        """Send bytes and wait for the reply, up to `timeout` seconds for both.
 
         Raises:
             PeerLostError: the subject has no subscriber.
@@ -107,7 +107,8 @@ class Connection:
             OverloadedError: disconnected, and the buffer for that case is full.
         """
         try:
-            return await self._client.request(subject, data, timeout=timeout, headers=headers)
+            async with asyncio.timeout(timeout):
+                return await self._client.request(subject, data, timeout=timeout, headers=headers)
         except nats_errors.NoRespondersError as error:
             raise PeerLostError(f"no subscriber on {subject}: the pod is lost or not Ready yet") from error
         except (nats_errors.TimeoutError, TimeoutError) as error:

@@ -107,9 +107,12 @@ class EmbeddingSender:
         )
         abandoned = threading.Event()  # besides cancelling: the client's publish can swallow a cancellation
         try:
-            async with asyncio.timeout(max(0.0, job.deadline - time.time())):
+            left = max(0.0, job.deadline - time.time())
+            async with asyncio.timeout(left):
                 bulk = await self._bus.bulk()  # the first use connects, which waits for an absent server
-                return await bulk.run(self._send(bulk.bus, job.receiver, offer, views, abandoned, spans))
+                return await bulk.run(
+                    self._send(bulk.bus, job.receiver, offer, views, abandoned, spans), timeout=left
+                )
         except TimeoutError as error:
             raise DeadlineError(
                 f"feature {offer.feature_id[:16]} did not reach {job.receiver} before its job's deadline"
@@ -350,7 +353,13 @@ class EmbeddingReceiver:
                 f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._budget}; send fewer "
                 f"frames or pixels, or raise the feature budget of the pool"
             )
-        verdict: OfferDecision = await bulk.home(self._wants, offer.feature_id, offer.total_bytes)
+        verdict: OfferDecision
+        try:
+            verdict = await bulk.home(self._timeout, self._wants, offer.feature_id, offer.total_bytes)
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"{self._pod} was too busy to answer an offer within {self._timeout} s; offer again"
+            ) from error
         if verdict != "send":
             return EmbeddingGrant(
                 offer.transfer_id, verdict, retry_seconds=_RETRY_SECONDS, reason="not wanted here"
@@ -419,10 +428,11 @@ class EmbeddingReceiver:
         if bulk is None:
             return "the receiver is closing"
         try:
-            async with asyncio.timeout(self._timeout):
-                await bulk.home(
-                    self._on_feature, offer.feature_id, offer.tensors, incoming.buffer, dict(offer.timings)
-                )
+            await bulk.home(
+                self._timeout,
+                self._on_feature,
+                *(offer.feature_id, offer.tensors, incoming.buffer, dict(offer.timings)),
+            )
         except TimeoutError:
             return f"the receiver did not store the feature within {self._timeout} s"
         except Exception as error:  # noqa: BLE001 - the sender must be notified

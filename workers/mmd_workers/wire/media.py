@@ -50,7 +50,12 @@ class MediaServer:
     async def _read(self, request: MediaRead) -> Frame:
         if self._bulk is None:
             raise OverloadedError("this media server has not started; retry")
-        data = await self._bulk.home(self._lookup, request.digest)
+        try:
+            data = await self._bulk.home(_SLICE_SECONDS, self._lookup, request.digest)
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"{self._pod} was too busy to look a medium up within {_SLICE_SECONDS} s; read it again"
+            ) from error
         if data is None:
             return Frame(MediaSlice(request.digest, request.offset, -1), b"")
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -69,9 +74,10 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
         DeadlineError: `deadline` passed.
     """
     try:
-        async with asyncio.timeout(max(0.0, deadline - time.time())):
+        left = max(0.0, deadline - time.time())
+        async with asyncio.timeout(left):
             bulk = await bus.bulk()  # the first use connects, which waits for a server that is away
-            data = await bulk.run(_read_all(bulk.bus, gateway, digest, num_bytes))
+            data = await bulk.run(_read_all(bulk.bus, gateway, digest, num_bytes), timeout=left)
             actual = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
     except TimeoutError as error:
         raise DeadlineError(

@@ -82,6 +82,11 @@ class NatsServer:
         """Whether it has ended without `stop` or `kill`."""
         return (process := self._process) is not None and process.poll() is not None
 
+    @property
+    def printed(self) -> list[str]:
+        """The newest lines that it has printed since its last start."""
+        return list(self._lines)
+
     def start(self, timeout_seconds: float = START_SECONDS) -> NatsServer:
         """Start it and wait until it serves. Blocks for a moment; the server ends with the calling thread, so call it on one that lasts.
 
@@ -135,7 +140,7 @@ class NatsServer:
         if not self._settled.wait(timeout_seconds) or not self._serving:
             ended = self.crashed
             self.kill()
-            printed = " | ".join(list(self._lines)[-5:]) or "nothing"
+            printed = " | ".join(self.printed[-5:]) or "nothing"
             how = "ended at once" if ended else f"was not ready within {timeout_seconds:.0f} s"
             raise PeerLostError(f"nats-server {how}; it printed: {printed}")
 

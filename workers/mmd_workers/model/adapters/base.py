@@ -82,11 +82,11 @@ class Adapter:
         return inputs.audio(waveform)
 
     def max_audio_samples(self, processor: Any) -> int:
-        """Samples after which the model's processor cuts a sound off; 0 where it never does."""
+        """Samples after which the model's processor cuts a sound off; 0 where it never does, as a feature extractor without a window."""
         if (seconds := getattr(processor, "max_audio_len", None)) is not None:
             return int(seconds * processor.feature_extractor.sampling_rate)
         truncates = getattr(processor, "audio_kwargs", {}).get("truncation", True)
-        return int(processor.feature_extractor.n_samples) if truncates else 0
+        return int(getattr(processor.feature_extractor, "n_samples", 0)) if truncates else 0
 
     def work(self, processed: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> int:
         """Encoder work of one medium: patches of the vision tower, or mel frames."""

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from mmd_api.resource import load
 from mmd_cli.program import build
 from mmd_operator.simulate.calibration import Calibration
+from mmd_operator.simulate.measured import NotMeasuredError, calibrated, look, seen
 from mmd_operator.simulate.model import Pipeline
-from mmd_operator.simulate.observed import NotObservedError, calibrated, look, seen
 from mmd_operator.simulate.policies import Static
 
 SPEC = Path(__file__).parents[2] / "examples" / "demo.yaml"
@@ -173,7 +173,7 @@ def test_what_requests_under_way_cost_each_other_is_found_and_paid_in_the_model(
     ],
 )
 def test_too_few_observations_are_an_error_with_a_remedy(timelines: list[dict[str, Any]], words: str):
-    with pytest.raises(NotObservedError) as refused:
+    with pytest.raises(NotMeasuredError) as refused:
         calibrated(seen(timelines, STATE), load(str(SPEC)).spec, Calibration.load(None))
     assert words in str(refused.value)
 

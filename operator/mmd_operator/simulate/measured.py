@@ -38,7 +38,7 @@ _LOAD = TypeAdapter(PodLoad)
 _POOL_OF: dict[Role, PoolName] = {"encode": "encoder", "prefill": "prefill", "decode": "decode"}
 
 
-class NotObservedError(ValueError):
+class NotMeasuredError(ValueError):
     """A deployment that cannot be calibrated from; the message says why and what to do."""
 
 
@@ -124,7 +124,7 @@ def look(url: str) -> Seen:
     """Ask a gateway for the requests that it remembers and the loads that its workers report.
 
     Raises:
-        NotObservedError: no gateway answers there, or too few requests were answered.
+        NotMeasuredError: no gateway answers there, or too few requests were answered.
     """
     url = url.rstrip("/")
     requests = f"{url}{paths.GATEWAY_REQUESTS}"
@@ -137,7 +137,7 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
     """From the gateway's `/debug/requests/...` and `/debug/state`. Requests that failed, were placed twice or still run are left out.
 
     Raises:
-        NotObservedError: fewer than `LEAST_REQUESTS` are left.
+        NotMeasuredError: fewer than `LEAST_REQUESTS` are left.
     """
     requests = []
     for timeline in timelines:
@@ -146,11 +146,11 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
         try:
             request = SeenRequest.model_validate(timeline)
         except ValidationError as error:
-            raise NotObservedError(f"the gateway's timelines are of another version: {error}") from error
+            raise NotMeasuredError(f"the gateway's timelines are of another version: {error}") from error
         if request.phase("prefill") is not None:
             requests.append(request)
     if len(requests) < LEAST_REQUESTS:
-        raise NotObservedError(
+        raise NotMeasuredError(
             f"the gateway has {len(requests)} answered requests and at least {LEAST_REQUESTS} are needed; send it load first"
         )
     loads: dict[PoolName, PodLoad] = {}
@@ -206,7 +206,7 @@ def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> 
     free = {id(p) for p in _alone(prefills)}
     text = [r for r in found.requests if not r.media and id(r.phase("prefill")) in free]
     if len(text) < LEAST_REQUESTS // 3:
-        raise NotObservedError(
+        raise NotMeasuredError(
             f"{len(text)} text requests ran alone in prefill and {LEAST_REQUESTS // 3} are needed; send more of them, or send them more slowly"
         )
     rate = base.prefill.tokens_per_second
@@ -300,6 +300,6 @@ def _get(url: str) -> Any:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 - the user's own URL
             return json.load(answer)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
-        raise NotObservedError(
+        raise NotMeasuredError(
             f"no gateway answers at {url} ({error}); give the URL of a gateway's admin port"
         ) from error

@@ -1,0 +1,146 @@
+"""The supervisor of `mmd up` as a kubelet: it restarts what hangs, backs off from what crashes, and gives up what does not stay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from mmd_cli.local import supervisor as module
+from mmd_cli.local.pods import LocalPod, free_port
+from mmd_cli.local.supervisor import NATS, GaveUpError, PodProcess, Supervisor
+from tests.support.waiting import until
+
+WORKER = """
+import sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Probed(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if "{end}":
+            threading.Timer(0.2, lambda: __import__("os")._exit(7)).start()
+    def log_message(self, *_):
+        pass
+
+print("serving", flush=True)
+HTTPServer(("127.0.0.1", {port}), Probed).serve_forever()
+"""
+
+
+def pod(end: str = "") -> LocalPod:
+    port = free_port()
+    command = [sys.executable, "-c", WORKER.format(port=port, end=end)]
+    return LocalPod("encoder-0", "encoder", command, {}, port, grace_seconds=5.0)
+
+
+class Watched:
+    """A supervisor, what it prints, and why it gave up."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.given_up: list[GaveUpError] = []
+        self.supervisor = Supervisor(lambda _, line: self.lines.append(line), self.given_up.append)
+
+    def restarts(self) -> list[str]:
+        return [line for line in self.lines if "restarting in" in line]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "READY_POLL_SECONDS": 0.05,
+        "LIVENESS_PERIOD_SECONDS": 0.2,
+        "LIVENESS_TIMEOUT_SECONDS": 1.0,
+        "BACKOFF_SECONDS": (0.01, 0.05),
+    }.items():
+        monkeypatch.setattr(module, name, value, raising=False)
+
+
+async def running_again(child: PodProcess, restarts: int) -> None:
+    await until(lambda: child.restarts == restarts and child.ready and child.pid is not None)
+
+
+async def test_a_process_that_hangs_is_killed_and_started_again(quick: None) -> None:
+    watched = Watched()
+    child = watched.supervisor.start(pod())
+    try:
+        await running_again(child, 0)
+        hung = child.pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        await running_again(child, 1)
+        assert child.pid != hung
+        (why,) = [line for line in watched.lines if "liveness" in line]
+        assert why.startswith("liveness probe failed 3 times in a row, last with ReadTimeout")
+    finally:
+        watched.supervisor.kill()
+        await watched.supervisor.close()
+
+
+async def test_a_process_that_crashes_soon_after_each_start_is_given_up(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CRASHES", 4, raising=False)
+    watched = Watched()
+    watched.supervisor.start(pod(end="soon"))
+    try:
+        await until(lambda: watched.given_up)
+    finally:
+        await watched.supervisor.close()
+    (error,) = watched.given_up
+    assert (
+        "encoder-0 exited 4 times in a row, each time within 60 s of its start, last with code 7"
+        in error.message
+    )
+    assert [line.split()[-2] for line in watched.restarts()] == ["0.0", "0.0", "0.0"]
+
+
+async def test_a_process_that_stayed_up_between_its_crashes_is_never_given_up(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CRASHES", 3, raising=False)
+    monkeypatch.setattr(module, "STABLE_SECONDS", 0.1, raising=False)
+    watched = Watched()
+    watched.supervisor.start(pod(end="soon"))
+    try:
+        await until(lambda: len(watched.restarts()) == 5)
+        assert watched.given_up == []
+    finally:
+        watched.supervisor.kill()
+        await watched.supervisor.close()
+
+
+class Server:
+    """A nats-server that starts well, and ends at once."""
+
+    crashed = True
+    url = "nats://127.0.0.1:1"
+
+    def __init__(self, spawn: Callable[[], None] = lambda: None) -> None:
+        self.spawn = spawn
+        self.until_ready = lambda: None
+
+
+async def test_a_message_server_that_crashes_soon_after_each_start_is_given_up(quick: None) -> None:
+    watched = Watched()
+    async with asyncio.timeout(30):
+        await watched.supervisor.keep_nats(Server())  # type: ignore[arg-type]
+    (error,) = watched.given_up
+    assert "nats-server exited 10 times in a row, each time within 60 s of its start" in error.message
+
+
+async def test_an_error_of_the_supervision_itself_ends_the_run_and_is_named(quick: None) -> None:
+    def broken() -> None:
+        raise KeyError("port")
+
+    watched = Watched()
+    keeping = watched.supervisor.supervise(NATS, watched.supervisor.keep_nats(Server(broken)))  # type: ignore[arg-type]
+    await asyncio.wait([keeping])
+    await until(lambda: watched.given_up)
+    assert "the supervision of nats-server failed with KeyError: 'port'" in watched.given_up[0].message

@@ -1,0 +1,55 @@
+"""A pod is asked to drain again where the request was removed, at growing intervals while another client keeps removing it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mmd_operator.autoscaling import PoolFacts, ScaleActions
+from mmd_operator.contest import FREE_REPAIRS
+from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.observed import child_of
+from mmd_operator.scaling import Events, PoolScaling
+
+from .bodies import NEW, pod, workload
+
+TICK_SECONDS = 2.0
+DECODE = child_of("StatefulSet", workload("StatefulSet", "decode", NEW, replicas=2))
+
+
+class Cluster:
+    """Counts requests to drain; the annotation of each is gone by the next tick."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ask_to_drain(self, _namespace: str, name: str, *_: object) -> None:
+        self.asked.append(name)
+
+
+async def after(ticks: int, *names: str) -> tuple[list[str], Events]:
+    """Requests and Events when pods should drain in so many ticks."""
+    cluster, events = Cluster(), cast(Events, [])
+    scaling = PoolScaling(cast(Any, cluster), cast(Any, None), OperatorMetrics(), "default")
+    pods = [pod(name=name, ready=True) for name in names]
+    for tick in range(ticks):
+        decision = SimpleNamespace(pool="decode", replicas=1, current=2, at=1000 + tick * TICK_SECONDS)
+        await scaling._carry_out(
+            ScaleActions(drain=names), DECODE, PoolFacts(2), pods, cast(Any, decision), events
+        )
+    return cluster.asked, events
+
+
+async def test_a_request_that_is_removed_again_and_again_is_repeated_at_growing_intervals() -> None:
+    assert (await after(FREE_REPAIRS, "demo-decode-1"))[0] == ["demo-decode-1"] * FREE_REPAIRS
+    asked, events = await after(150, "demo-decode-1")
+    assert FREE_REPAIRS < len(asked) < 12
+    (reason, words), *_ = [event for event in events if event[0] != "Draining"]
+    assert reason == "FieldsContested"
+    assert "another client keeps changing the annotation" in words
+    assert "of pod demo-decode-1" in words
+
+
+async def test_a_contest_about_one_pod_delays_no_request_to_another() -> None:
+    asked, _ = await after(1, "demo-decode-1", "demo-decode-2")
+    assert asked == ["demo-decode-1", "demo-decode-2"]
