@@ -63,9 +63,9 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
     def value(expr: str) -> float:
         return server.value(filled(expr, "default", "observed", "20s"))
 
-    def say(step: str, **values: float) -> None:
-        told = ", ".join(f"{name} {number:.3g}" for name, number in values.items())
-        print(f"{time.time() - begun:6.1f} s  {step}: {told}", flush=True)
+    def report(step: str, **values: float) -> None:
+        figures = ", ".join(f"{name} {number:.3g}" for name, number in values.items())
+        print(f"{time.time() - begun:6.1f} s  {step}: {figures}", flush=True)
 
     def promised() -> dict[str, float]:
         p95 = panel("Time to first token").queries[1].expr
@@ -78,22 +78,22 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
     for thread in threads:
         thread.start()
     time.sleep(40)
-    say("quiet", **promised())
+    report("quiet", **promised())
 
     encoder = deployment.pods("encoder")[0]
     killed = time.time()
     deployment.kill(encoder)
     time.sleep(6)
-    say("encoder killed", ready_encoders=value('max(mmd_gateway_pods{role="encode",state="ready"})'),
+    report("encoder killed", ready_encoders=value('max(mmd_gateway_pods{role="encode",state="ready"})'),
         queue_jobs=value("sum(max by (modality) (mmd_encode_queue_jobs))"), pods_down=value("count(up == 0)"))  # fmt: skip
     deployment.wait_ready(encoder, 120)
-    say(
+    report(
         "encoder is back",
         after=time.time() - killed,
         queue_jobs=value("sum(max by (modality) (mmd_encode_queue_jobs))"),
     )
     time.sleep(15)
-    say("its work is done again", redelivered=value("sum(mmd_encode_redeliveries_total)"), **promised())
+    report("its work is done again", redelivered=value("sum(mmd_encode_redeliveries_total)"), **promised())
 
     with ThreadPoolExecutor(36) as pool:
         story = {"max_tokens": 700, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
@@ -103,27 +103,27 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
             highest = max(highest, value(f"max({KV_USED})"))
             refused = max(refused, value('sum(mmd_kv_leases_total{outcome="refused"})'))
             time.sleep(1)
-    say("KV was full", highest_share=highest, leases_refused=refused, preempted=value("sum(mmd_preemptions_total)"),
+    report("KV was full", highest_share=highest, leases_refused=refused, preempted=value("sum(mmd_preemptions_total)"),
         stories_failed=sum(job.exception() is not None for job in long))  # fmt: skip
     time.sleep(15)
 
     with deployment.without_nats():
         cut = time.time()
         time.sleep(8)
-        say("NATS gone", pods_without_connection=value(panel("Pods without a connection").queries[0].expr))
+        report("NATS gone", pods_without_connection=value(panel("Pods without a connection").queries[0].expr))
     until(
         lambda: value("sum(mmd_nats_connected) == count(mmd_nats_connected)") > 0,
         60,
         "everybody is connected",
     )
-    say("NATS back", after=time.time() - cut, reconnects=value("sum(mmd_nats_reconnects_total)"))
+    report("NATS back", after=time.time() - cut, reconnects=value("sum(mmd_nats_reconnects_total)"))
     time.sleep(30)
     over.set()
     for thread in threads:
         thread.join(130)
     server.until_scraped(len(deployment.local.pods))
     lost = 'sum(mmd_requests_total{code=~"internal|peer_lost|link_failed|lease_ended|feature_lost|drained"})'
-    say("in the end", ok=value('sum(mmd_requests_total{code="ok"})'), lost=value(lost), placed_again=value("sum(mmd_retries_total)"),
+    report("in the end", ok=value('sum(mmd_requests_total{code="ok"})'), lost=value(lost), placed_again=value("sum(mmd_retries_total)"),
         moved_with_tokens=value("sum(mmd_migrations_total)"), client_errors=len(failed))  # fmt: skip
     for error in failed[:5]:
         print("   client saw:", error)

@@ -226,7 +226,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 await quiet.turn(url, texts(options, seed, seed, words))
                 await stormy.turn(url, texts(options, seed, seed + 300, words) + storm.turn(seed + 500))
                 await control.turn(url, texts(options, seed, seed + 600, words) + storm.as_texts(seed + 500))
-    return {f"{layout}, {length} texts": told(*stretches) for (layout, length), stretches in found.items()}
+    return {
+        f"{layout}, {length} texts": compared(*stretches) for (layout, length), stretches in found.items()
+    }
 
 
 def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> list[Ask]:
@@ -235,7 +237,7 @@ def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> l
     return [ask("text", at, 1_000_000 * seed + n, words, TOKENS) for n, at in enumerate(times)]
 
 
-def told(quiet: Stretch, storm: Stretch, control: Stretch) -> dict[str, Any]:
+def compared(quiet: Stretch, storm: Stretch, control: Stretch) -> dict[str, Any]:
     """A layout's stretches, and how the storm's times compare with those of the others."""
 
     stretches = {"quiet": quiet.report(), "storm": storm.report(), "as_texts": control.report()}

@@ -59,7 +59,7 @@ def statuses(namespace: Namespace) -> list[dict[str, Any]]:
 
 def reconciled(namespace: Namespace, count: int, operator: OperatorProcess) -> None:
     if operator.wait(0) is not None:
-        raise RuntimeError(f"the operator ended:\n{operator.said()[-2000:]}")
+        raise RuntimeError(f"the operator ended:\n{operator.log_text()[-2000:]}")
     done = [s for s in statuses(namespace) if s.get("observedGeneration", 0) >= 1 and s.get("conditions")]
     assert len(done) == count
     sets = namespace.apps.list_namespaced_stateful_set(namespace.name).items
@@ -119,7 +119,7 @@ def measure(
 
 
 def leads(operator: OperatorProcess) -> None:
-    assert " leads" in operator.said()
+    assert " leads" in operator.log_text()
 
 
 def sized(namespace: Namespace, replicas: int) -> None:

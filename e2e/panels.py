@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from e2e.shell import FailedError, beside, shown
+from e2e.shell import FailedError, in_background, shown
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.queries import filled
 
@@ -54,11 +54,11 @@ class Panels:
     @contextmanager
     def looking(self, folder: Path) -> Iterator[None]:
         """Scrape and query until the block ends."""
-        from tests.support.prometheus_server import Prometheus, documented_job, hurried, tell
+        from tests.support.prometheus_server import Prometheus, documented_job, hurried, write_targets
 
         began = time.time()
         found = folder / "pods.json"
-        tell(found, [])
+        write_targets(found, [])
         with self._proxy() as port:
             config = {
                 "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
@@ -67,16 +67,18 @@ class Panels:
             }
             with Prometheus(folder, yaml.safe_dump(config, sort_keys=False)) as prometheus:
                 api = f"http://127.0.0.1:{port}"
-                with beside("panels", lambda: self._look(prometheus.answers, found, api), SCRAPE_SECONDS):
+                with in_background(
+                    "panels", lambda: self._look(prometheus.answers, found, api), SCRAPE_SECONDS
+                ):
                     yield
                 for alert in prometheus.all_firing(since=began):
                     self.fired[alert["alertname"]] += 1
 
     def _look(self, answers: Callable[[str], bool], found: Path, api: str) -> None:
-        from tests.support.prometheus_server import tell
+        from tests.support.prometheus_server import write_targets
 
         with suppress(httpx.HTTPError):
-            tell(found, httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"])
+            write_targets(found, httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"])
             self.silent -= {query for query in self.silent if answers(query[1])}
             self.troubles -= {query for query in self.troubles if answers(query[1])}
 

@@ -394,10 +394,10 @@ def main() -> int:
         console.print(f"make e2e cannot run here: {error}", markup=False)
         return 1
     story = Story(cluster, images, options.registry, Steps())
-    return remove(story) if options.stop else tell(story, options)
+    return remove(story) if options.stop else execute(story, options)
 
 
-def tell(story: Story, options: argparse.Namespace) -> int:
+def execute(story: Story, options: argparse.Namespace) -> int:
     """The whole run; 0 when every step went well. Whatever happens, the cluster is removed, unless it is to be kept."""
     failure: BaseException | None = None
     try:

@@ -120,7 +120,7 @@ def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: fl
 
 
 @contextmanager
-def beside(name: str, look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
+def in_background(name: str, look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
     """Call `look` repeatedly on a dedicated thread, with pauses, until the block ends."""
     over = threading.Event()
 
@@ -156,10 +156,10 @@ class Processes:
         self._children[name] = child
         (self.ids / f"{name}.pid").write_text(str(child.pid))
 
-    def revive(self, name: str, saying: str) -> None:
+    def revive(self, name: str, last_words: str) -> None:
         """Start a server again that ended with these words, as an init system would."""
         child = self._children[name]
-        if child.poll() is not None and saying in tail(
+        if child.poll() is not None and last_words in tail(
             (self.logs / f"{name}.log").read_text(errors="replace")
         ):
             self.start(name, *child.args)

@@ -23,7 +23,7 @@ from bench import report
 from e2e import storm_client
 from e2e.faults import Faults, Kill, Victim
 from e2e.judge import PACED, in_flight, judge, parse
-from e2e.shell import FailedError, beside, until
+from e2e.shell import FailedError, in_background, until
 from e2e.steps import console
 from mmd_cli.samples import draw
 
@@ -150,7 +150,7 @@ class Storm:
         until("encoders have gone to zero", 180, lambda: self.watch.look()["encoder"] == [0, 0])
         client = threading.Thread(target=self._ask, name="client", daemon=True)
         self.watch.note("the client begins: text alone")
-        with beside("watch", self.watch.look_again, 2.0):
+        with in_background("watch", self.watch.look_again, 2.0):
             client.start()
             self._disturb(client)
             client.join(DEADLINE_SECONDS)

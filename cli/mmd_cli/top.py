@@ -143,7 +143,7 @@ def _pod(pod: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shown(name: str, seen: Mapping[str, Any]) -> RenderableType:
+def rendered(name: str, seen: Mapping[str, Any]) -> RenderableType:
     """The screen."""
     requests, held = seen["requests"], {role: n for role, n in seen["held"].items() if n}
     head = Text.assemble(

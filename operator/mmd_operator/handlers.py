@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import kopf
 
-from mmd_operator.ask import Asker
 from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Cluster, RefusedError, Resource
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
+from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.sweep import Indexed, Sweep
@@ -36,7 +36,7 @@ class Loops:
 
     def __init__(self, cluster: Cluster, namespaces: tuple[str, ...], metrics: OperatorMetrics) -> None:
         self._cluster, self._metrics = cluster, metrics
-        self._asker = Asker()
+        self._report_fetcher = ReportFetcher()
         self._events = EventRecorder(cluster, metrics)
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
         self._children: Mapping[Key, Iterable[Any]] = {}
@@ -126,7 +126,9 @@ class Loops:
             seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
             return Observed({c.key: c for c in found}, tuple(seen))
 
-        reconciler = Reconciler(self._cluster, self._asker, self._events, self._metrics, *key, observe, body)
+        reconciler = Reconciler(
+            self._cluster, self._report_fetcher, self._events, self._metrics, *key, observe, body
+        )
         self._running[key] = (reconciler, _begun(reconciler.run(), f"deployment {key}"))
 
     def wake(self, key: Key) -> None:
@@ -165,7 +167,7 @@ class Loops:
         for helper in self._helpers:
             helper.cancel()
         await asyncio.gather(*self._helpers, return_exceptions=True)
-        await self._asker.close()
+        await self._report_fetcher.close()
 
 
 def _begun(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

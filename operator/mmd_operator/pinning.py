@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from mmd_api.contract import paths
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.status import PinnedRevision
-from mmd_operator.ask import Asker, NoAnswerError
 from mmd_operator.autoscaling import MAX_REPORT_BYTES, ReportError, worker_report
 from mmd_operator.observed import Observed, PodView
+from mmd_operator.pod_client import NoAnswerError, ReportFetcher
 from mmd_operator.problems import Problem
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ MAX_PINNED = 8
 class Pins:
     """The pinned revisions of one deployment."""
 
-    def __init__(self, asker: Asker) -> None:
-        self._asker = asker
+    def __init__(self, report_fetcher: ReportFetcher) -> None:
+        self._report_fetcher = report_fetcher
         self._pinned: dict[str, PinnedRevision] = {}
 
     def remember(self, status: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Pins:
         ready = [p for p in _workers(observed, revision) if p.ready and not p.deleting and p.address]
         for pod in sorted(ready, key=lambda p: (p.created_at, p.name))[:1]:
             try:
-                answer = await self._asker.get(
+                answer = await self._report_fetcher.get(
                     pod.address or "", pod.report_port, paths.WORKER_STATE, MAX_REPORT_BYTES
                 )
                 report = worker_report(answer, pod.name, revision)

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 
-from mmd_operator.ask import Asker
 from mmd_operator.cluster import BusyError, Cluster, RefusedError
 from mmd_operator.conditions import ConditionState
 from mmd_operator.context import PassContext
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import Body, Observed
+from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.problems import refusal
 from mmd_operator.reconcile_pass import ReconcilePass
 from mmd_operator.scaling import TICK_SECONDS
@@ -43,7 +43,7 @@ class Reconciler:
     def __init__(
         self,
         cluster: Cluster,
-        asker: Asker,
+        report_fetcher: ReportFetcher,
         events: EventRecorder,
         metrics: OperatorMetrics,
         namespace: str,
@@ -52,7 +52,7 @@ class Reconciler:
         body: Body,
     ) -> None:
         self._context = PassContext(cluster, events, metrics, namespace, name)
-        self._asker, self._observe = asker, observe
+        self._report_fetcher, self._observe = report_fetcher, observe
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self._events, self._metrics = events, metrics
         self.wake = asyncio.Event()
@@ -60,7 +60,7 @@ class Reconciler:
         self.last_pass = time.monotonic()
         self._failures = 0
         self._failing_since: datetime | None = None
-        self._pass = ReconcilePass(self._context, asker, observe)
+        self._pass = ReconcilePass(self._context, report_fetcher, observe)
 
     def show(self, body: Body | None) -> None:
         """The deployment now, or None if it was deleted."""
@@ -208,13 +208,13 @@ class Reconciler:
         low, high = BACKOFF_SECONDS
         grown = min(high, low * 2.0 ** min(self._failures, 20)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         self._failures += 1
-        asked = error.retry_seconds if isinstance(error, BusyError) else None
-        return max(grown, min(asked or 0.0, high))
+        retry_after = error.retry_seconds if isinstance(error, BusyError) else None
+        return max(grown, min(retry_after or 0.0, high))
 
     async def _one_pass(self, body: Body) -> float:
         """A pass over the current deployment; the state of an earlier one of the same name is dropped."""
         if body["metadata"]["uid"] != self._pass.uid:
-            self._pass = ReconcilePass(self._context, self._asker, self._observe, body)
+            self._pass = ReconcilePass(self._context, self._report_fetcher, self._observe, body)
         return await self._pass.run(body, failing=bool(self._failures))
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
-from mmd_operator.ask import Asker
 from mmd_operator.conditions import Facts
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
@@ -19,6 +18,7 @@ from mmd_operator.finalizer import FINALIZER, Finalizer
 from mmd_operator.observed import Body, Observed
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
+from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.pool_sizes import pools_in
 from mmd_operator.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
 from mmd_operator.reading import Reading, read
@@ -36,18 +36,18 @@ class ReconcilePass:
     def __init__(
         self,
         context: PassContext,
-        asker: Asker,
+        report_fetcher: ReportFetcher,
         observe: Callable[[], Observed],
         body: Body | None = None,
     ) -> None:
         self.uid = body["metadata"]["uid"] if body is not None else ""
         self.not_scaled: Problem | None = None
-        self.scaling = PoolScaling(context.cluster, asker, context.metrics, context.namespace)
+        self.scaling = PoolScaling(context.cluster, report_fetcher, context.metrics, context.namespace)
         self.status = StatusWriter(context)
         self._context = context
         self._observe = observe
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
-        self._pins = Pins(asker)
+        self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
         self._finalizer = Finalizer(context)
         self._execution = Execution(context, self.uid)

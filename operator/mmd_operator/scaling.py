@@ -18,7 +18,6 @@ from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
 from mmd_api.status import PoolThroughput, ScalingDecision
-from mmd_operator.ask import Asker, NoAnswerError
 from mmd_operator.autoscaling import (
     MAX_REPORT_BYTES,
     Decision,
@@ -37,6 +36,7 @@ from mmd_operator.conditions import Scaling
 from mmd_operator.contest import Contests
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PodView
+from mmd_operator.pod_client import NoAnswerError, ReportFetcher
 from mmd_operator.pool_sizes import affordable
 from mmd_operator.problems import contested
 from mmd_operator.replacement import gpus_held, outdated_pods
@@ -94,8 +94,15 @@ class PoolRecord:
 class PoolScaling:
     """Runs the autoscaler's ticks for one deployment."""
 
-    def __init__(self, cluster: Cluster, asker: Asker, metrics: OperatorMetrics, namespace: str) -> None:
-        self._cluster, self._asker, self._metrics, self._namespace = cluster, asker, metrics, namespace
+    def __init__(
+        self, cluster: Cluster, report_fetcher: ReportFetcher, metrics: OperatorMetrics, namespace: str
+    ) -> None:
+        self._cluster, self._report_fetcher, self._metrics, self._namespace = (
+            cluster,
+            report_fetcher,
+            metrics,
+            namespace,
+        )
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
         self._drain_requests = Contests()
@@ -238,13 +245,13 @@ class PoolScaling:
         faults: dict[str, str] = {}
 
         async def worker(pod: PodView) -> None:
-            body = await self._asker.get(
+            body = await self._report_fetcher.get(
                 pod.address or "", pod.report_port, paths.WORKER_STATE, MAX_REPORT_BYTES
             )
             scaler.record_report(pod.name, now, worker_report(body, pod.name, revision))
 
         async def gateway(pod: PodView) -> None:
-            body = await self._asker.get(
+            body = await self._report_fetcher.get(
                 pod.address or "", pod.report_port, paths.GATEWAY_DEMAND, MAX_REPORT_BYTES
             )
             scaler.record_gateway_report(pod.name, now, gateway_report(body, pod.name, revision))

@@ -95,4 +95,4 @@ def _operator_log(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     process = request.node.funcargs.get("operator")
     if isinstance(process, OperatorProcess):
-        sys.stdout.write(process.said()[-4000:])
+        sys.stdout.write(process.log_text()[-4000:])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.support.prometheus_server import documented_job, tell
+from tests.support.prometheus_server import documented_job, write_targets
 from tests.support.standin import Namespace
 
 HOME = "multimodal-system"
@@ -32,9 +32,9 @@ class Discovery:
 
     def __init__(self, namespace: Namespace, file: Path) -> None:
         self._namespace, self.file = namespace, file
-        tell(file, [])
+        write_targets(file, [])
 
     def write(self) -> None:
         core = self._namespace.core
         pods = core.api_client.sanitize_for_serialization(core.list_namespaced_pod(self._namespace.name))
-        tell(self.file, pods["items"])
+        write_targets(self.file, pods["items"])

@@ -211,7 +211,7 @@ def test_a_competing_writer_is_named_and_answered_ever_more_rarely(
     patches = unruly.calls["PATCH", path] - before
     assert patches <= 4 + math.log2(1 + (time.monotonic() - begun) / 5), (patches, stolen)
     namespace.reported("FieldsContested", "rival")
-    assert "rival" in operator.said()
+    assert "rival" in operator.log_text()
 
     def restored() -> None:
         selector = namespace.core.read_namespaced_service("demo-gateway", namespace.name).spec.selector
@@ -252,7 +252,7 @@ def test_a_competing_writer_of_the_status_is_named_and_answered_ever_more_rarely
     patches = unruly.calls["PATCH", path] - before
     assert patches <= 4 + others + math.log2(1 + (time.monotonic() - begun) / 5)
     namespace.reported("FieldsContested", "rival")
-    assert "rival" in operator.said()
+    assert "rival" in operator.log_text()
 
     def restored() -> None:
         assert namespace.get()["status"]["endpoint"] == endpoint
@@ -325,4 +325,4 @@ def test_a_lagging_watch_is_not_taken_for_a_competing_writer(
     assert namespace.condition("Degraded")[0] == "False"
     assert not namespace.events("FieldsContested")
     assert not namespace.events("Repaired")
-    assert "keeps changing" not in operator.said()
+    assert "keeps changing" not in operator.log_text()

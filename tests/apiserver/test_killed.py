@@ -113,7 +113,7 @@ def same(found: Any, expected: Any, where: str) -> None:
 
 
 def acts(operator: OperatorProcess) -> None:
-    assert f"_{operator.process.pid}_" in operator.said()
+    assert f"_{operator.process.pid}_" in operator.log_text()
 
 
 def serving_pools_stand(namespace: Namespace) -> bool:

@@ -44,7 +44,7 @@ def writes(server: UnrulyServer) -> Counter[str]:
 
 
 def leads(process: OperatorProcess) -> None:
-    assert " is the leader" in process.said()
+    assert " is the leader" in process.log_text()
 
 
 def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
@@ -68,8 +68,8 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
     namespace.change({"decode": {"replicas": 1}})
     before = writes(door_of_first)
     first.thaw()
-    assert first.wait(20) == 1, first.said()[-2000:]
-    assert "lost" in first.said()
+    assert first.wait(20) == 1, first.log_text()[-2000:]
+    assert "lost" in first.log_text()
     assert writes(door_of_first) - before == Counter()
     namespace.settled(namespace.is_ready)
 
@@ -84,4 +84,4 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
 
 
 def handed_over(process: OperatorProcess) -> None:
-    assert process.said().count(" is the leader") == 2
+    assert process.log_text().count(" is the leader") == 2

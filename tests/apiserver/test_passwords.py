@@ -64,7 +64,7 @@ def test_no_password_appears_in_the_status_an_event_or_the_operators_log(
     shown = {
         "status": json.dumps(serving.get()["status"]),
         "Events": " ".join(f"{event.reason} {event.message}" for event in events),
-        "log": operator.said(),
+        "log": operator.log_text(),
     }
     assert all(shown.values())
     assert len(made) > len(PASSWORD_KEYS)

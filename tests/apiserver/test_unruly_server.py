@@ -102,7 +102,7 @@ def test_an_api_server_that_restarts_in_the_middle_of_a_rollout_is_waited_for(
 
     def ready() -> None:
         if process.wait(0) is not None:
-            assert "lease multimodal-operator was lost" in process.said()
+            assert "lease multimodal-operator was lost" in process.log_text()
             process.start()
         namespace.is_ready()
 

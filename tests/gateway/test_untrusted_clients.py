@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 
-from mmd_api.contract.errors import InvalidJsonError, InvalidTypeError
+from mmd_api.contract.errors import InvalidJsonError, InvalidTypeError, RequestTooLargeError
 from mmd_api.spec.media import MediaPolicy
 from mmd_cli.samples import draw
 from mmd_workers.gateway import body as body_module
@@ -207,7 +207,7 @@ async def test_strings_with_escapes_are_limited_and_those_with_escaped_slashes_a
     assert await read(json.dumps([base64]).replace("/", "\\/").encode()) == [base64]
     for string in ("\n" * (1 << 20), "a" * (1 << 21) + '"', "a" * (1 << 21) + "\\"):
         for body in ([string], [string[::4], string[-(1 << 21) :]]):
-            with pytest.raises(ApiError, match="strings with escapes") as refused:
+            with pytest.raises(RequestTooLargeError, match="strings with escapes") as refused:
                 await read(json.dumps(body).encode())
             assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 

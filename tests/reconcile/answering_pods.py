@@ -10,10 +10,10 @@ from typing import Any
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.ask import Asker
 from mmd_operator.conditions import Facts, status_of
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
+from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling import PoolScaling
 
 from .bodies import NEW, pod
@@ -21,7 +21,7 @@ from .bodies import NEW, pod
 NOW = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
-class Words(Asker):
+class Words(ReportFetcher):
     """Pods that answer what a test says, by their address."""
 
     def __init__(self, **loads: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_a_restarted_operator_uses_it_until_a_fresh_load_arrives():
     assert status(anew)["pools"]["encoder"]["throughput"]["videoMilli"] == 350_000
 
     unknown = scaling(Words())
-    unknown._asker.queued = 700.0  # type: ignore[attr-defined]
+    unknown._report_fetcher.queued = 700.0  # type: ignore[attr-defined]
     tick(unknown, 10, deployment)
     assert "no throughput measured for video" in unknown.decisions["encoder"].missing
 

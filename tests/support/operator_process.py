@@ -110,7 +110,7 @@ class OperatorProcess:
             raise TimeoutError("the operator did not end within 20 s of SIGTERM")
         return code
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text()
 
     def stacks(self) -> str:
@@ -118,7 +118,7 @@ class OperatorProcess:
         if self.process.exitcode is None:
             self._signal(signal.SIGUSR1)
             self.process.join(1)
-        return f"exit code {self.process.exitcode}\n{self.said()[-4000:]}"
+        return f"exit code {self.process.exitcode}\n{self.log_text()[-4000:]}"
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None

@@ -51,7 +51,7 @@ def discovered(pods: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [group for pod in pods if pod["status"].get("podIP") for group in _groups(pod)]
 
 
-def tell(file: Path, pods: Iterable[Mapping[str, Any]]) -> None:
+def write_targets(file: Path, pods: Iterable[Mapping[str, Any]]) -> None:
     """Put the targets of these pods into a file that Prometheus watches, all at once."""
     after = json.dumps(discovered(pods))
     if not file.exists() or after != file.read_text():

@@ -110,10 +110,10 @@ class Worker:
                 await heartbeats.announce()
                 roles, seconds = "+".join(pod.roles), time.monotonic() - self._begun
                 log.info("ready as %s after %.1f s (%s)", roles, seconds, pod.startup)
-            asked = pod.tasks.spawn(self._drain_requested(), "drain-requested")
+            drain_request = pod.tasks.spawn(self._drain_requested(), "drain-requested")
             stopped = asyncio.create_task(self.stopping.wait(), name="stopping")
-            await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            asked.cancel()
+            await asyncio.wait({drain_request, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            drain_request.cancel()
             if pod.tasks.failure is None:
                 self.state = "draining"
                 await heartbeats.announce()

@@ -34,14 +34,14 @@ def top(
         if as_json:
             sys.stdout.write(json.dumps(seen, indent=1) + "\n")
         elif once or not console.is_terminal:
-            console.print(view.shown(title, seen))
+            console.print(view.rendered(title, seen))
         else:
-            with Live(view.shown(title, seen), console=console, screen=True, auto_refresh=False) as live:
+            with Live(view.rendered(title, seen), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(seconds)
                     before, now = now, view.look(gateway)
                     live.update(
-                        view.shown(title, view.facts(now, before, state.decisions_of(url, name))),
+                        view.rendered(title, view.facts(now, before, state.decisions_of(url, name))),
                         refresh=True,
                     )
     except CommandError as error:

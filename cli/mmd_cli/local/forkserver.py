@@ -135,19 +135,19 @@ class ForkServer:
     async def _listen(self, server: asyncio.subprocess.Process) -> None:
         assert server.stdout is not None
         while line := await server.stdout.readline():
-            said = json.loads(line)
-            begun, ended = self._begun.pop(said["number"], None), self._ended[said["number"]]
-            if "pid" not in said:
-                del self._ended[said["number"]]
+            reply = json.loads(line)
+            begun, ended = self._begun.pop(reply["number"], None), self._ended[reply["number"]]
+            if "pid" not in reply:
+                del self._ended[reply["number"]]
                 if not ended.done():
-                    ended.set_result(said["status"])
+                    ended.set_result(reply["status"])
                 if begun is not None and not begun.done():
-                    begun.set_exception(PeerLostError(f"no process: {said['why']}"))
+                    begun.set_exception(PeerLostError(f"no process: {reply['why']}"))
             elif begun is not None and begun.cancelled():  # no longer awaited
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(said["pid"], signal.SIGKILL)
+                    os.killpg(reply["pid"], signal.SIGKILL)
             elif begun is not None:
-                begun.set_result(said["pid"])
+                begun.set_result(reply["pid"])
         status = await server.wait()
         self._orders = None
         for begun in self._begun.values():

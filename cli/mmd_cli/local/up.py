@@ -131,7 +131,7 @@ async def running(
                 nats,
             )
 
-            def tell(decisions: Mapping[PoolName, str]) -> Path:
+            def write_state(decisions: Mapping[PoolName, str]) -> Path:
                 shown = [state.RunningPod(pod.name, pod.component, pod.admin_url) for pod in pods]
                 return state.write(
                     state.Running(
@@ -146,7 +146,7 @@ async def running(
 
             for pod in pods:
                 supervisor.start(pod)
-            note = tell({})  # from now on `mmd status` shows how far each pod is
+            note = write_state({})  # from now on `mmd status` shows how far each pod is
             try:
                 await _until_ready(pods, supervisor, progress, ready_seconds)
                 scaler = LocalScaler(
@@ -159,19 +159,19 @@ async def running(
                     threads,
                     fraction,
                     log_line,
-                    tell,
+                    write_state,
                 )
-                beside = [asyncio.create_task(scaler.run(), name="autoscaler")] if scaler.needed else []
+                background = [asyncio.create_task(scaler.run(), name="autoscaler")] if scaler.needed else []
                 if follow is not None:
                     namespace = deployment.metadata.namespace or NAMESPACE
                     follower = FileFollower(follow, load, deployment, namespace, Path(folder), log_line)
-                    beside.append(asyncio.create_task(follower.run(), name="follow-file"))
+                    background.append(asyncio.create_task(follower.run(), name="follow-file"))
                 try:
                     yield local
                 finally:
-                    for one in beside:
+                    for one in background:
                         one.cancel()
-                    await asyncio.gather(*beside, return_exceptions=True)
+                    await asyncio.gather(*background, return_exceptions=True)
             finally:
                 note.unlink(missing_ok=True)
         except asyncio.CancelledError:

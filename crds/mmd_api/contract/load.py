@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from mmd_api.contract.pools import Modality, Role
 
 WorkerState = Literal["loading", "ready", "draining", "drained"]
-LARGEST_BELIEVABLE = 1e15
+LARGEST_PLAUSIBLE = 1e15
 """A larger amount of work, tokens or blocks is a broken counter."""
 
 
 _Name = Annotated[str, Field(max_length=253)]
-Amount = Annotated[float, Field(ge=0, le=LARGEST_BELIEVABLE, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=LARGEST_PLAUSIBLE, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PodLoad:
         for name in _LOAD_FIELDS:
             value = getattr(self, name)
             for number in value.values() if isinstance(value, Mapping) else (value,):
-                if not believable(number):
+                if not plausible(number):
                     return f"{name} is {number}"
         if self.kv_blocks_free > self.kv_blocks_total:
             return f"kv_blocks_free is {self.kv_blocks_free:g}, more than kv_blocks_total {self.kv_blocks_total:g}"
@@ -61,9 +61,9 @@ class PodLoad:
 _LOAD_FIELDS = tuple(f.name for f in fields(PodLoad))
 
 
-def believable(number: float) -> bool:
+def plausible(number: float) -> bool:
     """Whether an amount can be true; NaN cannot."""
-    return 0 <= number <= LARGEST_BELIEVABLE
+    return 0 <= number <= LARGEST_PLAUSIBLE
 
 
 class _Report(BaseModel):
@@ -97,7 +97,7 @@ class FirstTokens(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     window_seconds: Amount
-    requests: Annotated[int, Field(ge=0, le=LARGEST_BELIEVABLE)]
+    requests: Annotated[int, Field(ge=0, le=LARGEST_PLAUSIBLE)]
     seconds: Amount
 
     @classmethod

@@ -1,6 +1,8 @@
 """How the operator and the workers declare their metrics: one table that Prometheus reads and `docs/metrics.md` is made from.
 
-Independent of metrics. Only processes that serve metrics import it: prometheus-client comes with their extras.
+Independent of the metrics: names are declared in `mmd_workers/observe/metrics.py` and `mmd_operator/metrics.py`. Queries are PromQL, so they
+spell names as text; `tests/observe/test_catalogue.py` fails for one that no process serves. Only processes that serve metrics import
+this module: prometheus-client comes with their extras.
 """
 
 from __future__ import annotations

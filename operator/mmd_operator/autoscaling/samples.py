@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmd_api.contract.load import PodLoad, WorkerState, believable
+from mmd_api.contract.load import PodLoad, WorkerState, plausible
 from mmd_api.contract.pools import Modality
 
 PodState = Literal["unschedulable", "starting"] | WorkerState
@@ -49,7 +49,7 @@ class Demand:
     def fault(self) -> str | None:
         """Why these numbers cannot be true, or None."""
         for number in (*self.encode_work.values(), self.held_requests):
-            if not believable(number):
+            if not plausible(number):
                 return f"queue length {number}"
         return None
 

@@ -28,7 +28,7 @@ QUEUE_SHARE_OF_TTFT = 0.25
 SMALLEST_SLOW_BATCH = 4
 """A decode step with fewer sequences is slow by itself: more pods would not make it faster."""
 ITL_SETTLE_SECONDS = 10.0
-SLOWEST_BELIEVABLE = 1e-3
+SLOWEST_PLAUSIBLE = 1e-3
 """A calibrated throughput below this many units a second has not been measured yet."""
 MOST_REPLICAS = 100_000.0
 LONGEST_BACKLOG_SECONDS = 1e9
@@ -306,7 +306,7 @@ def _throughput(loads: list[PodLoad]) -> dict[str, float]:
     measured: dict[str, list[float]] = {}
     for load in loads:
         for kind, rate in (*load.encode_work_per_second.items(), (TOKENS, load.prefill_tokens_per_second)):
-            if rate >= SLOWEST_BELIEVABLE:
+            if rate >= SLOWEST_PLAUSIBLE:
                 measured.setdefault(kind, []).append(rate)
     return {kind: sum(rates) / len(rates) for kind, rates in measured.items()}
 

@@ -72,7 +72,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
                     "max_concurrent_requests": gateway.max_concurrent_requests,
                 },
                 "num_pods": len(workers),
-                "pods": [_shown(beat) for beat in workers[:SHOWN_PODS]],
+                "pods": [_pod_json(beat) for beat in workers[:SHOWN_PODS]],
             }
         )
 
@@ -106,7 +106,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
     ]
 
 
-def _shown(beat: Heartbeat) -> dict[str, Any]:
+def _pod_json(beat: Heartbeat) -> dict[str, Any]:
     """A heartbeat without its samples of cached contents, which are long and unreadable."""
     return asdict(replace(beat, prefix_blocks=[], features=[]))
 

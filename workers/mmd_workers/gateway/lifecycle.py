@@ -412,8 +412,8 @@ class Dispatcher:
         if now - sequence.looked_at > STALL_SECONDS or not self._bus.is_connected:
             sequence.held_at = now
         sequence.looked_at = now
-        heard = max(moved, sequence.held_at, self._connected_at)
-        if now - heard > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
+        last_report = max(moved, sequence.held_at, self._connected_at)
+        if now - last_report > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
             return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain)
         return None
 

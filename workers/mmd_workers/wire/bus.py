@@ -253,7 +253,7 @@ class Bus(Connection):
         timeout: float,  # noqa: ASYNC109
         headers: dict[str, str] | None = None,
     ) -> bytes:
-        reply = await self.ask(subject, data, timeout, headers)
+        reply = await self.request_raw(subject, data, timeout, headers)
         raise_refusal(reply)
         return bytes(reply.data)
 

@@ -92,7 +92,7 @@ class Connection:
         except nats_errors.Error as error:
             raise PeerLostError(f"cannot publish to {subject}: {type(error).__name__} {error}") from error
 
-    async def ask(
+    async def request_raw(
         self,
         subject: str,
         data: bytes,

@@ -285,9 +285,9 @@ async function ask(event) {
 }
 
 async function refusal(response) {
-  const said = await response.json().catch(() => null);
+  const error = await response.json().catch(() => null);
   const wait = response.headers.get("retry-after");
-  const message = said?.error?.message ?? `The gateway returned status ${response.status}.`;
+  const message = error?.error?.message ?? `The gateway returned status ${response.status}.`;
   return new Error(wait ? `${message} (try again in ${wait} s)` : message);
 }
 
@@ -310,8 +310,8 @@ async function follow(request) {
     if (timeline) showJourney(timeline, request);
     if (request.over) {
       rest -= 1;
-      const told = timeline?.finished > 0;
-      if (told && (timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode"))) return;
+      const finished = timeline?.finished > 0;
+      if (finished && (timeline.status !== 200 || timeline.phases.some((phase) => phase.name === "decode"))) return;
     }
   }
 }

@@ -14,7 +14,7 @@ class NoAnswerError(Exception):
     """The pod did not answer in time, or answered with a status other than 200."""
 
 
-class Asker:
+class ReportFetcher:
     """Connections to pods, shared by all deployments."""
 
     def __init__(self) -> None:
