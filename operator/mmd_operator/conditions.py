@@ -443,7 +443,7 @@ def limit_reached(facts: Facts) -> ConditionState | None:
         "ScalingLimited",
         "True",
         scaling.limit,
-        f"more replicas needed for {', '.join(scaling.limited)}; {_REMEDIES[scaling.limit]}",
+        f"more replicas needed: {', '.join(scaling.limited)}; {_REMEDIES[scaling.limit]}",
     )
 
 

@@ -195,7 +195,7 @@ def test_a_limit_comes_with_its_remedy():
     assert condition("ScalingLimited", facts(scaling=free)).status == "False"
     held = condition("ScalingLimited", facts(scaling=replace(free, limited=("decode",), limit="GpuBudget")))
     assert (held.status, held.reason) == ("True", "GpuBudget")
-    assert held.message == "more replicas needed for decode; raise spec.gpuBudget or reduce other pools"
+    assert held.message == "more replicas needed: decode; raise spec.gpuBudget or reduce other pools"
 
 
 @pytest.mark.parametrize(
