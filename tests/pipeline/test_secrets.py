@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -17,15 +18,18 @@ from typer.testing import CliRunner
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.program import build
-from tests.support.local_deployment import Deployment, until, write
+from mmd_cli.samples import draw
+from tests.support.local_deployment import Deployment, content, until, write
 from tests.support.under_load import frozen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("secrets"), pytest.mark.timeout(600)]
 
+_seeds = itertools.count(70_000)
 HUB_TOKEN = "hf_thisIsTheTokenOfTheHub"
 CPU = {"replicas": 1, "gpus": 0}
 SPEC = {
     "model": {"id": "builtin/demo", "dtype": "Float32"},
+    "encoder": {**CPU, "cacheMebibytes": 16},
     "prefill": {**CPU, "kvCacheMebibytes": 64},
     "decode": {
         **CPU,
@@ -59,6 +63,20 @@ def ask(deployment: Deployment, tokens: int = 8) -> str:
             json={**body, "ignore_eos": True},
             timeout=60,
         )
+        return f"{answer.status_code} {dict(answer.headers)} {answer.text}"
+    return ""
+
+
+def ask_about_an_image(deployment: Deployment) -> str:
+    """As `ask`, with an image that nobody has encoded before."""
+    sample = draw("image", next(_seeds))
+    body = {
+        "model": "builtin/demo",
+        "messages": [{"role": "user", "content": content(sample)}],
+        "max_tokens": 8,
+    }
+    with suppress(httpx.HTTPError):
+        answer = httpx.post(f"{deployment.local.gateway_url}/v1/chat/completions", json=body, timeout=60)
         return f"{answer.status_code} {dict(answer.headers)} {answer.text}"
     return ""
 
@@ -108,8 +126,11 @@ def pages(deployment: Deployment, folder: Path) -> dict[str, str]:
         paths = ["/livez", "/readyz", "/metrics", "/state"]
         if pod.component == "gateway":
             paths += ["/demand", "/debug/state", "/debug/requests?limit=512", "/debug/targets"]
+            for path in ("/", "/v1/models", "/v1/models/builtin/demo", "/ready", "/readyz", "/health"):
+                found[f"clients' {path}"] = httpx.get(pod.http_url + path, timeout=10).text
         for path in paths:
             found[f"{pod.name}{path}"] = httpx.get(pod.admin_url + path, timeout=10).text
+    found["log of nats-server"] = "\n".join(deployment.local.nats.printed)
     newest = json.loads(found[f"{deployment.pods('gateway')[0].name}/debug/requests?limit=512"])["requests"]
     runner = CliRunner()
     for one in newest:
@@ -133,19 +154,25 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
 ) -> None:
     answers: list[str] = []
     with ThreadPoolExecutor(24) as threads:
+        (prefill,), (decode,), (encoder,) = map(deployment.pods, ("prefill", "decode", "encoder"))
+        answers.append(ask_about_an_image(deployment))
+        assert answers[0].startswith("200")
+        with frozen(deployment.pid(encoder)):
+            answers.append(ask_about_an_image(deployment))  # until its deadline
+        deployment.kill(encoder)
         stories = [threads.submit(ask, deployment, 400) for _ in range(24)]  # three times the limit
-        (prefill,), (decode,) = deployment.pods("prefill"), deployment.pods("decode")
         deployment.kill(decode)
         with deployment.without_nats():
             answers += [threads.submit(ask, deployment).result()]
         deployment.kill(prefill)
         with_a_wrong_password(deployment, "gateway")
         answers += [story.result() for story in stories]
-    for pod in (prefill, decode):
+    for pod in (prefill, decode, encoder):
         deployment.wait_ready(pod, 180)
     until(lambda: ask(deployment).startswith("200"), 120, "the deployment serves again")
     with frozen(deployment.pid(prefill)):
         answers.append(ask(deployment))  # until its deadline
+    answers.append(ask_about_an_image(deployment))
     assert any(answer.startswith("429") for answer in answers), "nothing was refused for overload"
     assert any(answer.startswith("50") for answer in answers), "no fault reached a client"
 
@@ -153,6 +180,7 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
     shown |= {f"answer {number}": answer for number, answer in enumerate(answers)}
     shown |= {f"log line {number}": f"{pod} {line}" for number, (pod, line) in enumerate(deployment.lines)}
     assert "lost" in json.dumps(shown), "no timeline reports a lost worker"
+    assert "authentication error" in shown["log of nats-server"].lower(), "nats-server logged no stranger"
     secrets: dict[str, Any] = {
         f"{pod.name} {name}": value
         for pod in deployment.local.pods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -87,6 +88,8 @@ class EncoderService:
         """Work until drained. Jobs already taken are finished."""
         subject = self._bus.subjects.encode_cached(self._bus.client_name)
         await self._bus.serve(subject, EncodeJob, self._take_cached)
+        with contextlib.suppress(PeerLostError):  # it connects at its next use, too
+            await self._bus.bulk()  # so that the first job does not wait for it
         while not self._draining.is_set():
             await self._slots.acquire()
             free = 1
