@@ -126,6 +126,11 @@ def in_flight(lines: Iterable[Line], moments: Sequence[float]) -> list[int]:
     return [sum(began <= moment <= ended for began, ended in spans) for moment in moments]
 
 
+def longest_after(answers: Iterable[Line], moment: float) -> float:
+    """Seconds that the longest of the streams in flight at a moment went on after it; 0 without one."""
+    return max((a["ended"] - moment for a in answers if a["began"] <= moment <= a["ended"]), default=0.0)
+
+
 def _explains(kill: Struck, deletions: Sequence[float], without_gateway: Sequence[Span], end: Line) -> bool:
     """Whether a killed gateway may have broken this connection.
 

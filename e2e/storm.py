@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from bench import report
 from e2e import storm_client
 from e2e.faults import Faults, Kill, Victim
-from e2e.judge import PACED, in_flight, judge, parse
+from e2e.judge import LONG_SECONDS, PACED, in_flight, judge, longest_after, parse
 from e2e.shell import FailedError, in_background, until
 from e2e.steps import console
 from mmd_cli.samples import draw
@@ -142,6 +142,7 @@ class Storm:
         self.faults = Faults(seed, kubectl, kill, [*own, operators], self._roll_out)
         self.watch = Watch(kubectl)
         self.overlapping = 0
+        self._gateways_replaced = 0.0
         self._output: str | FailedError = ""
 
     def run(self) -> dict[str, Any]:
@@ -178,10 +179,13 @@ class Storm:
             self._output = error
 
     def _disturb(self, client: threading.Thread) -> None:
-        """Strike until no fault is left, whatever still recovers; begins when encoders have woken. Then the client may end."""
+        """Replace the gateways, then strike until no fault is left, whatever still recovers; begins when encoders have woken. Then the
+        client may end.
+        """
         until(
             "encoders have woken", 180, lambda: self.watch.look()["encoder"][1] > 0 or not client.is_alive()
         )
+        self._replace_gateways()
         while len(self.faults) and client.is_alive():
             client.join(self.faults.pause_seconds())
             self.watch.look()
@@ -194,6 +198,13 @@ class Storm:
     def _roll_out(self) -> None:
         patch = json.dumps({"spec": {"decode": {"kvBlockTokens": 32}}})
         self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
+
+    def _replace_gateways(self) -> None:
+        """A setting that gateways are made from changes: those that hold streams of minutes must end them before they exit."""
+        patch = json.dumps({"spec": {"gateway": {"resources": {"cpu": "110m"}}}})
+        self._gateways_replaced = time.time()
+        self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
+        self.watch.note("the gateways are replaced")
 
     def _small(self) -> bool:
         sizes = self.watch.look()
@@ -233,6 +244,9 @@ class Storm:
             "wrong": len(verdict.wrong),
             "cut_by_a_killed_gateway_and_right_when_repeated": len(verdict.cut),
             "streams_of_minutes_seconds": verdict.long_streams,
+            "longest_stream_after_gateways_were_replaced_seconds": round(
+                longest_after(asked, self._gateways_replaced), 1
+            ),
             "faults": [
                 {**asdict(struck), "requests_in_flight": flight, "long_streams_in_flight": long}
                 for struck, flight, long in zip(self.faults.struck, flights, long_flights, strict=True)
@@ -286,6 +300,11 @@ def shortcomings(body: dict[str, Any]) -> list[str]:
         found.append("no fault struck while pods recovered from another")
     if len(body["streams_of_minutes_seconds"]) < storm_client.LONG_STREAMS:
         found.append(f"streams longer than two minutes: {body['streams_of_minutes_seconds']}")
+    went_on = body["longest_stream_after_gateways_were_replaced_seconds"]
+    if went_on <= LONG_SECONDS:
+        found.append(
+            f"the longest stream through the replacement of the gateways ended {went_on} s after it began"
+        )
     return found
 
 

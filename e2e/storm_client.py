@@ -40,8 +40,8 @@ ENOUGH = Path("/tmp/enough")
 MOST_TIMES = 5  # the smallest number: more are not asked, whatever does not exist
 MOST_ATTEMPTS = 90  # with the pause between them: longer than kubelet backs off before it restarts a gateway
 RETRY_SECONDS = 1.0
-LONG_TOKENS_PER_SECOND = 28.0
-"""The pace at which long answers are read, so that their streams last more than two minutes however fast the machine is."""
+LONG_TOKENS_PER_SECOND = 20.0
+"""The pace at which long answers are read, so that their streams last more than three minutes however fast the machine is."""
 RECEIVE_BUFFER_BYTES = 4096
 """Of connections whose answers are read at a pace: with the default, a node keeps minutes of a stream whose gateway has died."""
 TIMEOUT_SECONDS = 620.0

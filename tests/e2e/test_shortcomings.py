@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from e2e.judge import longest_after
 from e2e.storm import LARGEST, Watch, shortcomings
 
 FAULT = {"began": 100.0, "component": "gateway", "pod": "g-1", "killed": True, "requests_in_flight": 3}
@@ -23,6 +24,7 @@ LONG = {
 def body(**changes: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"lost": 0, "duplicated": 0, "wrong": 0, "examples": [], "largest": LARGEST}
     facts |= {"seconds_without_gateway": [], "faults_while_recovering": 3}
+    facts |= {"longest_stream_after_gateways_were_replaced_seconds": 165.0}
     return facts | {"faults": [FAULT] * 12, "streams_of_minutes_seconds": [130.0, 140.0]} | changes
 
 
@@ -100,3 +102,11 @@ def test_gateways_and_nats_count_as_recovering() -> None:
     watch = Watch(kubectl=lambda *_: json.dumps({"items": found}))
     assert watch.look()["decode"] == [2, 2]
     assert watch.recovering == ["gateway", "nats"]
+
+
+def test_a_stream_must_go_on_for_minutes_after_its_gateway_was_replaced() -> None:
+    (line,) = shortcomings(body(longest_stream_after_gateways_were_replaced_seconds=119.0))
+    assert "119.0 s" in line
+    answers = [{"began": 0.0, "ended": 195.0}, {"began": 21.0, "ended": 400.0}, {"began": 0.0, "ended": 19.0}]
+    assert longest_after(answers, 20.0) == 175.0
+    assert longest_after(answers, 500.0) == 0.0
