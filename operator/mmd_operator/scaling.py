@@ -195,7 +195,8 @@ class PoolScaling:
         free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
         for name, decision in decided.decisions.items():
             wanted = scaler.actions(now, decision, facts[name])
-            actions = _without_loss(wanted, sets[name], observed, pods[name])
+            deadline = getattr(spec, name).scheduling_deadline_seconds
+            actions = without_loss(wanted, sets[name], observed, pods[name], now, deadline)
             actions, free = growth_within(free, actions, sets[name])
             await self._carry_out(actions, sets[name], facts[name], pods[name], decision, events)
         return events, self.report != before
@@ -408,17 +409,31 @@ def growth_within(free: int | None, actions: ScaleActions, child: Child) -> tupl
     return replace(actions, replicas=replicas if replicas != size else None), free
 
 
-def _without_loss(
-    actions: ScaleActions, child: Child, observed: Observed, pods: list[PodView]
+def without_loss(
+    actions: ScaleActions,
+    child: Child,
+    observed: Observed,
+    pods: list[PodView],
+    now: float,
+    scheduling_deadline_seconds: float,
 ) -> ScaleActions:
-    """No pod leaves while pods of its pool are being replaced, and the last Ready pod never leaves before those that stay."""
+    """No Ready pod leaves while pods of its pool are being replaced, and no surge. The last Ready pod never leaves before those that stay,
+    unless no node takes any of them before its deadline: they may well be waiting for what it holds. `now`: Unix seconds.
+    """
     size = child.workload.replicas if child.workload else 0
     target = size if actions.replicas is None else actions.replicas
-    leaving = {pod.name for pod in pods if _facts(pod).ordinal >= target} | set(actions.drain)
+    beyond = [pod for pod in pods if _facts(pod).ordinal >= target]
+    if outdated_pods(child, observed):
+        surged = child.workload is not None and child.workload.surged
+        if target > size or not (surged or any(pod.ready for pod in beyond)):
+            return replace(actions, drain=())
+        return replace(actions, drain=(), replicas=None, overdue=())
+    leaving = {pod.name for pod in beyond} | set(actions.drain)
+    staying = [pod for pod in pods if pod.name not in leaving]
     leaves_none = any(p.ready for p in pods if p.name in leaving) and not any(
-        p.ready and not p.deleting for p in pods if p.name not in leaving
+        p.ready and not p.deleting for p in staying
     )
-    if outdated_pods(child, observed) or (leaves_none and len(leaving) < len(pods)):
+    if leaves_none and not all(pod.unplaced(now, scheduling_deadline_seconds) for pod in staying):
         return replace(actions, drain=(), replicas=actions.replicas if target > size else None, overdue=())
     return actions
 
