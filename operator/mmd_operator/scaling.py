@@ -6,11 +6,14 @@ The decisions are those of `autoscaling`; this file only brings facts to them an
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from mmd_api.contract import paths
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
@@ -41,6 +44,8 @@ from mmd_operator.pool_sizes import affordable
 from mmd_operator.problems import contested
 from mmd_operator.replacement import gpus_held, outdated_pods
 
+logger = logging.getLogger(__name__)
+
 TICK_SECONDS = 2.0
 THROUGHPUT_STEP = 0.1
 """A measured throughput is written again once it has changed by this share."""
@@ -52,6 +57,7 @@ Events = list[tuple[str, str]]
 Shape = tuple[object, ...]
 """What of a decision is worth a write of the status: its sizes, reason, metric and rules, not its numbers."""
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 
 class Debounced(Generic[T]):
@@ -205,10 +211,9 @@ class PoolScaling:
         """Restore the last decisions and throughputs from the status after a start."""
         for name, record in self._records.items():
             kept = status.get("pools", {}).get(name, {})
-            last, change, rates = (kept.get(key) for key in ("lastDecision", "lastChange", "throughput"))
-            record.last_decision = None if last is None else ScalingDecision.model_validate(last)
-            record.last_change = None if change is None else ScalingDecision.model_validate(change)
-            record.throughput = None if rates is None else PoolThroughput.model_validate(rates)
+            record.last_decision = _restored(ScalingDecision, kept, "lastDecision")
+            record.last_change = _restored(ScalingDecision, kept, "lastChange")
+            record.throughput = _restored(PoolThroughput, kept, "throughput")
         self.report = replace(
             self.report,
             decisions=self._last_decisions(),
@@ -436,6 +441,17 @@ def without_loss(
     if leaves_none and not all(pod.unplaced(now, scheduling_deadline_seconds) for pod in staying):
         return replace(actions, drain=(), replicas=actions.replicas if target > size else None, overdue=())
     return actions
+
+
+def _restored(model: type[M], kept: Body, key: str) -> M | None:
+    """What a pool's status has under a key; None if an operator of another release wrote what this one cannot read."""
+    if (value := kept.get(key)) is None:
+        return None
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        logger.warning("%s in the status of a pool is invalid and is dropped: %s", key, error)
+        return None
 
 
 def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolThroughput | None:

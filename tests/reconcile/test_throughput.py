@@ -76,3 +76,18 @@ def test_a_rate_that_cannot_be_written_is_cut_to_what_can():
     assert PoolThroughput.of({"video": 1e15, "tokens": 1e-5}, datetime.now(UTC)).rates == {
         "video": LARGEST_MILLI / 1000
     }
+
+
+def test_what_an_operator_of_a_newer_release_wrote_is_dropped_and_the_rest_restored():
+    before = scaling(Words(encoder={"encode_work_per_second": {"video": 100.0}}))
+    tick(before, 0, spec())
+    written = status(before)
+    newer = written["pools"]["encoder"]
+    newer["lastDecision"] = {"futureField": 1}
+    newer["lastChange"] = newer["lastDecision"]
+    written["pools"]["prefill"]["throughput"] = {"futureMilli": 1}
+    anew = scaling(Words())
+    anew.remember(written)
+    assert anew.report.throughput.keys() == {"encoder"}
+    assert not anew.report.decisions
+    assert not anew.report.changes
