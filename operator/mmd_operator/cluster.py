@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
 from mmd_operator.resources.naming import Manifest
 
+logger = logging.getLogger(__name__)
+
 REQUEST_SECONDS = 30.0
 PASSES_AT_ONCE = 8
 """Over all deployments: enough to keep the API server busy, few enough to renew the lease while hundreds start at once."""
@@ -36,6 +40,9 @@ MAX_WARNING_PAGES = 20
 """Events expire within hours: an object with more warnings than these pages hold is not expected."""
 MAX_WARNINGS = 20
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_UNDECLARED = re.compile(r"(\.status\.\S+): field not declared in schema")
+_NOT_A_NAME = re.compile(r"\[[^]]*\]")
+"""The key or index of a list's item, in the path of a field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +248,21 @@ class Cluster:
         return next(iter((found or {}).get("items") or []), None)
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
-        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed."""
+        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed, and so are those that
+        the CRD, of another release, does not declare."""
+        try:
+            return await self._apply_status(namespace, name, status)
+        except BusyError as error:  # the API server answers 500
+            undeclared = sorted({_NOT_A_NAME.sub("", path) for path in _UNDECLARED.findall(str(error))})
+            if not undeclared:
+                raise
+            logger.warning("%s/%s: the CRD does not declare %s", namespace, name, ", ".join(undeclared))
+        known: Any = status
+        for path in undeclared:
+            known = _without(known, path.split(".")[2:])
+        return await self._apply_status(namespace, name, known)
+
+    async def _apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         body = {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -367,6 +388,20 @@ def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
     finally:
         metrics.api_calls.labels(verb, result).inc()
         metrics.api_seconds.labels(verb).observe(time.monotonic() - begun)
+
+
+def _without(value: Any, path: Sequence[str]) -> Any:
+    """JSON-like content without the field at a path; in every item of a list."""
+    if isinstance(value, list):
+        return [_without(item, path) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    first, *rest = path
+    return {
+        key: _without(inner, rest) if key == first else inner
+        for key, inner in value.items()
+        if rest or key != first
+    }
 
 
 def _last_seen(event: Manifest) -> float:

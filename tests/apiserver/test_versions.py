@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,38 +12,51 @@ from mmd_api.crd import custom_resource_definition
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
 
-EncoderSchema = dict[str, Any]
+Schema = dict[str, Any]
 FIELD = "cacheMebibytes"
 
 
 @pytest.fixture
-def encoder_schema(api: client.ApiClient) -> Iterator[Callable[[EncoderSchema], None]]:
-    """Puts other properties of `spec.encoder` into the API server; the true ones come back at the end."""
+def definition(api: client.ApiClient) -> Iterator[Callable[[Schema], None]]:
+    """Puts another CRD into the API server; the true one comes back at the end."""
     extensions = client.ApiextensionsV1Api(api)
-    true = custom_resource_definition()
-    name = true["metadata"]["name"]
 
-    def put(properties: EncoderSchema) -> None:
-        changed = copy.deepcopy(true)
-        encoder_of(changed)["properties"] = properties
+    def put(changed: Schema) -> None:
+        name = changed["metadata"]["name"]
         there = extensions.read_custom_resource_definition(name).metadata.resource_version
         changed["metadata"]["resourceVersion"] = there
         extensions.replace_custom_resource_definition(name, changed)
 
     yield put
-    put(true_properties())
+    put(custom_resource_definition())
 
 
-def encoder_of(definition: dict[str, Any]) -> dict[str, Any]:
-    (version,) = definition["spec"]["versions"]
-    found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
-        "encoder"
-    ]
+@pytest.fixture
+def encoder_schema(definition: Callable[[Schema], None]) -> Callable[[Schema], None]:
+    """Puts other properties of `spec.encoder` into the API server."""
+
+    def put(properties: Schema) -> None:
+        changed = custom_resource_definition()
+        encoder_of(changed)["properties"] = properties
+        definition(changed)
+
+    return put
+
+
+def fields_of(changed: Schema, part: str) -> Schema:
+    """The properties of `spec` or `status`."""
+    (version,) = changed["spec"]["versions"]
+    found: Schema = version["schema"]["openAPIV3Schema"]["properties"][part]["properties"]
     return found
 
 
-def true_properties() -> EncoderSchema:
-    found: EncoderSchema = encoder_of(custom_resource_definition())["properties"]
+def encoder_of(changed: Schema) -> Schema:
+    found: Schema = fields_of(changed, "spec")["encoder"]
+    return found
+
+
+def true_properties() -> Schema:
+    found: Schema = encoder_of(custom_resource_definition())["properties"]
     return found
 
 
@@ -55,7 +67,7 @@ def encoder_as_stored(namespace: Namespace) -> dict[str, Any]:
 
 def test_a_field_that_only_a_newer_crd_has_is_named_and_the_rest_works(
     namespace: Namespace,
-    encoder_schema: Callable[[EncoderSchema], None],
+    encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
 ):
     encoder_schema(true_properties() | {"futureKnob": {"type": "integer"}})
@@ -86,7 +98,7 @@ def says_no_problem(namespace: Namespace) -> None:
 
 def test_an_object_from_before_a_field_was_there_works_with_the_fields_default(
     namespace: Namespace,
-    encoder_schema: Callable[[EncoderSchema], None],
+    encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
 ):
     older = true_properties()
@@ -112,7 +124,7 @@ def has_the_default(namespace: Namespace) -> None:
 
 def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_without_it(
     namespace: Namespace,
-    encoder_schema: Callable[[EncoderSchema], None],
+    encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
 ):
     encoder_schema(true_properties() | {"failurePolicy": {"type": "string", "default": "Fail"}})
@@ -132,3 +144,25 @@ def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_withou
     request.getfixturevalue("operator")
     namespace.settled(namespace.is_ready)
     namespace.settled(lambda: says_no_problem(namespace))
+
+
+def test_a_status_is_written_without_the_fields_that_an_older_crd_lacks(
+    namespace: Namespace, definition: Callable[[Schema], None], request: pytest.FixtureRequest
+):
+    older = custom_resource_definition()
+    status = fields_of(older, "status")
+    del status["rollout"]
+    del status["pools"]["properties"]["encoder"]["properties"]["draining"]
+    condition = status["conditions"]["items"]
+    del condition["properties"]["observedGeneration"]
+    condition["required"].remove("observedGeneration")
+    definition(older)
+    namespace.apply(SPEC)
+    request.getfixturevalue("operator")
+    namespace.settled(namespace.is_ready)
+    written = namespace.get()["status"]
+    assert "rollout" not in written
+    assert "draining" not in written["pools"]["encoder"]
+    assert "draining" in written["pools"]["decode"]
+    assert all("observedGeneration" not in condition for condition in written["conditions"])
+    says_no_problem(namespace)
