@@ -217,16 +217,16 @@ class Applier:
         return await self._cluster.apply(_annotated(body, APPLIED_ANNOTATION, found), self._namespace)
 
     async def _with_present_template(self, manifest: Manifest, child: Child) -> Manifest:
-        """The manifest with the pod template that the object has, so that its pods stay as they are; unless it names another image, or
-        another client has changed it since the operator applied it. Releases before 2026-11-23 stored no digest of it;
-        for those, the owners of its fields decide."""
+        """The manifest with the pod template that the object has, so that its pods stay as they are; unless its image has been pinned
+        since, or another client has changed it since the operator applied it. Where an earlier release stored no digest of
+        it, the owners of its fields decide."""
         kind, name = manifest_key(manifest)
         present = await self._cluster.get(kind, self._namespace, name)
         if present is None:
             return manifest
         template = present["spec"]["template"]
-        if _images(template) != _images(manifest["spec"]["template"]):
-            return manifest  # the revision was pinned: pods that start later must not pull what the tag names then
+        if _image_was_pinned(template, manifest["spec"]["template"]):
+            return manifest  # pods that start later must not pull what the tag names then
         applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
         rival = rival_of_template(present["metadata"].get("managedFields", ()))
         if rival is not None if applied is None else applied != digest(template):
@@ -278,8 +278,12 @@ def _only_builder_changed(manifest: Manifest, child: Child) -> bool:
     return bool(child.workload.inputs == inputs)
 
 
-def _images(template: Mapping[str, Any]) -> dict[str, str]:
-    return {container["name"]: container["image"] for container in template["spec"]["containers"]}
+def _image_was_pinned(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a template should name its image by a digest and names it by a tag. Anything else that differs is what the cluster
+    makes of templates: injected containers, a mirror of the registry."""
+    images = {container["name"]: container["image"] for container in present["spec"]["containers"]}
+    own = wanted["spec"]["containers"][0]
+    return "@" in own["image"] and "@" not in images.get(own["name"], "")
 
 
 def _annotated(manifest: Manifest, annotation: str, value: str) -> Manifest:

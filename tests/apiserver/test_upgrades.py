@@ -154,7 +154,7 @@ def test_a_template_without_a_digest_is_not_adopted_from_its_owner(
 
 
 def forget_digest(namespace: Namespace) -> None:
-    """As releases before 2026-11-23 left the gateway's Deployment."""
+    """As earlier releases left the gateway's Deployment."""
     body = {"metadata": {"annotations": {APPLIED_ANNOTATION: None}}}
     namespace.apps.patch_namespaced_deployment(
         "demo-gateway", namespace.name, body, field_manager=FIELD_MANAGER
