@@ -21,6 +21,7 @@ from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
 from mmd_api.status import PoolThroughput, ScalingDecision
+from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.autoscaling import (
     MAX_REPORT_BYTES,
     Decision,
@@ -112,6 +113,7 @@ class PoolScaling:
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
         self._drain_requests = Contests()
+        self._asked_at: dict[str, float] = {}  # Unix seconds at which a pod was asked to drain, by uid
         self._records = {name: PoolRecord() for name in POOL_NAMES}
         self._missing: Debounced[tuple[str, ...]] = Debounced(())
         self._bottleneck: Debounced[PoolName | None] = Debounced(None)
@@ -150,6 +152,8 @@ class PoolScaling:
 
     def watch_drains(self, observed: Observed, now: float) -> None:
         """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        present = {pod.uid for pod in observed.pods}
+        self._asked_at = {uid: at for uid, at in self._asked_at.items() if uid in present}
         for name, record in self._records.items():
             pods = observed.pods_of(name)
             for uid in record.draining.keys() - {pod.uid for pod in pods}:
@@ -299,10 +303,13 @@ class PoolScaling:
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
         for name in actions.drain:
+            if decision.at - self._asked_at.get(uids[name], 0.0) < UNSEEN_SECONDS:
+                continue  # the watch may not show the annotation yet
             if self._drain_requests.pause(uids[name], decision.at) > 0:
                 continue  # another client keeps removing the annotation
             await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
             self._drain_requests.repaired(uids[name], decision.at, None)
+            self._asked_at[uids[name]] = decision.at
             self.counts.drains[pool, "begun"] += 1
             events.append(
                 (
