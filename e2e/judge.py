@@ -134,11 +134,14 @@ def longest_after(answers: Iterable[Line], moment: float) -> float:
 def _explains(kill: Struck, deletions: Sequence[float], without_gateway: Sequence[Span], end: Line) -> bool:
     """Whether a killed gateway may have broken this connection.
 
-    A stream that was in flight breaks when the gateway dies, and its client notices soon; if a gateway was deleted since, that may
-    be the cause, and nothing excuses it. A request that found no gateway is refused until nodes no longer route to the dead one, or
+    A stream that was in flight breaks when its gateway dies, and its client notices soon; if a gateway was deleted since, that may
+    be the cause, and nothing excuses it. A stream of another gateway, which may drain since it was deleted, breaks by none of
+    that. A request that found no gateway is refused until nodes no longer route to the dead one, or
     until one is Ready again if this kill left none.
     """
     if not end["broken"] or end["ended"] + 1 < kill.began:
+        return False
+    if (end["tokens"] or end["gateway"]) and end["gateway"] != kill.pod:
         return False
     routed = kill.ended + RETURN_SECONDS
     if end["tokens"]:

@@ -109,7 +109,7 @@ class Storm:
         """One request; True if its connection broke."""
         kind, number = question["kind"], question["question"]
         began, first, text, tokens, ends = time.time(), 0.0, "", [], 0
-        error, broken = "", False
+        error, broken, gateway = "", False, ""
         try:
             client = self._paced_client if kind == "long" else self._client
             stream = await client.chat.completions.create(
@@ -120,6 +120,7 @@ class Storm:
                 stream=True,
                 extra_body={"ignore_eos": kind in TO_THE_END, "return_token_ids": True},
             )
+            gateway = stream.response.headers.get("x-mmd-gateway", "")
             async for chunk in stream:
                 for choice in chunk.choices:
                     if choice.delta.content:
@@ -144,6 +145,7 @@ class Storm:
             ends=ends,
             error=error,
             broken=broken,
+            gateway=gateway,
         )
         return broken
 

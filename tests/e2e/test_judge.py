@@ -24,12 +24,20 @@ def sent(question: int, attempt: int = 0, at: float = 100.0) -> dict[str, Any]:
 
 def ended(question: int, attempt: int = 0, **changes: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"question": question, "kind": "text", "seed": 1, "attempt": attempt}
-    facts |= {"began": 100.0, "ended": 110.0, "tokens": RIGHT, "ends": 1, "error": "", "broken": False}
+    facts |= {
+        "began": 100.0,
+        "ended": 110.0,
+        "tokens": RIGHT,
+        "ends": 1,
+        "error": "",
+        "broken": False,
+        "gateway": "",
+    }
     return facts | changes
 
 
 def broken(question: int, attempt: int = 0, **changes: Any) -> dict[str, Any]:
-    facts = {"tokens": RIGHT[:2], "ends": 0, "error": "peer closed", "broken": True}
+    facts = {"tokens": RIGHT[:2], "ends": 0, "error": "peer closed", "broken": True, "gateway": "g-1"}
     return ended(question, attempt, **(facts | changes))
 
 
@@ -110,9 +118,19 @@ def test_a_broken_stream_that_no_killed_gateway_explains_is_lost(struck: tuple[S
     assert verdict(sent(0), broken(0), sent(0, 1), ended(0, 1), struck=struck) == {"lost": 1}
 
 
+@pytest.mark.parametrize("tokens", [RIGHT[:2], []], ids=["a stream", "a stream before its first token"])
+@pytest.mark.parametrize("gateway", ["g-2", ""], ids=["another", "unnamed"])
+def test_a_stream_of_a_gateway_that_was_not_killed_is_lost_when_it_breaks(
+    tokens: list[int], gateway: str
+) -> None:
+    lines = (sent(0), broken(0, tokens=tokens, gateway=gateway), sent(0, 1), ended(0, 1))
+    no_answer = not tokens and not gateway
+    assert verdict(*lines, struck=(KILLED,)) == ({"cut": 1} if no_answer else {"lost": 1})
+
+
 def refused(at: float) -> tuple[dict[str, Any], ...]:
     """A question whose connection is refused at a moment, and which is answered when it is sent again."""
-    first = broken(0, began=at, ended=at + 0.1, tokens=[])
+    first = broken(0, began=at, ended=at + 0.1, tokens=[], gateway="")
     return sent(0), first, sent(0, 1, at + 1), ended(0, 1, began=at + 1, ended=at + 9)
 
 

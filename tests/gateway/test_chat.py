@@ -333,6 +333,7 @@ async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Lau
     assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
     request_id = response.headers["x-request-id"]
     assert request_id == response.json()["id"]
+    assert response.headers["x-mmd-gateway"] == "gateway-0"
     timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
     assert {p["name"] for p in timeline["phases"]} >= {"fetch", "layout", "queue", "encode", "prefill"}
     assert timeline["attempts"][0]["prefill_pod"] == "decode-0"

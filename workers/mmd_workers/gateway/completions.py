@@ -48,6 +48,7 @@ class ChatCompletions:
         root = gateway.tracing.begin(headers, timeline.arrived, request_id)
         timeline.trace_id = root.trace_id
         exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier)
+        exchange.notes["x-mmd-gateway"] = gateway.pod
         reservation = gateway.hold.reservation()
         gateway.dispatcher.timelines.open(timeline)
         try:

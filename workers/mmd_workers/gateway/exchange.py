@@ -32,7 +32,7 @@ class Exchange:
     timeline: Timeline
     trace: dict[str, str]
     streaming: bool = False
-    notes: dict[str, str] = field(default_factory=dict)  # response headers about how the request was read
+    notes: dict[str, str] = field(default_factory=dict)  # more response headers
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """A whole JSON response."""

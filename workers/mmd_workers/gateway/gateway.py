@@ -32,6 +32,7 @@ class Gateway:
     answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
 
+    pod: str
     models: tuple[str, ...]
     max_body_bytes: int
     max_concurrent_requests: int

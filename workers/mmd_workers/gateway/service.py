@@ -115,6 +115,7 @@ class GatewayProcess:
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
         max_body_bytes = spec.gateway.max_body_mebibytes << 20
         self._gateway = Gateway(
+            pod=settings.pod,
             models=spec.model.names,
             max_body_bytes=max_body_bytes,
             max_concurrent_requests=spec.gateway.max_concurrent_requests,
