@@ -127,6 +127,11 @@ class PodView:
         """Whether no node has taken it within the deadline. `now`: Unix seconds."""
         return self.unschedulable_since is not None and now - self.unschedulable_since > deadline_seconds
 
+    @property
+    def lacks_gpu(self) -> bool:
+        """Whether a node could take it if it had a GPU to spare."""
+        return self.unschedulable is not None and "nvidia.com/gpu" in self.unschedulable
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:

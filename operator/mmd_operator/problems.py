@@ -87,7 +87,7 @@ def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, st
     if not pod.unplaced(now, deadlines.scheduling_seconds):
         return None
     waited = f"for more than {deadlines.scheduling_seconds:.0f} s: {words}"
-    if "nvidia.com/gpu" in words:
+    if pod.lacks_gpu:
         return (
             "NoGpu",
             f"pod {pod.name} has waited for a GPU {waited}",

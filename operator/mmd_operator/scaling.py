@@ -430,7 +430,7 @@ def without_loss(
     scheduling_deadline_seconds: float,
 ) -> ScaleActions:
     """No Ready pod leaves while pods of its pool are being replaced, and no surge. The last Ready pod never leaves before those that stay,
-    unless no node takes any of them before its deadline: they may well be waiting for what it holds. `now`: Unix seconds.
+    unless all of them have waited for a GPU beyond their deadline: it may be the one that the leaving pod holds. `now`: Unix seconds.
     """
     size = child.workload.replicas if child.workload else 0
     target = size if actions.replicas is None else actions.replicas
@@ -445,7 +445,9 @@ def without_loss(
     leaves_none = any(p.ready for p in pods if p.name in leaving) and not any(
         p.ready and not p.deleting for p in staying
     )
-    if leaves_none and not all(pod.unplaced(now, scheduling_deadline_seconds) for pod in staying):
+    if leaves_none and not all(
+        pod.unplaced(now, scheduling_deadline_seconds) and pod.lacks_gpu for pod in staying
+    ):
         return replace(actions, drain=(), replicas=actions.replicas if target > size else None, overdue=())
     return actions
 

@@ -21,8 +21,10 @@ def one(ordinal: int, inputs: str = "new", **more) -> PodView:
     return pod("decode", NEW, name=f"{SET}-{ordinal}", inputs=inputs, created=CREATED, **more)
 
 
-def unplaced(ordinal: int, inputs: str = "new") -> PodView:
-    return one(ordinal, inputs, scheduling="0/3 nodes: insufficient nvidia.com/gpu")
+def unplaced(
+    ordinal: int, inputs: str = "new", words: str = "0/3 nodes: insufficient nvidia.com/gpu"
+) -> PodView:
+    return one(ordinal, inputs, scheduling=words)
 
 
 def decided(
@@ -68,13 +70,15 @@ def test_a_pool_grows_while_its_pods_are_replaced():
     assert allowed.replicas == 3
 
 
-def test_the_last_ready_pod_leaves_where_no_node_takes_those_that_stay():
+def test_the_last_ready_pod_leaves_where_those_that_stay_wait_for_a_gpu():
     holds = one(1, ready=True)
     drains, empty = ScaleActions(drain=(holds.name,)), ScaleActions(replicas=1)
     for wanted in (drains, empty):
         assert decided(wanted, unplaced(0), holds)[0] == wanted
         assert decided(wanted, unplaced(0), holds, now=LONG_AFTER - 10)[0] == ScaleActions()
         assert decided(wanted, one(0), holds)[0] == ScaleActions(), "it starts"
+        stray = unplaced(0, words="0/3 nodes: 3 node(s) didn't match Pod's node affinity/selector")
+        assert decided(wanted, stray, holds)[0] == ScaleActions(), "its GPU would not help"
 
 
 def test_a_pool_that_shrinks_to_zero_loses_its_last_ready_pod():
