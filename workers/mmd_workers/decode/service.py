@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
 
 import torch
 
@@ -49,12 +48,11 @@ from mmd_workers.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 LEASE_CHECK_SECONDS = 0.5
 MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
 ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
-ANSWER_SECONDS = 1.0  # that an offer or a commit waits for the engine before its sender is asked to repeat it
+ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
 MAX_COMMITS = 8192  # whose answers are remembered
 
 
@@ -195,7 +193,7 @@ class DecodeService(SequenceOwner):
     async def _offered(self, offer: KvOffer) -> KvGrant:
         if not offer.prompt_tokens:
             return await self._linked(offer)
-        return await _soon(self._grant_in_progress(offer), "the offer")
+        return await asyncio.shield(self._grant_in_progress(offer))
 
     def _grant_in_progress(self, offer: KvOffer) -> asyncio.Task[KvGrant]:
         """A repeated offer joins the first while that waits for the engine: replacing it would wait for another step, every time."""
@@ -389,7 +387,10 @@ class DecodeService(SequenceOwner):
             self._commits[commit.lease_id] = answer
             if len(self._commits) > MAX_COMMITS:
                 self._commits.popitem(last=False)
-        return await _soon(answer, "the commit")
+        done, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
+        if not done:  # each repetition would hold one of the bus's handlers for all of a long step
+            raise OverloadedError("the engine is in a long step; the commit is in progress, repeat it")
+        return await asyncio.shield(answer)
 
     async def _commit(self, commit: KvCommit) -> KvCommitted:
         inbound = self._inbound.get(commit.lease_id)
@@ -441,15 +442,3 @@ class DecodeService(SequenceOwner):
             inbound.held.close()
             inbound.progress.set()
             await self._engine.abort(inbound.sequence)
-
-
-async def _soon(work: asyncio.Task[T], what: str) -> T:
-    """Wait a while for work that goes on. Each repetition that waited for all of a long engine step would hold one of the bus's handlers.
-
-    Raises:
-        OverloadedError: it is not done yet; a repetition joins it.
-    """
-    done, _ = await asyncio.wait({work}, timeout=ANSWER_SECONDS)
-    if not done:
-        raise OverloadedError(f"the engine is in a long step; {what} is in progress, repeat it")
-    return await asyncio.shield(work)
