@@ -16,12 +16,13 @@ from mmd_cli.local.supervisor import NATS, GaveUpError, PodProcess, Supervisor
 from tests.support.waiting import until
 
 WORKER = """
-import sys, threading
+import sys, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Probed(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        failing = "{unready}" if self.path == "/readyz" else "{stalled}"
+        self.send_response(503 if failing else 200)
         self.end_headers()
         if "{end}":
             threading.Timer(0.2, lambda: __import__("os")._exit(7)).start()
@@ -29,13 +30,15 @@ class Probed(BaseHTTPRequestHandler):
         pass
 
 print("serving", flush=True)
+time.sleep({load_seconds})
 HTTPServer(("127.0.0.1", {port}), Probed).serve_forever()
 """
 
 
-def pod(end: str = "") -> LocalPod:
+def pod(end: str = "", stalled: str = "", unready: str = "", load_seconds: float = 0.0) -> LocalPod:
     port = free_port()
-    command = [sys.executable, "-c", WORKER.format(port=port, end=end)]
+    facts = {"port": port, "end": end, "stalled": stalled, "unready": unready, "load_seconds": load_seconds}
+    command = [sys.executable, "-c", WORKER.format(**facts)]
     return LocalPod("encoder-0", "encoder", command, {}, port, grace_seconds=5.0)
 
 
@@ -95,10 +98,53 @@ async def test_a_process_that_crashes_soon_after_each_start_is_given_up(
         await watched.supervisor.close()
     (error,) = watched.given_up
     assert (
-        "encoder-0 exited 4 times in a row, each time within 60 s of its start, last with code 7"
+        "encoder-0 exited 4 times in a row, each time before it had been Ready for 60 s, last with code 7"
         in error.message
     )
     assert [line.split()[-2] for line in watched.restarts()] == ["0.0", "0.0", "0.0"]
+
+
+async def test_a_process_that_answers_that_it_makes_no_progress_gets_more_time(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALLED_FAILURES", 8)
+    watched = Watched()
+    child = watched.supervisor.start(pod(stalled="yes"))
+    try:
+        await running_again(child, 1)
+        (why,) = [line for line in watched.lines if "liveness" in line]
+        assert why.startswith("liveness probe failed 8 times in a row, last with status 503")
+    finally:
+        watched.supervisor.kill()
+        await watched.supervisor.close()
+
+
+async def test_a_process_that_never_becomes_ready_is_killed(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.3)
+    watched = Watched()
+    watched.supervisor.start(pod(unready="yes"))
+    try:
+        await until(lambda: watched.given_up)
+    finally:
+        await watched.supervisor.close()
+    assert "encoder-0 exited 5 times in a row before it became Ready" in watched.given_up[0].message
+    assert any("not Ready within 0 s of its start; killing" in line for line in watched.lines)
+
+
+async def test_loading_for_long_does_not_make_a_crash_a_stable_run(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CRASHES", 3)
+    monkeypatch.setattr(module, "STABLE_SECONDS", 2.0)
+    watched = Watched()
+    watched.supervisor.start(pod(end="soon", load_seconds=2.5))
+    try:
+        await until(lambda: watched.given_up)
+    finally:
+        await watched.supervisor.close()
+    assert "encoder-0 exited 3 times in a row" in watched.given_up[0].message
 
 
 async def test_a_process_that_stayed_up_between_its_crashes_is_never_given_up(

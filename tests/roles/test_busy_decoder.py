@@ -62,7 +62,11 @@ class BusyEngine:
 
 @asynccontextmanager
 async def pair(
-    connect: Connect, engine: BusyEngine, chunk_seconds: float = CHUNK_SECONDS, max_links: int = 64
+    connect: Connect,
+    engine: BusyEngine,
+    chunk_seconds: float = CHUNK_SECONDS,
+    max_links: int = 64,
+    others: dict[str, str] | None = None,
 ) -> AsyncIterator[tuple[KvSender, list[LinkManager]]]:
     """The sender of prefill-0, the only peer of decode-0, which has this engine; and the links of both."""
     decode, prefill = await connect("decode-0"), await connect("prefill-0")
@@ -76,7 +80,16 @@ async def pair(
     await decode.flush()
     reader = cast(Any, BusyEngine(0.0))
     sender = KvSender(
-        *(prefill, "prefill-0", "i1", reader, links[1], 60.0, lambda: {"decode-0": "i1"}, Metrics())
+        *(
+            prefill,
+            "prefill-0",
+            "i1",
+            reader,
+            links[1],
+            60.0,
+            lambda: {"decode-0": "i1", **(others or {})},
+            Metrics(),
+        )
     )
     try:
         yield sender, links
@@ -121,6 +134,25 @@ async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reser
         assert reservation.grant.granted
         assert engine.log == ["reserve"]
         await reservation.link
+
+
+async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has_room(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "OFFER_SECONDS", 0.3)
+    engine, idle = BusyEngine(30.0), BusyEngine(0.0)
+    async with pair(connect, engine, others={"decode-1": "i1"}) as (sender, _):
+        bus = await connect("decode-1")
+        links = LinkManager("Gloo", "decode-1", "i1", "127.0.0.1", CPU, CHUNK_SECONDS)
+        book = SequenceBook(bus, "decode-1", Metrics(), Tracing("test", "test", "test", None))
+        parts: tuple[Any, ...] = (bus, "decode-1", idle, links, book, Metrics())
+        await cast(Any, DecodeService)(*parts).start()
+        await bus.flush()
+        async with asyncio.timeout(10):
+            reservation = await sender.reserve(request())
+        assert (reservation.pod, engine.log, idle.log) == ("decode-1", [], ["reserve"])
+        await reservation.link
+        links.close()
 
 
 async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing(

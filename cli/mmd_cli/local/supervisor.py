@@ -26,12 +26,16 @@ from mmd_workers.wire.server import NatsServer
 
 BACKOFF_SECONDS = (0.5, 30.0)
 MAX_FUTILE_STARTS = 5  # in a row, of a process that ends before it is Ready
-MAX_CRASHES = 10  # in a row, of a process that ends before it has been up for:
+MAX_CRASHES = 10  # in a row, of a process that ends before it has been Ready for:
 STABLE_SECONDS = 60.0
 READY_POLL_SECONDS = 0.5
-LIVENESS_PERIOD_SECONDS = 10.0  # the probe is that of the pods that the operator makes
+LIVENESS_PERIOD_SECONDS = 10.0
 LIVENESS_TIMEOUT_SECONDS = 5.0
-LIVENESS_FAILURES = 3  # in a row
+LIVENESS_FAILURES = 3  # in a row, of a process that does not answer
+STALLED_FAILURES = (
+    60  # of one that answers that its engine makes no progress: on few cores one step may take minutes
+)
+START_SECONDS = 3600.0  # for which a process may load
 NATS = "nats-server"
 MAX_LINE_BYTES = 16_384
 MAX_FAULT_CHARACTERS = 500
@@ -48,11 +52,16 @@ class PodProcess:
     pod: LocalPod
     process: ForkedProcess | None = None
     restarts: int = 0
-    started: float = 0.0
+    started: float = 0.0  # time.monotonic
     last_line: str = ""
-    ready: bool = False  # since its last start
+    ready_since: float = 0.0  # time.monotonic; 0 while it has not been Ready since its last start
     stopping: bool = False
     task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been Ready since its last start."""
+        return self.ready_since > 0
 
     @property
     def pid(self) -> int | None:
@@ -94,13 +103,15 @@ class Supervisor:
     async def _keep_running(self, child: PodProcess) -> None:
         futile = crashes = 0
         while not child.stopping:
-            child.started, child.ready = time.monotonic(), False
+            child.started, child.ready_since = time.monotonic(), 0.0
             watch = asyncio.create_task(self._probe(child), name=f"probe-{child.pod.name}")
-            code = await self._run_once(child)
-            watch.cancel()
+            try:
+                code = await self._run_once(child)
+            finally:
+                watch.cancel()
             if child.stopping:
                 return
-            stable = child.ready and time.monotonic() - child.started >= STABLE_SECONDS
+            stable = child.ready and time.monotonic() - child.ready_since >= STABLE_SECONDS
             futile = 0 if child.ready else futile + 1
             crashes = 1 if stable else crashes + 1
             if futile >= MAX_FUTILE_STARTS:
@@ -114,7 +125,7 @@ class Supervisor:
             if crashes >= MAX_CRASHES:
                 self.gave_up(
                     GaveUpError(
-                        f"{child.pod.name} exited {crashes} times in a row, each time within {STABLE_SECONDS:.0f} s of its start, last with "
+                        f"{child.pod.name} exited {crashes} times in a row, each time before it had been Ready for {STABLE_SECONDS:.0f} s, last with "
                         f"code {code}; last output: {child.last_line or 'nothing'}"
                     )
                 )
@@ -125,20 +136,13 @@ class Supervisor:
             child.restarts += 1
 
     async def _probe(self, child: PodProcess) -> None:
-        """Set `ready` as soon as the process reports it; from then on kill it when its liveness probe fails, as a kubelet would."""
+        """Note when the process is Ready; kill it when that takes too long, or when its liveness probe fails, as a kubelet would."""
         name, url = child.pod.name, child.pod.http_url
         async with httpx.AsyncClient(timeout=LIVENESS_TIMEOUT_SECONDS) as client:
-            while not child.ready:
-                child.ready = not await _fault(client, f"{url}{paths.READYZ}")
-                await asyncio.sleep(READY_POLL_SECONDS)
-            failures, fault = 0, ""
-            while failures < LIVENESS_FAILURES:
-                await asyncio.sleep(LIVENESS_PERIOD_SECONDS)
-                fault = await _fault(client, f"{url}{paths.LIVEZ}")
-                failures = failures + 1 if fault else 0
-        self._print(
-            name, f"liveness probe failed {failures} times in a row, last with {fault}; killing the process"
-        )
+            why = await _not_ready(child, client, f"{url}{paths.READYZ}") or await _not_alive(
+                client, f"{url}{paths.LIVEZ}"
+            )
+        self._print(name, f"{why}; killing the process")
         self._signal(child, signal.SIGKILL)
 
     async def keep_nats(self, nats: NatsServer) -> None:
@@ -249,17 +253,41 @@ class Supervisor:
                 os.killpg(child.process.pid, number)
 
 
-async def _fault(client: httpx.AsyncClient, url: str) -> str:
-    """What is wrong with a probe's answer; empty if nothing is."""
+async def _not_ready(child: PodProcess, client: httpx.AsyncClient, url: str) -> str:
+    """Wait until the process is Ready; returns why it never will be, or empty."""
+    while child.pid is None:
+        await asyncio.sleep(READY_POLL_SECONDS)
+    started = time.monotonic()
+    while time.monotonic() - started < START_SECONDS:
+        silent, fault = await _probed(client, url)
+        if not silent and not fault:
+            child.ready_since = time.monotonic()
+            return ""
+        await asyncio.sleep(READY_POLL_SECONDS)
+    return f"not Ready within {START_SECONDS:.0f} s of its start"
+
+
+async def _not_alive(client: httpx.AsyncClient, url: str) -> str:
+    """Wait until the process counts as dead; returns why."""
+    silences = failures = 0
+    fault = ""
+    while silences < LIVENESS_FAILURES and failures < STALLED_FAILURES:
+        await asyncio.sleep(LIVENESS_PERIOD_SECONDS)
+        silent, fault = await _probed(client, url)
+        silences = silences + 1 if silent else 0
+        failures = failures + 1 if fault else 0
+    return f"liveness probe failed {failures} times in a row, last with {fault}"
+
+
+async def _probed(client: httpx.AsyncClient, url: str) -> tuple[bool, str]:
+    """Whether a probe got no answer, and what is wrong, empty if nothing is."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
-        return f"{type(error).__name__} {error}".strip()
-    return (
-        ""
-        if answer.status_code == 200
-        else f"status {answer.status_code}: {answer.text[:MAX_FAULT_CHARACTERS]}"
-    )
+        return True, f"{type(error).__name__} {error}".strip()
+    if answer.status_code == 200:
+        return False, ""
+    return False, f"status {answer.status_code}: {answer.text[:MAX_FAULT_CHARACTERS]}"
 
 
 def _backoff(earlier: int) -> float:

@@ -48,9 +48,11 @@ from mmd_workers.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+
 LEASE_CHECK_SECONDS = 0.5
 MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
 ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
+ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
 MAX_COMMITS = 8192  # whose answers are remembered
 
 
@@ -183,6 +185,7 @@ class DecodeService(SequenceOwner):
             returned = LeaseError("the prefill worker released the lease")
             await self._drop(release.lease_id, returned, "released")
         else:
+            self._granting.pop(release.request_id, None)  # an offer that follows comes after this release
             async with self._turn(release.request_id):
                 await self.cancel_request(release.request_id, release.attempt)
         return Acknowledged()
@@ -384,6 +387,9 @@ class DecodeService(SequenceOwner):
             self._commits[commit.lease_id] = answer
             if len(self._commits) > MAX_COMMITS:
                 self._commits.popitem(last=False)
+        done, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
+        if not done:  # each repetition would hold one of the bus's handlers for all of a long step
+            raise OverloadedError("the engine is in a long step; the commit is in progress, repeat it")
         return await asyncio.shield(answer)
 
     async def _commit(self, commit: KvCommit) -> KvCommitted:

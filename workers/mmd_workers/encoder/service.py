@@ -227,10 +227,13 @@ class EncoderService:
             ReceiverGoneError: everybody who waited has left.
             DeadlineError: the deadline passed, whatever the job waited for.
         """
+        limit = asyncio.timeout(max(0.0, job.deadline - time.time()))
         try:
-            async with asyncio.timeout(max(0.0, job.deadline - time.time())):
+            async with limit:
                 await self._serve_while_wanted(job)
         except TimeoutError as error:
+            if not limit.expired():  # the model's or a processor's own
+                raise
             raise DeadlineError(
                 f"feature {job.feature.feature_id[:16]} was not encoded and sent before its job's deadline; add encoders, or raise "
                 "spec.encoder.jobTimeoutSeconds"

@@ -31,9 +31,7 @@ MAX_MARKS = 65_536
 MAX_DIGITS = 400  # of a number: reading a long integer takes the square of its length
 MARK_BYTES = 112  # of a parsed and validated value, its text aside
 MAX_WIDE_STRING_BYTES = 16 << 20
-MAX_ESCAPED_BYTES = (
-    16 << 20
-)  # of all strings with escapes: the parser takes a second for 200 MiB, and nothing else runs meanwhile
+MAX_ESCAPES = 4 << 20  # the parser takes some 50 ms for so many, and nothing else runs meanwhile
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 128 << 10
 DISCARD_BYTES = 32 << 20
@@ -58,14 +56,14 @@ class LongNumberError(Exception):
 
 
 class JsonScanner:
-    """Measures JSON text chunk by chunk without building a value: depth, `marks`, `wide_bytes` and `escaped_bytes`.
+    """Measures JSON text chunk by chunk without building a value: depth, `marks`, `wide_bytes` and `escapes`.
 
     Costs one step of Python for each mark; everything else (long strings, whitespace, escapes) goes at the speed of a search.
     What it counts holds for every prefix that is valid JSON, which is all that a parser gets to see.
 
     `marks`: quotes that open a string, `[`, `{`, `,` and `:`, an upper bound of the keys and values. `wide_bytes`: length of the
-    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded. `escaped_bytes`: length of
-    the strings with an escape, `\\/` aside, which some encoders write in base64.
+    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded. `escapes`: backslashes.
+    `longest_escaped`: length of the longest string with one, which the parser copies before it makes the value.
     """
 
     def __init__(self, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS) -> None:
@@ -81,7 +79,8 @@ class JsonScanner:
         self.marks = 0
         self.wide_bytes = 0
         self.longest_wide = 0
-        self.escaped_bytes = 0
+        self.longest_escaped = 0
+        self.escapes = 0
 
     def feed(self, chunk: bytes) -> None:
         """Take the next chunk, of any size.
@@ -91,8 +90,7 @@ class JsonScanner:
         """
         if not chunk:
             return
-        if self._escaped and chunk[:1] != b"/":
-            self._has_escape()
+        self.escapes += chunk.count(b"\\")
         text, self._escaped = self._without_escapes(chunk)
         plain = chunk.isascii() and b"\\u" not in text and not self._escaped
         at = 0
@@ -139,20 +137,14 @@ class JsonScanner:
             if self._depth > self._max_depth:
                 raise TooDeepError
 
-    def _has_escape(self) -> None:
-        if self._in_string and not self._escapes:
-            self._escapes = True
-            self.escaped_bytes += self._string_bytes
-
     def _leave_string(self, chunk: bytes, text: bytes, at: int, plain: bool) -> int:
         """Where the string that contains `at` has ended, or the chunk; `text` is the chunk without some escapes."""
         end = text.find(b'"', at)
         stop = len(text) if end < 0 else end
         self._string_bytes += stop - at
+        self._escapes = self._escapes or chunk.find(b"\\", at, stop) >= 0
         if self._escapes:
-            self.escaped_bytes += stop - at
-        elif chunk.count(b"\\", at, stop) > chunk.count(b"\\/", at, stop) + (end < 0 and self._escaped):
-            self._has_escape()
+            self.longest_escaped = max(self.longest_escaped, self._string_bytes)
         if not plain and not self._wide:
             part = text[at:stop]
             self._wide = not part.isascii() or b"\\u" in part or part.endswith(b"\\")
@@ -168,7 +160,7 @@ class JsonScanner:
     def parsed_bytes(self) -> int:
         """What the values take in addition to the body itself, at most."""
         open_string = self._string_bytes if self._in_string and self._wide else 0
-        return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string)
+        return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string) + self.longest_escaped
 
 
 async def read_json(
@@ -278,10 +270,9 @@ async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation
             raise RequestTooLargeError(
                 f"a string with non-ASCII characters is longer than {MAX_WIDE_STRING_BYTES} bytes; send less text, or media as base64"
             )
-        if scanner.escaped_bytes > MAX_ESCAPED_BYTES:
+        if scanner.escapes > MAX_ESCAPES:
             raise RequestTooLargeError(
-                f"the strings with escapes such as \\n are longer than {MAX_ESCAPED_BYTES} bytes together; send less text, or media as base64 "
-                "without line breaks"
+                f"the body has more than {MAX_ESCAPES} escapes such as \\n; send less text, or media as base64 without line breaks"
             )
         await reservation.resize(2 * size + scanner.parsed_bytes)
         parts.append(part)

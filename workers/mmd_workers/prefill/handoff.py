@@ -27,6 +27,7 @@ from mmd_api.contract.errors import (
 from mmd_workers.backoff import Backoff
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
+from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.sequences.engine import SequenceEngine
 from mmd_workers.wire.bus import Bus
@@ -106,6 +107,7 @@ class KvSender:
         self._metrics = metrics
         self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
         self._releases: set[asyncio.Task[None]] = set()
+        self._log = RateLimitedLog(log)
         self._linking = 0  # links ahead of requests, requested or being made
 
     async def reserve(self, request: GenerateRequest, avoid: Collection[str] = ()) -> KvReservation:
@@ -142,8 +144,11 @@ class KvSender:
             for pod in pods:
                 if pod in too_small:
                     continue
+                alone = all(other == pod or other in too_small for other in pods)
                 try:
-                    grant = await self._offer(request, pod, there[pod])
+                    grant = await self._offer(
+                        request, pod, there[pod], LONGEST_STEP_SECONDS if alone else 0.0
+                    )
                 except asyncio.CancelledError:
                     queued.add(
                         pod
@@ -151,8 +156,8 @@ class KvSender:
                     raise
                 except MmdError as error:
                     reason = error.message
-                    if isinstance(error, (DeadlineError, OverloadedError)):  # it may have been granted
-                        self._release(request, pod)
+                    if isinstance(error, (DeadlineError, OverloadedError)):  # it may grant it yet
+                        queued.add(pod)
                     continue
                 if grant.granted:
                     return KvReservation(pod, grant, self._connect(pod, there[pod], grant))
@@ -193,8 +198,11 @@ class KvSender:
         finally:
             self._linking -= 1
 
-    async def _offer(self, request: GenerateRequest, pod: str, incarnation: str) -> KvGrant:
-        """Repeat it while the pod is alive: its engine may be in a long step. A repeated offer gets the grant in progress.
+    async def _offer(
+        self, request: GenerateRequest, pod: str, incarnation: str, patience_seconds: float
+    ) -> KvGrant:
+        """Ask a pod, and again for `patience_seconds` while it is alive: its engine may be in a long step. A repeated offer gets the
+        grant in progress, also after other pods were asked meanwhile.
 
         Raises:
             DeadlineError: no answer: the pod may have granted the offer.
@@ -203,7 +211,7 @@ class KvSender:
         tokens = len(request.token_ids) + len(request.output_token_ids)
         more = request.sampling.max_tokens - len(request.output_token_ids)
         name, attempt = request.request_id, request.attempt
-        end = min(request.deadline, time.time() + LONGEST_STEP_SECONDS)
+        end = min(request.deadline, time.time() + patience_seconds)
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
@@ -404,5 +412,7 @@ class KvSender:
                     if isinstance(error, OverloadedError):  # an earlier try may have been accepted
                         raise DeadlineError(f"{pod} did not answer the commit: {error.message}") from error
                     raise
-                log.warning("commit of %s on %s failed, retrying: %s", commit.lease_id, pod, error.message)
+                self._log.warning(
+                    pod, f"commit of {commit.lease_id} on {pod} failed, retrying: {error.message}"
+                )
             await asyncio.sleep(pauses.next())
