@@ -27,7 +27,7 @@ def test_sound_beyond_the_window_is_rejected_with_its_seconds_and_the_limit(chec
     medium = LONGER_THAN_QWEN2_AUDIO
     served = frontend(checkpoint("qwen2_audio"), AudioPolicy())
     with pytest.raises(
-        UnsupportedInputError, match=r"lasts 5\.5 s and this model accepts at most 4\.0 s.*tooLong"
+        UnsupportedInputError, match=r"lasts 5\.5 s, but this model accepts at most 4\.0 s.*tooLong"
     ):
         served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info])
 
@@ -58,7 +58,7 @@ def test_sound_beyond_the_longest_of_the_processor_is_rejected_or_truncated(chec
     assert served._adapter.max_audio_samples(served._processor) == 600 * RATE
     assert served.layout(messages, [medium.info]).media[0].sampling.num_samples == 7 * RATE
     served._processor.max_audio_len = 6
-    with pytest.raises(UnsupportedInputError, match=r"lasts 7\.0 s and this model accepts at most 6\.0 s"):
+    with pytest.raises(UnsupportedInputError, match=r"lasts 7\.0 s, but this model accepts at most 6\.0 s"):
         served.layout(messages, [medium.info])
     served = frontend(folder, AudioPolicy(too_long="Truncate"))
     served._processor.max_audio_len = 6

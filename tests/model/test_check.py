@@ -183,7 +183,7 @@ def test_a_comparison_that_fails_is_a_line_of_the_report(
     [
         (["builtin/demo", "--device", "foo"], r"--device foo: not supported; use cpu, cuda"),
         (["builtin/demo", "--device", "meta"], r"--device meta: not supported"),
-        (["/a path"], r'model id: "/a path" has the wrong form'),
+        (["/a path"], r'model id: "/a path" has an invalid format'),
         (["builtin/demo", "--revision", "main"], "only models from the hub have revisions"),
     ],
 )

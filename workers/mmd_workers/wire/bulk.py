@@ -6,6 +6,7 @@ Code that moves bulk runs on that loop (`run`); it reaches back to the loop that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
@@ -17,6 +18,8 @@ import uvloop
 _log = logging.getLogger(__name__)
 
 RUN_SECONDS = 40.0  # for work on the bulk loop that has no deadline of its own; connecting takes up to 30 s
+
+STOP_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -53,6 +56,8 @@ class Bulk(Generic[C]):
         try:
             bulk.bus = await bulk.run(connecting)
         except BaseException:
+            with contextlib.suppress(TimeoutError):
+                await bulk.run(bulk._cancel_rest(), timeout=STOP_SECONDS)
             bulk._stop_thread()
             raise
         return bulk
