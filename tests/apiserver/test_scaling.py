@@ -64,9 +64,7 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     assert (decision["observedMilli"], decision["targetMilli"]) == (7000, 1000)
     fleet.until(lambda: says(fleet, "ScalingLimited", "True", "MaxReplicas", "autoscaling.maxReplicas"))
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
-    fleet.until(
-        lambda: fleet.namespace.get()["status"]["pools"]["encoder"]["lastDecision"]["fromReplicas"] == 3
-    )
+    fleet.until(lambda: decided_from(fleet, "encoder", 3))
     explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
     assert "encoder: 3 of 3 ready" in explained
     assert "encoder stays at 3 replicas (Steady); backlog is " in explained
@@ -95,6 +93,10 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     fleet.until(lambda: fleet.sized("encoder", 1))
     event(fleet, "Draining", second.name)
     event(fleet, "Scaled", "LoadFell")
+
+
+def decided_from(fleet: Fleet, pool: str, replicas: int) -> None:
+    assert fleet.namespace.get()["status"]["pools"][pool]["lastDecision"]["fromReplicas"] == replicas
 
 
 def bounded_by(fleet: Fleet, pool: str) -> None:
