@@ -17,7 +17,8 @@ from mmd_api.contract.errors import (
     WireError,
 )
 from mmd_workers.wire.codec import Frame, unpack, unpack_frame
-from mmd_workers.wire.embeddings import EmbeddingReceiver, EmbeddingSender
+from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
+from mmd_workers.wire.embedding_sender import EmbeddingSender
 from mmd_workers.wire.messages import (
     EmbeddingChunk,
     EmbeddingCredit,

@@ -25,7 +25,7 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.embeddings import EmbeddingSender
+from mmd_workers.wire.embedding_sender import EmbeddingSender
 from mmd_workers.wire.jobs import Delivery, EncodeQueue, report_failure
 from mmd_workers.wire.media import read_medium
 from mmd_workers.wire.messages import (

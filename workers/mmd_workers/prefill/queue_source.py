@@ -18,7 +18,7 @@ from mmd_workers.features.times import FeatureTimes
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.embeddings import EmbeddingReceiver
+from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
 from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.messages import (
     Acknowledged,

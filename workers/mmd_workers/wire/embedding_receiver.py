@@ -1,0 +1,311 @@
+"""The receiver's end of a feature's transfer: grant within the budget of bytes in flight, take chunks in order, verify, hand over."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from mmd_api.contract.errors import (
+    CapacityError,
+    MmdError,
+    OverloadedError,
+    WireError,
+)
+from mmd_workers.wire.bulk import Bulk
+from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.embeddings import MAX_CHUNK_BYTES, RETRY_SECONDS, new_digest
+from mmd_workers.wire.messages import (
+    EmbeddingChunk,
+    EmbeddingCredit,
+    EmbeddingGrant,
+    EmbeddingOffer,
+    TensorHeader,
+)
+
+OfferDecision = Literal["send", "have", "wait", "refuse"]
+Wants = Callable[[str, int], OfferDecision]
+OnFeature = Callable[[str, list[TensorHeader], memoryview, dict[str, float]], Awaitable[None] | None]
+
+_MAX_TRANSFERS = 4
+_MAX_TENSORS = 1024
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """One granted transfer, from the receiver's side: straight into one buffer."""
+
+    offer: EmbeddingOffer
+    inbox: str
+    buffer: memoryview
+    last_activity: float
+    received: int = 0
+    credited: int = 0
+    sequence: int = 0
+    reply: str = ""
+    handing_over: bool = False
+    digest: hashlib.blake2b = field(default_factory=new_digest)
+    subscription: Subscription | None = None
+    watch: asyncio.Task[None] | None = None
+
+    def take(self, chunk: EmbeddingChunk, payload: memoryview, limit: int) -> str:
+        """Put a chunk in its place; returns what is wrong with it, or nothing."""
+        end = self.received + payload.nbytes
+        if chunk.sequence != self.sequence or chunk.offset != self.received:
+            return (
+                f"chunk {chunk.sequence} at byte {chunk.offset} arrived, but chunk {self.sequence} at "
+                f"byte {self.received} was expected"
+            )
+        if payload.nbytes > limit or end > self.offer.total_bytes:
+            return f"chunk {chunk.sequence} of {payload.nbytes} bytes exceeds the granted credit"
+        if chunk.last != (end == self.offer.total_bytes) or (payload.nbytes == 0 and not chunk.last):
+            return f"chunk {chunk.sequence} ends at byte {end} of {self.offer.total_bytes}, last={chunk.last}"
+        self.buffer[self.received : end] = payload
+        self.digest.update(payload)
+        self.received = end
+        self.sequence += 1
+        return ""
+
+
+class EmbeddingReceiver:
+    """Takes features in on one pod, within a budget of bytes in flight.
+
+    `wants(feature_id, num_bytes)` answers an offer; `on_feature(feature_id, headers, data, timings)` gets the verified bytes of
+    all tensors one after the other, owns them from then on (the budget here covers transfers in flight), and is done when
+    it returns: only then is the encode job acknowledged. Both run on the bus's loop and must be quick.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        pod: str,
+        budget_bytes: int,
+        wants: Wants,
+        on_feature: OnFeature,
+        window_bytes: int = 8 << 20,
+        chunk_bytes: int = 512 << 10,
+        timeout_seconds: float = 2.0,
+    ) -> None:
+        self._bus = bus
+        self._pod = pod
+        self._budget = budget_bytes
+        self._wants = wants
+        self._on_feature = on_feature
+        self._chunk = min(chunk_bytes, MAX_CHUNK_BYTES)
+        self._window = max(window_bytes, self._chunk)
+        self._timeout = timeout_seconds
+        self._reserved = 0
+        self._transfers: dict[str, _Incoming] = {}  # by feature; touched on the bulk loop only
+        self._bulk: Bulk[Bus] | None = None
+        self._offers: Subscription | None = None
+        self._endings: set[asyncio.Task[None]] = set()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the budget that transfers in flight hold."""
+        return self._reserved
+
+    async def start(self) -> None:
+        """Take offers from now on."""
+        self._bulk = await self._bus.bulk()
+        await self._bulk.run(self._start(self._bulk.bus))
+
+    async def close(self) -> None:
+        """Take no more offers and give up the transfers in flight; their senders are notified at once."""
+        if self._bulk is not None and self._bus.is_connected:
+            await self._bulk.run(self._close())
+
+    def cancel(self, feature_id: str) -> None:
+        """This feature is no longer needed: end its transfer, if there is one. From the bus's loop, after `wants` says so."""
+        if self._bulk is not None:
+            self._bulk.post(self._cancel, feature_id)
+
+    async def _start(self, bus: Bus) -> None:
+        self._offers = await bus.serve(bus.subjects.embedding(self._pod), EmbeddingOffer, self._offered)
+        await bus.flush()
+
+    async def _close(self) -> None:
+        if self._offers is not None:
+            await self._offers.unsubscribe()
+        for incoming in list(self._transfers.values()):
+            self._end(incoming, "the receiver is closing")
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=self._timeout)
+
+    def _cancel(self, feature_id: str) -> None:
+        incoming = self._transfers.get(feature_id)
+        if incoming is not None and not incoming.handing_over:
+            self._end(incoming, "cancelled by the receiver")
+
+    async def _offered(self, offer: EmbeddingOffer) -> EmbeddingGrant:
+        bulk = self._bulk
+        if bulk is None:
+            raise OverloadedError("this receiver has not started; offer again")
+        _check(offer)
+        if offer.total_bytes > self._budget:
+            raise CapacityError(
+                f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._budget}; send fewer "
+                f"frames or pixels, or raise the feature budget of the pool"
+            )
+        verdict: OfferDecision
+        try:
+            verdict = await bulk.home(self._timeout, self._wants, offer.feature_id, offer.total_bytes)
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"{self._pod} was too busy to answer an offer within {self._timeout} s; offer again"
+            ) from error
+        if verdict != "send":
+            return EmbeddingGrant(
+                offer.transfer_id, verdict, retry_seconds=RETRY_SECONDS, reason="not needed on this pod"
+            )
+        earlier = self._transfers.get(offer.feature_id)
+        if (
+            earlier is not None
+            and earlier.offer.transfer_id == offer.transfer_id
+            and not earlier.handing_over
+        ):
+            self._end(earlier, "its sender offered it again")
+        full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
+        if full or offer.feature_id in self._transfers:
+            reason = "no capacity now" if full else "another sender is already sending it"
+            return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=RETRY_SECONDS, reason=reason)
+        incoming = _Incoming(
+            offer,
+            bulk.bus.new_inbox(),
+            np.empty(offer.total_bytes, dtype=np.uint8).data,
+            time.monotonic(),
+        )
+        self._transfers[offer.feature_id] = incoming
+        self._reserved += offer.total_bytes
+        try:
+
+            async def receive(chunk: EmbeddingChunk, payload: memoryview, reply: str) -> None:
+                await self._receive(incoming, chunk, payload, reply)
+
+            incoming.subscription = await bulk.bus.subscribe_frames(
+                incoming.inbox, EmbeddingChunk, receive, pending_bytes=2 * self._window + MAX_CHUNK_BYTES
+            )
+            incoming.watch = asyncio.create_task(self._watch(incoming))
+            await bulk.bus.flush()
+        except BaseException:
+            self._end(incoming, "the receiver could not subscribe")
+            raise
+        return EmbeddingGrant(
+            offer.transfer_id, "send", incoming.inbox, window_bytes=self._window, chunk_bytes=self._chunk
+        )
+
+    async def _receive(
+        self, incoming: _Incoming, chunk: EmbeddingChunk, payload: memoryview, reply: str
+    ) -> None:
+        if self._transfers.get(incoming.offer.feature_id) is not incoming or incoming.handing_over:
+            return
+        incoming.last_activity = time.monotonic()
+        incoming.reply = reply
+        fault = incoming.take(chunk, payload, self._chunk)
+        if not fault and chunk.last:
+            fault = await self._hand_over(incoming)
+            self._end(incoming, fault, complete=not fault)
+        elif fault:
+            self._end(incoming, fault)
+        elif incoming.received - incoming.credited >= self._window // 4:
+            incoming.credited = incoming.received
+            await self._credit(incoming)
+
+    async def _hand_over(self, incoming: _Incoming) -> str:
+        offer = incoming.offer
+        if incoming.digest.hexdigest() != offer.digest:
+            return "the bytes do not match the digest in the offer"
+        incoming.handing_over = True
+        if incoming.watch is not None:
+            incoming.watch.cancel()
+        bulk = self._bulk
+        if bulk is None:
+            return "the receiver is closing"
+        try:
+            await bulk.home(
+                self._timeout,
+                self._on_feature,
+                *(offer.feature_id, offer.tensors, incoming.buffer, dict(offer.timings)),
+            )
+        except TimeoutError:
+            return f"the receiver did not store the feature within {self._timeout} s"
+        except Exception as error:  # noqa: BLE001 - the sender must be notified
+            _log.exception("storing received feature %s failed", offer.feature_id[:16])
+            return f"the receiver could not store the feature: {type(error).__name__}: {error}"
+        return ""
+
+    async def _watch(self, incoming: _Incoming) -> None:
+        """Free the room of a transfer whose sender is silent."""
+        while (left := incoming.last_activity + self._timeout - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        self._end(incoming, f"no chunk within {self._timeout} s")
+
+    def _end(self, incoming: _Incoming, fault: str, complete: bool = False) -> None:
+        """Free the room; nothing after this touches the transfer. The result is sent by a separate task."""
+        if self._transfers.get(incoming.offer.feature_id) is not incoming:
+            return
+        del self._transfers[incoming.offer.feature_id]
+        self._reserved -= incoming.offer.total_bytes
+        if fault:
+            _log.warning(
+                "transfer of feature %s from %s failed after %d of %d bytes: %s",
+                *(incoming.offer.feature_id[:16], incoming.offer.sender),
+                *(incoming.received, incoming.offer.total_bytes, fault),
+            )
+        task = asyncio.create_task(self._send_result(incoming, fault, complete))
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def _send_result(self, incoming: _Incoming, fault: str, complete: bool) -> None:
+        try:
+            await self._credit(incoming, fault, complete)
+        except MmdError as error:
+            _log.warning(
+                "failed to send the result of transfer %s to its sender: %s",
+                incoming.offer.feature_id[:16],
+                error.message,
+            )
+        if incoming.watch is not None:
+            incoming.watch.cancel()
+        if incoming.subscription is not None:
+            await incoming.subscription.unsubscribe()
+
+    async def _credit(self, incoming: _Incoming, fault: str = "", complete: bool = False) -> None:
+        if incoming.reply and self._bulk is not None:
+            credit = EmbeddingCredit(incoming.offer.transfer_id, incoming.received, complete, fault)
+            await self._bulk.bus.publish(incoming.reply, credit)
+
+
+def _check(offer: EmbeddingOffer) -> None:
+    """Refuse an offer that contradicts itself, before memory is set aside for it."""
+    if len(offer.tensors) > _MAX_TENSORS:
+        raise WireError(f"the offer has {len(offer.tensors)} tensors, more than the limit of {_MAX_TENSORS}")
+    for tensor in offer.tensors:
+        item = _ITEM_BYTES.get(tensor.dtype)
+        if (
+            item is None
+            or min(tensor.shape, default=0) < 0
+            or math.prod(tensor.shape) * item != tensor.num_bytes
+        ):
+            raise WireError(
+                f"tensor {tensor.name}: {tensor.num_bytes} bytes are not {tensor.dtype} of shape {tensor.shape}"
+            )
+    if sum(tensor.num_bytes for tensor in offer.tensors) != offer.total_bytes:
+        raise WireError(
+            f"the tensors of transfer {offer.transfer_id} do not add up to {offer.total_bytes} bytes"
+        )
