@@ -38,6 +38,8 @@ def test_the_data_plane_needs_no_torch():
         "bulk",
         "bus",
         "codec",
+        "embedding_receiver",
+        "embedding_sender",
         "embeddings",
         "jobs",
         "media",
