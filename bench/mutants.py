@@ -109,7 +109,10 @@ TARGETS = (
     Target("operator/mmd_operator/autoscaling/decision.py", AUTOSCALING),
     Target("operator/mmd_operator/rollout.py", ROLLOUT),
     Target("operator/mmd_operator/rollout_steps.py", ROLLOUT),
-    Target("operator/mmd_operator/replacement.py", "tests/reconcile/test_replacement.py"),
+    Target(
+        "operator/mmd_operator/replacement.py",
+        "tests/reconcile/test_replacement.py tests/reconcile/test_shrinking.py",
+    ),
     Target("operator/mmd_operator/gpu_share.py", ROLLOUT),
     Target("operator/mmd_operator/pool_sizes.py", ROLLOUT),
     Target("operator/mmd_operator/plan.py", "tests/plan/test_plan_golden.py"),
