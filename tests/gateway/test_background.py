@@ -122,7 +122,7 @@ async def test_requests_in_flight_end_while_nats_is_disconnected_and_its_buffer_
     heartbeater = Heartbeater(bus, lambda: beat, 1.0)
     await cut_off(bus)
     gateway = SimpleNamespace(running=1, last_request=-math.inf, drained_at=math.inf, draining=False)
-    draining = asyncio.create_task(service._drain(gateway, heartbeater, 600))
+    draining = asyncio.create_task(service._drain(gateway, heartbeater, 600, 0))
     done, _ = await asyncio.wait({draining}, timeout=5 * service.DRAIN_CHECK_SECONDS)
     assert not done, draining.result()
     assert gateway.draining

@@ -33,6 +33,7 @@ from mmd_workers.gateway.hold import ALLOWANCE_BYTES, MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.lifecycle import Dispatcher
 from mmd_workers.gateway.router import Router
+from mmd_workers.gateway.undelivered import undelivered_bytes
 from mmd_workers.identity import check_pinned, identified
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.live import LiveConfig
@@ -63,6 +64,7 @@ QUEUE_PERIOD_SECONDS = 0.5
 QUIET_SECONDS = 2.0  # without a new request: then clients have found another gateway
 ANSWER_SECONDS = 0.5  # from a request's deadline to the end of its answer
 DRAIN_CHECK_SECONDS = 0.05
+DELIVERY_CHECK_SECONDS = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class GatewayProcess:
         try:
             await self.start()
             await self._stop.wait()
-            await _drain(self._gateway, self._heartbeater, self._settings.grace_seconds)
+            await _drain(self._gateway, self._heartbeater, self._settings.grace_seconds, self._server.port)
         finally:
             ended = await self.stop()
         for error in ended:
@@ -350,8 +352,9 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 
-async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float) -> None:
-    """Finish the requests in flight, and those that clients still send over kept connections: none is refused while draining.
+async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float, port: int) -> None:
+    """Finish the requests in flight, and those that clients still send over kept connections: none is refused while draining. Then wait
+    until clients have received their answers.
 
     A request that comes now gets what is left of the grace period as its deadline, so that it ends with an answer and is not cut off.
     """
@@ -365,8 +368,14 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: floa
         async with asyncio.timeout(seconds):
             while gateway.running or time.monotonic() - gateway.last_request < QUIET_SECONDS:
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
+            while undelivered_bytes(port):
+                await asyncio.sleep(DELIVERY_CHECK_SECONDS)
     except TimeoutError:
-        _log.warning("grace period expired with %d requests in flight; aborting them", gateway.running)
+        _log.warning(
+            "grace period expired with %d requests in flight and %d bytes that clients have not received; aborting them",
+            gateway.running,
+            undelivered_bytes(port),
+        )
 
 
 def _stop_on_signals() -> asyncio.Event:

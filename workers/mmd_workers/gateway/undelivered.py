@@ -1,0 +1,34 @@
+"""What clients have yet to receive of finished answers. Independent of HTTP.
+
+A finished answer is in the kernel's send buffers, megabytes of it where a client reads slowly. A pod's network ends with its process,
+and takes them along: the client waits for the rest until its own timeout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))  # of this network namespace
+_LISTEN = "0A"
+
+
+def undelivered_bytes(port: int) -> int:
+    """Bytes that were sent from this local port and that their receivers have not acknowledged, also on connections closed since;
+    0 where the kernel has no such table.
+    """
+    return sum(_unacknowledged(line, port) for table in TABLES for line in _lines(table))
+
+
+def _lines(table: Path) -> list[str]:
+    try:
+        return table.read_text().splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _unacknowledged(line: str, port: int) -> int:
+    """Of one connection: `sl local_address rem_address st tx_queue:rx_queue ...`, numbers in hexadecimal."""
+    _, local, _, state, queues, *_ = line.split()
+    if int(local.rpartition(":")[2], 16) != port or state == _LISTEN:
+        return 0
+    return int(queues.partition(":")[0], 16)
