@@ -88,7 +88,10 @@ class Target:
 
 AUTOSCALING = f"{CASES} tests/autoscaling/test_edges.py tests/autoscaling/test_scaler.py \
 tests/autoscaling/test_coordination.py tests/autoscaling/test_timelines.py"
-ROLLOUT = "tests/reconcile/test_rollout_sizes.py tests/reconcile/test_rollout_budget.py tests/reconcile/test_rollout_steps.py"
+ROLLOUT = (
+    "tests/reconcile/test_rollout_sizes.py tests/reconcile/test_rollout_budget.py tests/reconcile/test_rollout_steps.py \
+tests/reconcile/test_explain.py"
+)
 TARGETS = (
     Target("workers/mmd_workers/engine/scheduler.py", f"{CASES} tests/engine/test_scheduler.py"),
     Target(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,3 +235,10 @@ def test_what_is_remembered_is_bounded_by_the_pods_that_exist():
         )
     made.tick(NOW, {"encoder": pool(2)}, frozenset({"g-0"}))
     assert len(made._workers) == 2
+
+
+def test_capacity_is_what_can_be_expected_to_serve():
+    assert decided(3, 2).capacity == 2
+    assert decided(3, 2, act=False).capacity == 3
+    assert replace(decided(3, 2), unplaced=1, stuck=1).capacity == 0
+    assert replace(decided(3, 2), unplaced=2, stuck=1).capacity == 0

@@ -30,7 +30,7 @@ CREATED, CREATED_SECONDS = "2026-01-01T00:00:00Z", 1767225600.0
 
 def problem_of(seen: PodView) -> Problem | None:
     """Long after every deadline."""
-    return pod_problem(seen, 1e9, Deadlines())
+    return pod_problem(seen, CREATED_SECONDS + 1e9, Deadlines())
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,7 @@ def problem_of(seen: PodView) -> Problem | None:
             ["exited 3 times, last with code 1", "no weights at /models/x", "kubectl logs --previous"],
         ),
         (pod(container=crashed(None)), "CrashLoop", ["exited 3 times"]),
+        (pod(container=crashed(None, restarts=1)), "CrashLoop", ["exited once, last with"]),
         (
             pod(container=crashed(None, code=137, reason="OOMKilled")),
             "OutOfMemory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmd_operator.observed import Child, Observed, PodView, child_of
-from mmd_operator.replacement import Replacement, replacement
+from mmd_operator.replacement import Replacement, replacement, waiting_words
 
 from .bodies import NEW, pod, workload
 
@@ -117,3 +117,14 @@ def test_a_pool_is_replaced_to_its_end_and_never_more_than_one_below_its_size(si
         assert sum(p.ready for p in pods) == size - 1
         pods[at] = one(at, "new")
     assert next_of(*pods, wanted=size) == Replacement()
+
+
+def test_what_replacements_wait_for_is_named_with_each_pool():
+    pools = {
+        "prefill": Replacement(outdated=("a", "b"), waiting="no node takes pod c"),
+        "decode": Replacement(outdated=("d",)),
+        "encoder": Replacement(),
+    }
+    assert (
+        waiting_words(pools) == "prefill pods to replace: 2 (no node takes pod c), decode pods to replace: 1"
+    )

@@ -7,7 +7,7 @@ import pytest
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.observed import Observed, child_of
 from mmd_operator.plan import plan_objects
-from mmd_operator.pool_sizes import wanted_replicas
+from mmd_operator.pool_sizes import affordable, wanted_replicas
 from mmd_operator.rollout import Step, next_step
 from tests.support.deployments import deployment
 
@@ -111,3 +111,33 @@ def test_a_large_pod_that_does_not_fit_leaves_the_rest_of_the_budget_to_smaller_
     pools = {"prefill": scaled(1, 5, gpus=4), "decode": {"gpus": 1, "replicas": 3}}
     found = step({"prefill": 2, "decode": 3}, budget=11 + 7, **pools)
     assert started(found) == {"prefill": 1, "decode": 3}
+
+
+@pytest.mark.parametrize(
+    ("present", "wanted", "gpus", "free", "size"),
+    [
+        (1, 3, 1, 1, 2),
+        (1, 3, 1, -1, 1),
+        (1, 3, 2, 3, 2),
+        (1, 3, 1, None, 3),
+        (1, 3, 0, 0, 3),
+        (3, 2, 1, 0, 2),
+        (3, 3, 1, 0, 3),
+    ],
+)
+def test_a_pool_grows_by_the_gpus_that_are_free_and_shrinks_without_any(present, wanted, gpus, free, size):
+    assert affordable(present, wanted, gpus, free) == size
+
+
+def test_each_pool_that_scales_gets_its_own_share_of_the_size_that_serves():
+    both = {"prefill": scaled(1, 8), "decode": scaled(1, 8)}
+    found = step({"prefill": 2, "decode": 4}, budget=12, **both)
+    assert (started(found), found.waits_for) == ({"prefill": 2, "decode": 4}, "")
+    assert "of 4 decode pods" in step({"prefill": 2, "decode": 4}, budget=11, **both).waits_for
+
+
+@pytest.mark.parametrize(("pool", "words"), [({"gpus": 1}, ": 1 pod)"), (FIXED, ": 2 pods)")])
+def test_a_corrected_size_is_reported_in_pods(pool, words):
+    found = step({"prefill": 7, "decode": 2}, dtype="Float32", prefill=pool)
+    (effect,) = [e for e in found.effects if e.step == "correct_pool_sizes"]
+    assert effect.message.endswith(words)
