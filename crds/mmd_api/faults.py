@@ -93,12 +93,12 @@ def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
 
     A rule that reads a removed value is skipped: fixing the value may satisfy it.
     """
-    mended = data
+    repaired = data
     faults: dict[Fault, None] = {}
     unknown: set[Location] = set()
     for _ in range(8):
         try:
-            parsed = model.model_validate_json(json.dumps(mended), strict=True, context=STRUCTURE_ONLY)
+            parsed = model.model_validate_json(json.dumps(repaired), strict=True, context=STRUCTURE_ONLY)
         except ValidationError as error:
             details = error.errors(include_url=False)
             for detail in details:
@@ -106,7 +106,7 @@ def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
                     faults[_structural_fault(model, detail)] = None
             for detail in reversed(details):
                 unknown.add(tuple(step for step in detail["loc"] if step != "[key]"))
-                _repair(mended, detail["loc"], missing=detail["type"] == "missing")
+                _repair(repaired, detail["loc"], missing=detail["type"] == "missing")
         else:
             for location, rule in _broken(parsed, (), in_cluster=False):
                 if not any(

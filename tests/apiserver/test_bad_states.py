@@ -1,4 +1,4 @@
-"""Every state that a user can get pods into shows as a condition with its remedy, and goes when it is mended."""
+"""Every state that a user can get pods into shows as a condition with its remedy, and goes when it is fixed."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ def test_foreign_edits_of_owned_fields_are_undone_and_others_are_left(serving: N
     }
     serving.core.patch_namespaced_service(service, serving.name, edit)
 
-    def mended() -> None:
+    def restored() -> None:
         found = serving.core.read_namespaced_service(service, serving.name)
         assert found.spec.selector["app.kubernetes.io/component"] == "gateway"
         assert found.metadata.labels["app.kubernetes.io/component"] == "gateway"
         assert found.metadata.labels["team"] == "blue"
         assert found.spec.session_affinity == "ClientIP"
 
-    eventually(mended)
+    eventually(restored)
     eventually(lambda: repaired(serving, "Service demo-gateway"))
 
 
@@ -51,11 +51,11 @@ def test_a_field_taken_by_a_forced_apply_is_taken_back(serving: Namespace):
         force=None,
     )
 
-    def mended() -> None:
+    def restored() -> None:
         template = serving.stateful_set("decode").spec.template
         assert template.spec.termination_grace_period_seconds == 120
 
-    eventually(mended)
+    eventually(restored)
 
 
 def test_a_deleted_object_is_made_again(serving: Namespace):

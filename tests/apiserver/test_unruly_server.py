@@ -67,12 +67,12 @@ def test_what_happens_while_watches_are_away_is_seen_afterwards(
     namespace.core.delete_namespaced_service("demo-gateway", namespace.name)
     namespace.change({"decode": {"replicas": 3}})
 
-    def mended() -> None:
+    def restored() -> None:
         names = [s.metadata.name for s in namespace.core.list_namespaced_service(namespace.name).items]
         assert "demo-gateway" in names
         assert namespace.stateful_set("decode").spec.replicas == 3
 
-    eventually(mended)
+    eventually(restored)
     namespace.settled(namespace.is_ready)
 
 

@@ -24,7 +24,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
-    """Where one medium stands in the prompt. Lengths of `ranges` ([start, length]) add up to `num_tokens`."""
+    """Position of one medium in the prompt. Lengths of `ranges` ([start, length]) add up to `num_tokens`."""
 
     modality: Modality
     num_tokens: int
