@@ -48,7 +48,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
     Covers the weights and where they come from, their dtype, how video is sampled, the KV block layout and format, the
-    worker image (its processors and adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it
+    engine, the worker image (its processors and adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it
     unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
@@ -60,6 +60,8 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         "image": spec.image.worker,
         "wire": WIRE_VERSION,
     }
+    if spec.engine.type != "Native":  # the revisions of running deployments do not change
+        meaning["engine"] = spec.engine.type
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -95,6 +95,7 @@ EFFECTS: Mapping[str, Effect] = {
     "model.storage.claimName": _REVISION,
     "model.storage.subPath": _REVISION,
     "model.storage.tokenSecret": _pods(*_WORKERS),
+    "engine.type": _REVISION,
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),
     "image.pullPolicy": _pods(*_WORKERS, "nats"),

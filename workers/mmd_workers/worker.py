@@ -33,6 +33,7 @@ from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.server import HttpServer, Progress, listen_address, routes
 from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod, merged, sum_of
 from mmd_workers.prefill.role import PrefillRole
+from mmd_workers.sequences.engine import EngineHost
 from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.native import NativeHost
 from mmd_workers.sequences.running import Sequences
@@ -65,7 +66,7 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
     links = KvLinks(pod, device) if not decodes or pod.spec.prefill is not None else None
     if links is not None:
         parts.append(links)
-    engine = NativeHost(pod, device, lambda: encoder.tower_bytes if encoder is not None else 0)
+    engine = engine_host(pod, device, encoder)
     sequences = Sequences(pod, engine)
     parts += [engine, sequences]
     if decodes and links is not None:
@@ -74,6 +75,15 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
         source = encoder.local_source if encoder is not None else None
         parts.append(PrefillRole(pod, engine, sequences, None if decodes else links, source))
     return parts
+
+
+def engine_host(pod: Pod, device: torch.device, encoder: EncoderRole | None) -> EngineHost:
+    """The engine that the spec names; what only vLLM needs is imported where it is wanted."""
+    if pod.spec.engine.type == "VLLM":
+        from mmd_workers.vllm_engine.host import VllmHost
+
+        return VllmHost(pod, device)
+    return NativeHost(pod, device, lambda: encoder.tower_bytes if encoder is not None else 0)
 
 
 class Worker:

@@ -63,10 +63,12 @@ class ForkedProcess:
 class ForkServer:
     """Starts processes; is itself started with the first, and ends with the thread that did so. All of them end with it.
 
-    `environment`: what libraries may read while they are imported; a process's own variables are set after that.
+    `environment`: what libraries may read while they are imported; a process's own variables are set after that. `python`: the
+    interpreter, and so the environment, of all of them.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
     _orders: socket.socket | None = None
     _listening: asyncio.Task[None] | None = None
     _begun: dict[int, asyncio.Future[int]] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class ForkServer:
             unless_started.callback(orders.close)  # a server that starts nevertheless ends with its orders
             try:
                 server = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", __name__),
+                    *(self.python, "-m", __name__),
                     env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
                     stdin=its.fileno(),
                     stdout=asyncio.subprocess.PIPE,

@@ -19,6 +19,7 @@ from mmd_api.contract import paths
 from mmd_api.contract.environment import PREFIX
 from mmd_api.contract.errors import PeerLostError
 from mmd_cli.errors import CommandError
+from mmd_cli.local.engines import Interpreter
 from mmd_cli.local.forkserver import ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.state import EXITED
@@ -75,6 +76,7 @@ class Supervisor:
 
     log: Callable[[str, str], None]
     gave_up: Callable[[GaveUpError], None] = lambda _: None
+    interpreter: Interpreter = Interpreter()
     children: dict[str, PodProcess] = field(default_factory=dict)
     _servers: dict[frozenset[tuple[str, str]], ForkServer] = field(default_factory=dict)
 
@@ -207,8 +209,10 @@ class Supervisor:
 
     def _server_for(self, pod: LocalPod) -> ForkServer:
         """Pods may share what is imported if all that libraries could read of their environments is the same."""
-        environment = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
-        return self._servers.setdefault(frozenset(environment.items()), ForkServer(environment))
+        own = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
+        environment = {**self.interpreter.environment, **own}
+        server = ForkServer(environment, self.interpreter.python)
+        return self._servers.setdefault(frozenset(environment.items()), server)
 
     async def close(self) -> None:
         """Stop all pods, and what started them."""

@@ -24,6 +24,7 @@ from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
+from mmd_cli.local.engines import interpreter_for
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.pods import LocalPod, component_of, local_pods
 from mmd_cli.local.scale import LocalScaler
@@ -97,9 +98,11 @@ async def running(
     `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime.
 
     Raises:
+        EngineMissingError: the deployment's engine is not installed.
         StartError: a pod was not routable within `ready_seconds`.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
+    interpreter = interpreter_for(deployment.spec.engine)
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
     objects = objects_of(deployment)
@@ -112,7 +115,7 @@ async def running(
             if task is not None and len(faults) == 1:
                 task.cancel()
 
-        supervisor = Supervisor(log_line, give_up)
+        supervisor = Supervisor(log_line, give_up, interpreter)
         keeping: asyncio.Task[None] | None = None
         try:
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it

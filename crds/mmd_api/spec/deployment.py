@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
+from mmd_api.spec.engine import EngineSpec
 from mmd_api.spec.gateway import GatewaySpec
 from mmd_api.spec.model import ModelSpec
 from mmd_api.spec.nats import NatsSpec
@@ -117,6 +118,8 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
 
     model: ModelSpec
     """Model to serve."""
+    engine: EngineSpec = EngineSpec()
+    """Engine that runs the language model."""
     image: ImageSpec = ImageSpec()
     """Container images of the pods."""
     gateway: GatewaySpec = GatewaySpec()

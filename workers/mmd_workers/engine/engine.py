@@ -88,6 +88,11 @@ class Engine:
         self._prefill_tokens_per_second = 0.0
         self._step_seconds = 0.0
 
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self.model.device
+
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def add(self, item: SequenceInput) -> None:

@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
 from mmd_workers.device import check_device
-from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import StepOutput
 
 T = TypeVar("T")
@@ -24,7 +25,27 @@ MAX_COMMANDS = 4096
 MAX_OUTPUTS = 256  # outputs the loop has not taken yet; then the engine waits
 
 
-class EngineRunner:
+class Stepped(Protocol):
+    """An engine that runs one batch at a time. Not thread safe."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a step may do something."""
+        ...
+
+    def step(self) -> StepOutput:
+        """Run one batch. Empty output: nothing can run until a command changes something."""
+        ...
+
+
+E = TypeVar("E", bound=Stepped)
+
+
+class EngineRunner(Generic[E]):
     """Owns an engine from `start` to `stop`; everything else reaches it through `call`.
 
     `on_output` runs on the loop, in order, for every step that did something, and its consumer calls `taken` after each;
@@ -34,14 +55,14 @@ class EngineRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: E,
         on_output: Callable[[StepOutput], None],
         on_dead: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._engine = engine
         self._on_output = on_output
         self._on_dead = on_dead
-        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[E], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._room = threading.BoundedSemaphore(MAX_OUTPUTS)
@@ -63,7 +84,7 @@ class EngineRunner:
         """Whether the thread runs; the liveness probe checks this and `last_progress`."""
         return self._thread.is_alive() and self.error is None
 
-    def submit(self, command: Callable[[Engine], T]) -> Future[T]:
+    def submit(self, command: Callable[[E], T]) -> Future[T]:
         """Run `command(engine)` between two steps; from any thread.
 
         Raises:
@@ -82,7 +103,7 @@ class EngineRunner:
             self._wake.notify()
         return future
 
-    async def call(self, command: Callable[[Engine], T]) -> T:
+    async def call(self, command: Callable[[E], T]) -> T:
         """`submit` for coroutines on the loop of `start`: the command's result or its exception. A cancelled call that has not
         begun never runs. While the queue is full the call waits, until the engine's next turn at the latest.
 
@@ -167,13 +188,13 @@ class EngineRunner:
         self.last_progress = time.monotonic()
         return True
 
-    def _obey(self, command: Callable[[Engine], Any], future: Future[Any]) -> None:
+    def _obey(self, command: Callable[[E], Any], future: Future[Any]) -> None:
         """Run one command. Any exception goes to its caller; if the device is lost, it also ends the thread."""
         try:
             result = command(self._engine)
         except Exception as error:  # noqa: BLE001
             try:
-                check_device(error, self._engine.model.device)
+                check_device(error, self._engine.device)
             except DeviceLostError as lost:
                 future.set_exception(lost)
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmd_api.contract.errors import UnprocessableMediumError
 from mmd_workers.model.prompt import MediumLayout, SamplingPlan
-from mmd_workers.wire.messages import FeatureRef
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 
 def layout_of(ref: FeatureRef) -> MediumLayout:
@@ -18,6 +18,11 @@ def layout_of(ref: FeatureRef) -> MediumLayout:
         work=ref.work,
         host_bytes=ref.host_bytes,
     )
+
+
+def media_spans(request: GenerateRequest) -> list[tuple[int, int, str]]:
+    """(start, length, feature id) of every run of placeholders, for the identity of KV blocks."""
+    return [(start, length, ref.feature_id) for ref in request.features for start, length in ref.ranges]
 
 
 def unprocessable(ref: FeatureRef, attempts: int, error: Exception) -> UnprocessableMediumError:

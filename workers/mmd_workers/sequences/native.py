@@ -13,29 +13,26 @@ import torch
 from mmd_api.contract.pools import Modality
 from mmd_workers import memory
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.interface import EngineStats, SamplingParams, SequenceInput
+from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.features.references import layout_of
+from mmd_workers.features.references import layout_of, media_spans
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.prompt import Feature, KvLayout
-from mmd_workers.observe.server import Progress
-from mmd_workers.pod import LIVENESS_SECONDS, Pod
+from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine
 from mmd_workers.warmup import warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
 log = logging.getLogger(__name__)
 
-ADVERTISED_BLOCKS = 64
-
 
 class NativeEngine(SequenceEngine):
     """Requests in the terms of `Engine`. Each command runs on the engine's thread, between two steps."""
 
-    def __init__(self, runner: EngineRunner, model: LanguageModel) -> None:
+    def __init__(self, runner: EngineRunner[Engine], model: LanguageModel) -> None:
         self._runner = runner
         self._model = model
         self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
@@ -51,7 +48,7 @@ class NativeEngine(SequenceEngine):
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
         """Hash the prompt's blocks, once: `add` uses the same hashes."""
-        token_ids, spans = [*request.token_ids, *request.output_token_ids], _media_spans(request)
+        token_ids, spans = [*request.token_ids, *request.output_token_ids], media_spans(request)
         identities, cached = await self._runner.call(lambda engine: engine.prefix(token_ids, spans))
         self._identities[sequence] = identities
         return cached
@@ -69,7 +66,7 @@ class NativeEngine(SequenceEngine):
                     sequence_id=sequence,
                     prompt=prompt,
                     sampling=self._sampling(request),
-                    media_spans=_media_spans(request),
+                    media_spans=media_spans(request),
                     identities=identities,
                     output_token_ids=request.output_token_ids,
                     arrived=request.arrived,
@@ -112,7 +109,7 @@ class NativeEngine(SequenceEngine):
                 sampling=self._sampling(request),
                 output_token_ids=output_token_ids,
                 next_position=next_position,
-                media_spans=_media_spans(request),
+                media_spans=media_spans(request),
                 arrived=request.arrived,
             )
         )
@@ -142,20 +139,13 @@ class NativeHost(EngineHost):
         self._device = device
         self._tower_bytes = tower_bytes
         self._model: LanguageModel | None = None
-        self._runner: EngineRunner | None = None
         self._engine: NativeEngine | None = None
-        self._max_model_len = 0
 
     @property
     def engine(self) -> NativeEngine:
         """The engine's commands."""
         assert self._engine is not None
         return self._engine
-
-    @property
-    def max_model_len(self) -> int:
-        """The model's, or the spec's if that is less."""
-        return self._max_model_len
 
     async def load_weights(self) -> None:
         """Read the language model's weights and nothing else."""
@@ -219,40 +209,10 @@ class NativeHost(EngineHost):
 
     def run(self, engine: Engine) -> None:
         """Run an engine on a dedicated thread from now on."""
-        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
-        self._engine = NativeEngine(self._runner, engine.model)
-        self._runner.start()
+        self._engine = NativeEngine(self._run(engine), engine.model)
 
     async def warm_up(self) -> None:
         """Run a chunk of prefill and a step of decode."""
         assert self._runner is not None
         step = partial(self._runner.call, Engine.warm_up)
         await warm_up({"engine": step}, self._pod.startup, self._device)
-
-    async def stop(self) -> None:
-        """End the engine's thread after its current step."""
-        if self._runner is not None:
-            await self._runner.stop(5.0)
-
-    def taken(self) -> None:
-        """The thread may post one more."""
-        assert self._runner is not None
-        self._runner.taken()
-
-    async def _sampled(self) -> tuple[EngineStats, list[str]] | None:
-        if self._runner is None:
-            return None
-        return await self._runner.call(
-            lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
-        )
-
-    def progress(self) -> dict[str, Progress]:
-        """The engine's turns."""
-        if (runner := self._runner) is None:
-            return {}
-        return {"engine": Progress(lambda: time.monotonic() - runner.last_progress, LIVENESS_SECONDS)}
-
-
-def _media_spans(request: GenerateRequest) -> list[tuple[int, int, str]]:
-    """(start, length, feature id) of every run of placeholders, for the identity of KV blocks."""
-    return [(start, length, ref.feature_id) for ref in request.features for start, length in ref.ranges]

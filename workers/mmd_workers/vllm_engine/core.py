@@ -1,0 +1,487 @@
+"""vLLM's engine core on the engine's thread, between whose steps everything else happens. Not thread safe; independent of the network.
+
+The core is stepped here and not by vLLM's own loop: so a sequence's blocks can be reserved, read and written between two steps, and a
+core whose requests all wait for features does not spin. It uses vLLM's scheduler, KV cache manager and block pool directly; the version
+is pinned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from mmd_api.contract import answers
+from mmd_api.contract.errors import (
+    CapacityError,
+    CountMismatchError,
+    MmdError,
+    OverloadedError,
+    PreemptedError,
+    StepFailedError,
+)
+from mmd_workers.engine.blocks import extend_identities
+from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
+from mmd_workers.features.references import media_spans
+from mmd_workers.model.prompt import Feature, KvLayout
+from mmd_workers.vllm_engine.features import Shelf
+from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
+from mmd_workers.wire.messages import GenerateRequest, Sampling
+
+MAX_PREFIXES = 4096  # blocks whose identity is remembered
+AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What this engine does for a request."""
+
+    source: GenerateRequest
+    request: Request
+    first: int  # index of the first token that is made here
+    stop_after_prefill: bool = False
+    attached: bool = False
+    made: int = 0
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
+    announced: int = 0  # tokens whose KV may be read
+
+
+@dataclass(slots=True)
+class _Reservation:
+    blocks: list[KVCacheBlock]
+    prompt_tokens: int
+    written: int = 0
+
+
+class VllmCore:
+    """Sequences over vLLM's engine core: the same commands and outputs as those of the native `Engine`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        shelf: Shelf,
+        builder: RequestBuilder,
+        kv: PagedKv | None,
+        identity_tokens: int,
+        feature_row_bytes: int,
+    ) -> None:
+        """`kv`: where sequences move between pods. `identity_tokens`: tokens of the blocks whose identities are advertised.
+        `feature_row_bytes`: of one token of a feature."""
+        assert isinstance(core.scheduler, Scheduler)
+        self._core = core
+        self._scheduler = core.scheduler
+        self._manager = core.scheduler.kv_cache_manager
+        self._pool = self._manager.block_pool
+        self._shelf = shelf
+        self._builder = builder
+        self._kv = kv
+        self._identity_tokens = identity_tokens
+        self.feature_row_bytes = feature_row_bytes
+        config = core.vllm_config
+        self.device: torch.device = config.device_config.device or torch.device("cpu")
+        self.max_model_len = int(config.model_config.max_model_len)
+        self._max_sequences = int(config.scheduler_config.max_num_seqs)
+        self._block_tokens = int(core.scheduler.block_size)
+        self._sequences: dict[str, _Sequence] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._prefixes: OrderedDict[bytes, BlockHash] = OrderedDict()  # identity -> vLLM's hash of the block that ends it
+        self._preemptions = self._hit_tokens = self._miss_tokens = 0
+        self._prefill_tokens_per_second = self._step_seconds = 0.0
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """What pods exchange; of a pod that exchanges nothing, empty."""
+        layers = self._kv.layers if self._kv is not None else []
+        dtype = str(layers[0].cache.dtype).removeprefix("torch.") if layers else ""
+        return KvLayout(
+            len(layers), [layer.num_kv_heads for layer in layers], [layer.head_dim for layer in layers], dtype
+        )
+
+    def warm_up(self) -> None:
+        """Generate two tokens, and forget them."""
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        request = GenerateRequest("warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0)
+        self.add("warm-up", request, stop_after_prefill=False)
+        while "warm-up" in self._sequences:
+            self.step()
+        self._manager.reset_prefix_cache()
+        self._prefixes.clear()
+        self._hit_tokens = self._miss_tokens = 0
+        self._prefill_tokens_per_second = self._step_seconds = 0.0
+
+    # --- sequences ------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, request: GenerateRequest) -> int:
+        """Leading tokens whose KV is in the prefix cache now, but for the last token."""
+        probe = self._builder.build("probe", request, request.output_token_ids, 1)
+        return int(self._manager.estimate_cached_tokens(probe))
+
+    def add(self, name: str, request: GenerateRequest, *, stop_after_prefill: bool) -> None:
+        """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared.
+
+        Raises:
+            CapacityError: it can never fit into the context or the KV pool.
+            ValueError: the id is in use, or nothing is left to generate.
+        """
+        self._check_new(name)
+        outputs = request.output_token_ids
+        left = request.sampling.max_tokens - len(outputs)
+        if left < 1:
+            raise ValueError(f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated")
+        self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
+        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
+        self._sequences[name] = _Sequence(request, made, len(outputs), stop_after_prefill)
+        for ref in request.features:
+            self._shelf.share(ref.feature_id, name)
+        self._scheduler.add_request(made)
+
+    def fill(self, name: str, medium: int, feature: Feature) -> None:
+        """Give a sequence the feature of its medium; nothing happens if it is no longer here.
+
+        Raises:
+            CountMismatchError: the feature has another number of tokens than the prompt's layout.
+        """
+        if (sequence := self._sequences.get(name)) is None:
+            return
+        ref = sequence.source.features[medium]
+        if feature.num_tokens != ref.num_tokens:
+            raise CountMismatchError(
+                f"medium {medium} has {ref.num_tokens} placeholders, its feature {feature.num_tokens} rows; encoder and language model "
+                "serve different models or settings"
+            )
+        self._shelf.put(ref.feature_id, name, joined(feature))
+        self._shelf.short.pop(name, None)
+
+    def abort(self, name: str) -> None:
+        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored."""
+        if (reservation := self._reservations.pop(name, None)) is not None:
+            self._pool.free_blocks(reversed(reservation.blocks))
+        if (sequence := self._sequences.pop(name, None)) is not None:
+            self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            self._pool.free_blocks(reversed(sequence.blocks))
+            self._shelf.release(name)
+
+    def _check_new(self, name: str) -> None:
+        if name in self._sequences or name in self._reservations:
+            raise ValueError(f"sequence id {name} is in use")
+
+    def _check_fits(self, prompt_tokens: int, more: int) -> None:
+        if prompt_tokens >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {prompt_tokens} tokens, but the context length is {self.max_model_len}; shorten it by "
+                f"{prompt_tokens + 1 - self.max_model_len} tokens"
+            )
+        total = min(prompt_tokens + more, self.max_model_len)
+        needed, blocks = self._blocks_for(total), self._pool.num_gpu_blocks - 1
+        if needed > blocks:
+            raise CapacityError(
+                f"{total} tokens of prompt and output need {needed} KV blocks, but the pool has {blocks}; lower max_tokens, or give the "
+                "pool more memory"
+            )
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    # --- KV -------------------------------------------------------------------------------------------------------
+
+    def read_kv(self, name: str, start: int, end: int) -> list[torch.Tensor]:
+        """KV of the tokens [start, end) of a sequence with `stop_after_prefill`, up to what has been announced as ready.
+
+        Raises:
+            KeyError: there is no such sequence.
+        """
+        sequence = self._sequences[name]
+        assert self._kv is not None
+        assert end <= sequence.announced
+        return self._kv.read([block.block_id for block in sequence.blocks], start, end)
+
+    def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token.
+
+        Raises:
+            CapacityError: this can never fit.
+            OverloadedError: no blocks or no place for a sequence now.
+        """
+        self._check_new(name)
+        self._check_fits(prompt_tokens, max_tokens)
+        assert self._kv is not None
+        there = len(self._reservations) + len(self._scheduler.running)
+        if there >= self._max_sequences:
+            raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
+        needed, free = self._blocks_for(prompt_tokens + 1), self._pool.get_num_free_blocks()
+        if needed > free:
+            raise OverloadedError(
+                f"{needed} KV blocks are needed, but only {free} of {self._pool.num_gpu_blocks - 1} are available; retry when a sequence "
+                "has finished, or give the pool more memory"
+            )
+        blocks = self._pool.get_new_blocks(needed)
+        self._kv.clear([block.block_id for block in blocks])
+        self._reservations[name] = _Reservation(blocks, prompt_tokens)
+
+    def write_kv(self, name: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write KV of the tokens from `start` on to reserved blocks; ranges come in order.
+
+        Raises:
+            KeyError: nothing is reserved under this id.
+            CountMismatchError: a gap, more tokens than reserved, or another model's geometry.
+        """
+        reservation = self._reservations[name]
+        assert self._kv is not None
+        tokens = tensors[0].shape[1] if tensors else 0
+        shapes = [(2, tokens, layer.num_kv_heads, layer.head_dim) for layer in self._kv.layers]
+        if [tuple(tensor.shape) for tensor in tensors] != shapes:
+            raise CountMismatchError(f"KV of {name} has another model's geometry: {len(tensors)} layers")
+        if start != reservation.written or start + tokens > reservation.prompt_tokens:
+            raise CountMismatchError(
+                f"KV of tokens {start} to {start + tokens} of {name} came after {reservation.written} of {reservation.prompt_tokens}"
+            )
+        self._kv.write([block.block_id for block in reservation.blocks], start, tensors)
+        reservation.written += tokens
+
+    def attach(self, name: str, request: GenerateRequest, output_token_ids: Sequence[int]) -> None:
+        """Start decoding a reserved sequence whose KV has been written, but for the last of `output_token_ids`.
+
+        Raises:
+            KeyError: nothing is reserved under this id.
+            CountMismatchError: KV of some token has not been written. The reservation stays.
+        """
+        reservation = self._reservations[name]
+        known = len(request.token_ids) + len(output_token_ids)
+        if reservation.written != known - 1:
+            raise CountMismatchError(f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known")
+        left = request.sampling.max_tokens - len(output_token_ids)
+        made = self._builder.build(name, request, output_token_ids, left)
+        del self._reservations[name]
+        self._adopt(made, reservation.blocks, known - 1)
+        self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)
+        self._scheduler.add_request(made)
+
+    def _adopt(self, request: Request, blocks: list[KVCacheBlock], tokens: int) -> None:
+        """Make blocks that hold the KV of a request's first tokens its own, as if it had computed them."""
+        (manager,) = self._manager.coordinator.single_type_managers
+        manager.req_to_blocks[request.request_id] = list(blocks)
+        manager.num_cached_block[request.request_id] = 0
+        self._manager.cache_blocks(request, tokens)
+        request.num_computed_tokens = tokens
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether there is a request that has not ended, or an end that the model's side does not know yet."""
+        return bool(self._scheduler.has_requests())
+
+    def step(self) -> StepOutput:
+        """Run one batch. Empty output: nothing can run until something is added, filled or aborted.
+
+        Raises:
+            Exception: vLLM failed; its state is unknown then.
+        """
+        begun = time.perf_counter()
+        self._shelf.step = None
+        self._shelf.short.clear()
+        outputs, executed = self._core.step()
+        self._core.post_step(executed)
+        output = StepOutput()
+        self._note_plan(output)
+        for made in outputs.values():
+            for one in made.outputs:
+                self._note_output(one, output)
+        self._announce(output)
+        output.duration_seconds = time.perf_counter() - begun
+        self._measure(output)
+        return output
+
+    def _note_plan(self, output: StepOutput) -> None:
+        """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
+        output.admitted |= self._shelf.short
+        if (plan := self._shelf.step) is None:
+            return
+        for new in plan.scheduled_new_reqs:
+            if (sequence := self._sequences.get(new.req_id)) is not None and not sequence.attached:
+                output.admitted[new.req_id] = new.num_computed_tokens
+                self._hit_tokens += new.num_computed_tokens
+                self._miss_tokens += len(sequence.request.prompt_token_ids or ()) - new.num_computed_tokens
+        for name, tokens in plan.num_scheduled_tokens.items():
+            if (sequence := self._sequences.get(name)) is None:
+                continue
+            if tokens == 1 and (sequence.made or sequence.attached):
+                output.decode_sequences += 1
+            else:
+                output.prefill_tokens += tokens
+            if sequence.stop_after_prefill:
+                self._keep_blocks(sequence)
+        for name in plan.preempted_req_ids or ():
+            self._preemptions += 1
+            if (sequence := self._sequences.get(name)) is not None and sequence.attached:
+                self.abort(name)
+                output.failed.append((name, self._preempted(sequence)))
+
+    def _preempted(self, sequence: _Sequence) -> PreemptedError:
+        """A sequence whose KV came from another pod goes back there: its media are not here."""
+        return PreemptedError(
+            f"the pool of {self._pool.num_gpu_blocks - 1} KV blocks is full, and this request is the newest; it continues on another pod "
+            f"after its {sequence.first + sequence.made} tokens"
+        )
+
+    def _keep_blocks(self, sequence: _Sequence) -> None:
+        """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at a preemption and at the end.
+
+        Where vLLM computes a token again after a preemption, what was announced of the block before stays what is read.
+        """
+        ours = sequence.blocks
+        for index, block in enumerate(self._manager.get_blocks(sequence.request.request_id).blocks[0]):
+            if index < len(ours) and (ours[index] is block or (index + 1) * self._block_tokens <= sequence.announced):
+                continue
+            self._pool.touch([block])
+            if index < len(ours):
+                self._pool.free_blocks([ours[index]])
+                ours[index] = block
+            else:
+                ours.append(block)
+
+    def _note_output(self, made: EngineCoreOutput, output: StepOutput) -> None:
+        name = made.request_id
+        if (sequence := self._sequences.get(name)) is None:
+            return
+        for number, token in enumerate(made.new_token_ids):
+            last = number == len(made.new_token_ids) - 1
+            reason = self._finish_reason(sequence, made.finish_reason) if last else None
+            logprob, top = _logprobs(made, number, sequence.source.sampling.logprobs)
+            output.tokens.append(
+                SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top)
+            )
+            sequence.made += 1
+            if sequence.made == 1 and not sequence.attached:
+                self._note_prefix(sequence)
+        if made.finish_reason in (FinishReason.ERROR, FinishReason.REPETITION) or (
+            made.finish_reason is not None and not made.new_token_ids and not made.finish_reason == FinishReason.ABORT
+        ):
+            self.abort(name)
+            output.failed.append((name, _failure(made)))
+        elif made.finish_reason is not None and not sequence.stop_after_prefill:
+            self.abort(name)
+
+    def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
+        """vLLM's reason, except that a sequence which ends after its prefill here goes on elsewhere."""
+        if reason is FinishReason.STOP:
+            return "stop"
+        if reason is not FinishReason.LENGTH:
+            return None
+        known = sequence.first + sequence.made + 1
+        goes_on = sequence.stop_after_prefill and known < sequence.source.sampling.max_tokens
+        return None if goes_on else "length"
+
+    def _announce(self, output: StepOutput) -> None:
+        """Ranges of prompts whose KV has been computed."""
+        if (plan := self._shelf.step) is None:
+            return
+        for name in plan.num_scheduled_tokens:
+            sequence = self._sequences.get(name)
+            if sequence is None or not sequence.stop_after_prefill:
+                continue
+            prompt = len(sequence.request.prompt_token_ids or ())
+            ready = prompt if sequence.made else min(prompt, int(sequence.request.num_computed_tokens))
+            if ready > sequence.announced:
+                output.kv_ready.append(KvReady(name, sequence.announced, ready, ready == prompt))
+                sequence.announced = ready
+
+    # --- prefixes -------------------------------------------------------------------------------------------------
+
+    def _note_prefix(self, sequence: _Sequence) -> None:
+        """Remember under which identities routers know the blocks of a prompt, whatever size vLLM's blocks have."""
+        request, size = sequence.request, self._identity_tokens
+        if not self._manager.enable_caching:
+            return
+        tokens = request.prompt_token_ids or []
+        covered = min(len(tokens) // self._block_tokens, len(request.block_hashes)) * self._block_tokens
+        identities: list[bytes] = []
+        extend_identities(identities, tokens, media_spans(sequence.source), size, covered // size)
+        for number, identity in enumerate(identities):
+            last_token = (number + 1) * size - 1
+            self._prefixes[identity] = request.block_hashes[last_token // self._block_tokens]
+            self._prefixes.move_to_end(identity)
+        while len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def prefix_blocks(self, limit: int) -> list[str]:
+        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
+        found: list[str] = []
+        for identity in reversed(self._prefixes):
+            if len(found) == limit:
+                break
+            if self._pool.get_cached_block(self._prefixes[identity], [0]) is not None:
+                found.append(identity.hex())
+        return found
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """How loaded the engine is."""
+        scheduler = self._scheduler
+        running, waiting = scheduler.get_request_counts()
+        unfinished = [s for name, s in self._sequences.items() if name in scheduler.requests and not s.made and not s.attached]
+        left = {s.request.request_id: s.request.num_tokens - s.request.num_computed_tokens for s in unfinished}
+        held = sum(name not in scheduler.requests for name in self._sequences)
+        return EngineStats(
+            blocks_total=self._pool.num_gpu_blocks - 1,
+            blocks_free=self._pool.get_num_free_blocks(),
+            blocks_reserved=sum(len(r.blocks) for r in self._reservations.values()),
+            block_tokens=self._block_tokens,
+            waiting_sequences=waiting,
+            running_sequences=running,
+            held_sequences=held,
+            reserved_sequences=len(self._reservations),
+            max_sequences=self._max_sequences,
+            waiting_tokens=sum(left.values()),
+            blocked_tokens=sum(self._blocked(s) for s in unfinished),
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._hit_tokens,
+            prefix_miss_tokens=self._miss_tokens,
+            prefill_tokens_per_second=self._prefill_tokens_per_second,
+            step_seconds=self._step_seconds,
+        )
+
+    def _blocked(self, sequence: _Sequence) -> int:
+        """Tokens that come after a missing feature."""
+        request = sequence.request
+        missing = [ref for ref in in_order(sequence.source.features) if ref.feature_id not in self._shelf]
+        starts = [ref.ranges[0][0] for ref in missing if sum(ref.ranges[-1]) > request.num_computed_tokens]
+        return request.num_tokens - max(starts[0], request.num_computed_tokens) if starts else 0
+
+    def _measure(self, output: StepOutput) -> None:
+        def average(old: float, new: float) -> float:
+            return new if old == 0.0 else old + AVERAGE_WEIGHT * (new - old)
+
+        if output.prefill_tokens:
+            decode_part = self._step_seconds if output.decode_sequences else 0.0
+            seconds = max(output.duration_seconds - decode_part, output.duration_seconds / 2)
+            self._prefill_tokens_per_second = average(
+                self._prefill_tokens_per_second, output.prefill_tokens / seconds
+            )
+        elif output.decode_sequences:
+            self._step_seconds = average(self._step_seconds, output.duration_seconds)
+
+
+def _failure(made: EngineCoreOutput) -> MmdError:
+    """vLLM gives no reason for a request that it ends; its log has one."""
+    return StepFailedError(f"vLLM ended the request ({made.finish_reason}); its log, above this line, has the reason")
+
+
+def _logprobs(
+    made: EngineCoreOutput, number: int, wanted: int | None
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """The token's own log probability, and those of the most likely ones."""
+    if wanted is None or made.new_logprobs is None:
+        return None, ()
+    ids = made.new_logprobs.logprob_token_ids[number].tolist()
+    values = made.new_logprobs.logprobs[number].tolist()
+    return values[0], tuple(zip(ids[1 : wanted + 1], values[1 : wanted + 1], strict=True))

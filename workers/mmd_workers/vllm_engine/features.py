@@ -1,0 +1,150 @@
+"""How features reach vLLM's model, and what vLLM may schedule while they are on their way.
+
+vLLM asks two objects: its connector for encoder outputs, and the manager of its encoder cache. Both look at the engine's `Shelf`. So a
+prompt runs up to its first medium without a feature and goes on when that comes, other requests are not held up, and vLLM never plans
+to run a tower: it has no pixels, and a medium without any ends its engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class Shelf:
+    """Features of the requests that an engine has, by identity, until none of these is there any longer.
+
+    A preempted request starts again and needs its features again, so a feature stays as long as a request that has it.
+    """
+
+    def __init__(self) -> None:
+        self._features: dict[str, torch.Tensor] = {}
+        self._users: dict[str, set[str]] = {}
+        self.short: dict[str, int] = {}  # requests that wait for a feature: tokens that are computed or cached
+        self.step: SchedulerOutput | None = None  # what the newest step runs
+
+    def put(self, identity: str, request_id: str, feature: torch.Tensor) -> None:
+        """Keep a feature [tokens, width] for a request."""
+        self._features[identity] = feature
+        self._users.setdefault(identity, set()).add(request_id)
+
+    def get(self, identity: str) -> torch.Tensor | None:
+        """The feature, if it is here."""
+        return self._features.get(identity)
+
+    def __contains__(self, identity: str) -> bool:
+        return identity in self._features
+
+    def share(self, identity: str, request_id: str) -> bool:
+        """Keep a feature that another request brought for this one, too. False: it is not here."""
+        if identity not in self._features:
+            return False
+        self._users[identity].add(request_id)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Forget what only this request has."""
+        self.short.pop(request_id, None)
+        for identity in [i for i, users in self._users.items() if request_id in users]:
+            users = self._users[identity]
+            users.discard(request_id)
+            if not users:
+                del self._users[identity], self._features[identity]
+
+
+_shelves: dict[str, Shelf] = {}
+
+
+def shelf_of(engine_id: str) -> Shelf:
+    """The shelf of an engine of this process: its own code, and both sides of vLLM's connector, find the same one."""
+    return _shelves.setdefault(engine_id, Shelf())
+
+
+@dataclass
+class Loads(ECConnectorMetadata):
+    """Features that the model's side takes in a step."""
+
+    features: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class FeatureConnector(ECConnectorBase):
+    """vLLM's connector for encoder outputs, over a `Shelf`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        assert vllm_config.ec_transfer_config is not None
+        self._shelf = shelf_of(str(vllm_config.ec_transfer_config.engine_id))
+        self._loads = Loads()
+
+    # --- the scheduler's side -------------------------------------------------------------------------------------
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the feature is here."""
+        return identifier in self._shelf
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether a token of the request can be computed now: one that stands before its first medium without a feature."""
+        for feature in request.mm_features:
+            place = feature.mm_position
+            if place.offset + place.length > num_computed_tokens and feature.identifier not in self._shelf:
+                self._shelf.short[request.request_id] = num_computed_tokens
+                return bool(place.offset > num_computed_tokens)
+        return True
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """The model's side needs this feature in the step that is being planned."""
+        identity = request.mm_features[index].identifier
+        if (feature := self._shelf.get(identity)) is not None:
+            self._loads.features[identity] = feature
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
+        """What the step needs; the engine's own code finds the plan of the step on the shelf."""
+        self._shelf.step = scheduler_output
+        loads, self._loads = self._loads, Loads()
+        return loads
+
+    # --- the model's side -----------------------------------------------------------------------------------------
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """Put the step's features where the model looks for them, on its device."""
+        loads = self._get_connector_metadata()
+        assert isinstance(loads, Loads)
+        model = self._vllm_config.model_config
+        device = self._vllm_config.device_config.device
+        for identity, feature in loads.features.items():
+            encoder_cache[identity] = feature.to(device, model.dtype)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        """Nothing: no tower runs here."""
+
+
+class FeatureCacheManager(EncoderCacheManager):
+    """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room."""
+
+    def __init__(self, cache_size: int, shelf: Shelf) -> None:
+        super().__init__(cache_size)
+        self._shelf = shelf
+
+    @classmethod
+    def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> FeatureCacheManager:
+        """One that holds any prompt's media. vLLM's own size is that of the largest medium of its own processor, and ours may be larger."""
+        assert vllm_config.ec_transfer_config is not None
+        shelf = shelf_of(str(vllm_config.ec_transfer_config.engine_id))
+        return cls(max(cache_size, vllm_config.model_config.max_model_len), shelf)
+
+    def can_allocate(
+        self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        """Not before its feature is here: the scheduler then stops before the medium. No tower runs, so its budget does not count."""
+        if request.mm_features[input_id].identifier not in self._shelf:
+            return False
+        return bool(super().can_allocate(request, input_id, self.cache_size, num_embeds_to_schedule))

@@ -1,0 +1,140 @@
+"""vLLM as a part of a pod: weights, KV pool and thread, made from the spec."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmd_api.contract.errors import MmdError, UnsupportedModelError
+from mmd_api.contract.pools import Modality
+from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.model.prompt import Feature, KvLayout
+from mmd_workers.pod import Pod
+from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine
+from mmd_workers.vllm_engine.arguments import prepare_environment
+from mmd_workers.warmup import warm_up
+from mmd_workers.wire.messages import GenerateRequest
+
+if TYPE_CHECKING:
+    from mmd_workers.vllm_engine.core import VllmCore
+
+
+class VllmEngine(SequenceEngine):
+    """Requests in the terms of `VllmCore`. Each command runs on the engine's thread, between two steps."""
+
+    def __init__(self, runner: EngineRunner[VllmCore], kv_layout: KvLayout, feature_row_bytes: int) -> None:
+        """`feature_row_bytes`: of one token of a feature, with all that belongs to it."""
+        self._runner = runner
+        self._kv_layout = kv_layout
+        self._feature_row_bytes = feature_row_bytes
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """That of the model: vLLM's own is converted."""
+        return self._kv_layout
+
+    def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
+        """Embeddings and what goes with them."""
+        return num_tokens * self._feature_row_bytes
+
+    async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
+        """Ask vLLM's prefix cache."""
+        return await self._runner.call(lambda core: core.cached_tokens(request))
+
+    async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
+        """Queue it with vLLM's scheduler. vLLM computes rotary positions itself, so none travels."""
+
+        def begin(core: VllmCore) -> Added:
+            at = time.time()
+            core.add(sequence, request, stop_after_prefill=stop_after_prefill)
+            return Added(at, next_position=0)
+
+        return await self._runner.call(begin)
+
+    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
+        """Put it where vLLM's model looks for it."""
+        await self._runner.call(lambda core: core.fill(sequence, medium, feature))
+
+    async def abort(self, sequence: str) -> None:
+        """Free its blocks."""
+        await self._runner.call(lambda core: core.abort(sequence))
+
+    async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
+        """Copy the range, on the engine's device."""
+        return await self._runner.call(lambda core: core.read_kv(sequence, start, end))
+
+    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Take blocks from vLLM's pool."""
+        await self._runner.call(lambda core: core.reserve(sequence, prompt_tokens, max_tokens))
+
+    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write to the reserved blocks."""
+        await self._runner.call(lambda core: core.write_kv(sequence, start, tensors))
+
+    async def attach(
+        self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
+    ) -> None:
+        """It decodes from the next step on."""
+        await self._runner.call(lambda core: core.attach(sequence, request, output_token_ids))
+
+
+class VllmHost(EngineHost):
+    """Owns vLLM's engine core and the thread that steps it."""
+
+    def __init__(self, pod: Pod, device: torch.device) -> None:
+        super().__init__(pod)
+        self._device = device
+        self._engine: VllmEngine | None = None
+
+    @property
+    def engine(self) -> VllmEngine:
+        """The engine's commands."""
+        assert self._engine is not None
+        return self._engine
+
+    async def start(self) -> None:
+        """Load the weights, and make the KV pool as large as memory allows.
+
+        Raises:
+            UnsupportedModelError: vLLM is not installed here, or cannot serve the model; the message is vLLM's own.
+            MemoryBudgetError: the pool does not hold one request of full length.
+        """
+        with self._pod.startup.phase("engine"):
+            core = await asyncio.to_thread(self._make_core)
+        self._max_model_len = core.max_model_len
+        self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
+
+    def _make_core(self) -> VllmCore:
+        prepare_environment()
+        try:
+            from mmd_workers.vllm_engine.make import make_core
+        except ImportError as error:
+            raise UnsupportedModelError(
+                f"spec.engine.type: VLLM is not installed in this environment ({error}); use an image built with ENGINE=vllm, or run "
+                "`make vllm` on this machine"
+            ) from error
+        try:
+            return make_core(self._pod, self._device)
+        except MmdError:
+            raise
+        except Exception as error:  # whatever vLLM raises, it is about the model or the machine
+            raise UnsupportedModelError(f"spec.engine.type: vLLM cannot serve this model here: {_reason(error)}") from error
+
+    async def warm_up(self) -> None:
+        """Generate one token."""
+        assert self._runner is not None
+        step = partial(self._runner.call, lambda core: core.warm_up())
+        await warm_up({"engine": step}, self._pod.startup, self._device)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of each message in the chain of causes, the innermost last."""
+    lines: list[str] = []
+    while error is not None and len(lines) < 4:
+        lines.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
+        error = error.__cause__ or error.__context__
+    return "; ".join(lines)

@@ -1,0 +1,54 @@
+"""Makes vLLM's engine core for a pod."""
+
+from __future__ import annotations
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from mmd_api.contract.pools import MODALITIES
+from mmd_workers.model import source
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.pod import Pod
+from mmd_workers.vllm_engine.arguments import engine_arguments
+from mmd_workers.vllm_engine.core import VllmCore
+from mmd_workers.vllm_engine.features import shelf_of
+from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.requests import RequestBuilder
+
+
+def make_core(pod: Pod, device: torch.device) -> VllmCore:
+    """Load the model's weights, without its towers, and make the KV pool.
+
+    Raises:
+        MemoryBudgetError: it does not hold one request of full length.
+        Exception: vLLM cannot serve this model, or not here.
+    """
+    spec = pod.spec
+    folder = source.resolve(spec.model, weights=True)
+    config = source.load_config(folder)
+    adapter = adapter_for(config)
+    engine_id = pod.settings.incarnation
+    arguments = EngineArgs(**engine_arguments(pod, folder, device, engine_id)).create_engine_config()
+    core = EngineCore(arguments, Executor.get_class(arguments), log_stats=False)
+    placeholders = {adapter.placeholder_id(modality) for modality in MODALITIES}
+    vocabulary = arguments.model_config.get_vocab_size()
+    builder = RequestBuilder(
+        arguments.model_config,
+        source.eos_token_ids(folder, config),
+        sorted(i for i in placeholders if i is not None and i < vocabulary),
+        core.request_block_hasher,
+    )
+    moves = pod.spec.prefill is not None
+    layers = arguments.compilation_config.static_forward_context
+    width = 1 + len(adapter.extra_names())
+    row = width * config.get_text_config().hidden_size * arguments.model_config.dtype.itemsize
+    return VllmCore(
+        core,
+        shelf_of(engine_id),
+        builder,
+        PagedKv(layers, int(core.scheduler.block_size)) if moves else None,
+        spec.decode.kv_block_tokens,
+        row,
+    )

@@ -1,0 +1,121 @@
+"""A placed request in vLLM's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.request import Request
+
+from mmd_workers.engine.sampler import uniform
+from mmd_workers.model.prompt import Feature
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+
+NEVER = -1e9  # added to the logit of what must not be sampled
+
+
+class RequestBuilder:
+    """Makes vLLM's requests for one model."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        eos_token_ids: frozenset[int],
+        suppress_token_ids: Sequence[int],
+        block_hasher: Callable[[Request], list[Any]] | None,
+    ) -> None:
+        self._eos = sorted(eos_token_ids)
+        self._suppress = dict.fromkeys(suppress_token_ids, NEVER)
+        self._block_hasher = block_hasher
+        self._metadata = PlaceholderMetadataResolver(model)
+
+    def build(
+        self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
+    ) -> Request:
+        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt."""
+        return Request(
+            request_id=name,
+            prompt_token_ids=[*request.token_ids, *output_token_ids],
+            sampling_params=self._sampling(request, len(output_token_ids), max_tokens),
+            pooling_params=None,
+            arrival_time=request.arrived,
+            mm_features=[self._medium(ref) for ref in in_order(request.features)],
+            block_hasher=self._block_hasher,
+        )
+
+    def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
+        """Draws depend on the seed and on the index of the first token that is made here: pods that go on with a sequence do not repeat
+        the draws of those before."""
+        wanted = request.sampling
+        return SamplingParams(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            seed=int(uniform(wanted.seed, first) * 2**53) if wanted.temperature > 0 else None,
+            logprobs=wanted.logprobs,
+            max_tokens=max_tokens,
+            ignore_eos=wanted.ignore_eos,
+            stop_token_ids=None if wanted.ignore_eos else self._eos,
+            logit_bias=self._suppress or None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _medium(self, ref: FeatureRef) -> MultiModalFeatureSpec:
+        """Where a medium is and what the model must know of its shape, without its pixels."""
+        wanted = self._metadata.fields_for(ref.modality)
+        shape = {
+            name: MultiModalFieldElem(data=_fact(value), field=MultiModalSharedField(batch_size=1))
+            for name, value in ref.geometry.items()
+            if name in wanted
+        }
+        return MultiModalFeatureSpec(
+            data=MultiModalKwargsItem(shape),
+            modality=ref.modality,
+            identifier=ref.feature_id,
+            mm_position=placeholder(ref.ranges),
+            mm_hash=ref.feature_id,
+        )
+
+
+def in_order(features: Sequence[FeatureRef]) -> list[FeatureRef]:
+    """Media by their place in the prompt, as vLLM expects them."""
+    return sorted(features, key=lambda ref: ref.ranges[0][0])
+
+
+def placeholder(ranges: Sequence[Sequence[int]]) -> PlaceholderRange:
+    """A medium's runs of placeholders ([start, length]) as one range, with a mask where text stands between them."""
+    offset = ranges[0][0]
+    length = sum(ranges[-1]) - offset
+    if len(ranges) == 1:
+        return PlaceholderRange(offset=offset, length=length)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, count in ranges:
+        mask[start - offset : start - offset + count] = True
+    return PlaceholderRange(offset=offset, length=length, is_embed=mask)
+
+
+def joined(feature: Feature) -> torch.Tensor:
+    """A feature as vLLM takes it: embeddings, then deepstack levels, side by side [tokens, width]."""
+    names = ["embeddings", *sorted(name for name in feature.tensors if name != "embeddings")]
+    tensors = [feature.tensors[name] for name in names]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+
+
+def _fact(value: Any) -> Any:
+    """A shape fact of one medium: vLLM has no axis for media."""
+    if isinstance(value, list):
+        tensor = torch.tensor(value)
+        return tensor[0] if tensor.dim() > 1 and len(tensor) == 1 else tensor
+    return value
