@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core import EngineCore
@@ -82,6 +83,8 @@ class VllmCore:
         self._manager = core.scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
         self._shelf = shelf
+        shelf.on_plan = self._planned
+        self._plan: SchedulerOutput | None = None  # of the step that runs
         self._builder = builder
         self._kv = kv
         self._identity_tokens = identity_tokens
@@ -286,7 +289,7 @@ class VllmCore:
             Exception: vLLM failed; its state is unknown then.
         """
         begun = time.perf_counter()
-        self._shelf.step = None
+        self._plan = None
         self._shelf.short.clear()
         outputs, executed = self._core.step()
         self._core.post_step(executed)
@@ -300,10 +303,17 @@ class VllmCore:
         self._measure(output)
         return output
 
+    def _planned(self, plan: SchedulerOutput) -> None:
+        """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""
+        self._plan = plan
+        for name in plan.num_scheduled_tokens:
+            if (sequence := self._sequences.get(name)) is not None and sequence.stop_after_prefill:
+                self._keep_blocks(sequence)
+
     def _note_plan(self, output: StepOutput) -> None:
         """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
         output.admitted |= self._shelf.short
-        if (plan := self._shelf.step) is None:
+        if (plan := self._plan) is None:
             return
         for new in plan.scheduled_new_reqs:
             if (sequence := self._sequences.get(new.req_id)) is not None and not sequence.attached:
@@ -317,8 +327,6 @@ class VllmCore:
                 output.decode_sequences += 1
             else:
                 output.prefill_tokens += tokens
-            if sequence.stop_after_prefill:
-                self._keep_blocks(sequence)
         for name in plan.preempted_req_ids or ():
             self._preemptions += 1
             if (sequence := self._sequences.get(name)) is not None and sequence.attached:
@@ -382,7 +390,7 @@ class VllmCore:
 
     def _announce(self, output: StepOutput) -> None:
         """Ranges of prompts whose KV has been computed."""
-        if (plan := self._shelf.step) is None:
+        if (plan := self._plan) is None:
             return
         for name in plan.num_scheduled_tokens:
             sequence = self._sequences.get(name)

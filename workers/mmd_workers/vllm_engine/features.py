@@ -7,6 +7,7 @@ to run a tower: it has no pixels, and a medium without any ends its engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class Shelf:
         self._features: dict[str, torch.Tensor] = {}
         self._users: dict[str, set[str]] = {}
         self.short: dict[str, int] = {}  # requests that wait for a feature: tokens that are computed or cached
-        self.step: SchedulerOutput | None = None  # what the newest step runs
+        self.on_plan: Callable[[SchedulerOutput], None] = lambda _: None  # called when vLLM has planned a step
 
     def put(self, identity: str, request_id: str, feature: torch.Tensor) -> None:
         """Keep a feature [tokens, width] for a request."""
@@ -107,8 +108,8 @@ class FeatureConnector(ECConnectorBase):
             self._loads.features[identity] = feature
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        """What the step needs; the engine's own code finds the plan of the step on the shelf."""
-        self._shelf.step = scheduler_output
+        """What the step needs. Blocks are allocated and nothing has run: the moment for the engine's own code to look at the plan."""
+        self._shelf.on_plan(scheduler_output)
         loads, self._loads = self._loads, Loads()
         return loads
 

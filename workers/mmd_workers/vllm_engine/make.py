@@ -35,7 +35,6 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
     placeholders = {adapter.placeholder_id(modality) for modality in MODALITIES}
     vocabulary = arguments.model_config.get_vocab_size()
     builder = RequestBuilder(
-        arguments.model_config,
         source.eos_token_ids(folder, config),
         sorted(i for i in placeholders if i is not None and i < vocabulary),
         core.request_block_hasher,

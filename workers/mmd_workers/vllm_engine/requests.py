@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig
-from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -22,15 +20,16 @@ from mmd_workers.engine.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
+ON_HOST = MultiModalSharedField(batch_size=1, keep_on_cpu=True)  # else vLLM drops it once the medium is computed
+FACTS = {"video_second_per_grid": "second_per_grid_ts"}  # as transformers and vLLM call them
 NEVER = -1e9  # added to the logit of what must not be sampled
 
 
 class RequestBuilder:
-    """Makes vLLM's requests for one model."""
+    """Makes vLLM's requests of placed ones."""
 
     def __init__(
         self,
-        model: ModelConfig,
         eos_token_ids: frozenset[int],
         suppress_token_ids: Sequence[int],
         block_hasher: Callable[[Request], list[Any]] | None,
@@ -38,7 +37,6 @@ class RequestBuilder:
         self._eos = sorted(eos_token_ids)
         self._suppress = dict.fromkeys(suppress_token_ids, NEVER)
         self._block_hasher = block_hasher
-        self._metadata = PlaceholderMetadataResolver(model)
 
     def build(
         self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
@@ -74,11 +72,9 @@ class RequestBuilder:
 
     def _medium(self, ref: FeatureRef) -> MultiModalFeatureSpec:
         """Where a medium is and what the model must know of its shape, without its pixels."""
-        wanted = self._metadata.fields_for(ref.modality)
         shape = {
-            name: MultiModalFieldElem(data=_fact(value), field=MultiModalSharedField(batch_size=1))
+            FACTS.get(name, name): MultiModalFieldElem(data=_fact(value), field=ON_HOST)
             for name, value in ref.geometry.items()
-            if name in wanted
         }
         return MultiModalFeatureSpec(
             data=MultiModalKwargsItem(shape),
