@@ -29,5 +29,7 @@ def demo() -> Iterator[Deployment]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with random weights, the same ones whoever makes it."""
     folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    random_model.build("qwen2_5_vl", folder, seed=3)
+    random_model.build(
+        "qwen2_5_vl", folder, seed=3, size=random_model.Size(hidden=128)
+    )  # vLLM: heads of 32 or more
     return folder

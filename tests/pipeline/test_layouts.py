@@ -1,4 +1,4 @@
-"""One checkpoint, four role layouts, many requests at once: wherever a role runs, the answer is that of `generate`."""
+"""One checkpoint, four role layouts, two engines, many requests at once: wherever a role runs, the answer is that of `generate`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import oracle
+from tests.support.engines import needs_vllm
 from tests.support.local_deployment import Deployment, write
 
 from .random_media import CPU, KV, TOKENS, content, mp4, png
@@ -42,15 +43,18 @@ def question(number: int) -> oracle.Question:
     return kinds[number % len(kinds)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_32_mixed_requests_at_once_equal_generate(layout: str, checkpoint: Path, tmp_path: Path) -> None:
+QUESTIONS = [question(number) for number in range(32)]
+
+
+def answers_of(engine: str, layout: str, checkpoint: Path, folder: Path) -> list[str]:
+    """What a deployment answers to all questions at once."""
     spec = {
+        "engine": {"type": engine},
         "model": {"id": str(checkpoint), "dtype": "Float32"},
         "transfer": {"kv": {"backend": "Gloo"}},
         **LAYOUTS[layout],
     }
-    questions = [question(number) for number in range(32)]
-    with Deployment(write(tmp_path / "layout.yaml", spec, name="layouts")) as deployment:
+    with Deployment(write(folder / "layout.yaml", spec, name="layouts")) as deployment:
         client = deployment.client()
 
         def ask(parts: oracle.Question) -> str:
@@ -64,6 +68,36 @@ def test_32_mixed_requests_at_once_equal_generate(layout: str, checkpoint: Path,
             return str(answer.choices[0].message.content)
 
         with ThreadPoolExecutor(32) as threads:
-            answers = list(threads.map(ask, questions))
-    expected = [oracle.answer(checkpoint, parts, TOKENS, ignore_eos=True) for parts in questions]
-    assert answers == expected
+            return list(threads.map(ask, QUESTIONS))
+
+
+def has_video(parts: oracle.Question) -> bool:
+    return any(part[0] == "video" for part in parts if not isinstance(part, str))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_32_mixed_requests_at_once_equal_generate(layout: str, checkpoint: Path, tmp_path: Path) -> None:
+    answers = answers_of("Native", layout, checkpoint, tmp_path)
+    assert answers == [oracle.answer(checkpoint, parts, TOKENS, ignore_eos=True) for parts in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def monolith(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """vLLM's own answers: after a video its rotary positions go on from the largest, those of this transformers from the video's height
+    or width, so that answers differ."""
+    return answers_of("VLLM", "monolithic", checkpoint, tmp_path_factory.mktemp("monolith"))
+
+
+@needs_vllm
+def test_vllm_answers_like_generate_where_no_video_is_involved(checkpoint: Path, monolith: list[str]) -> None:
+    still = [n for n, parts in enumerate(QUESTIONS) if not has_video(parts)]
+    expected = [oracle.answer(checkpoint, QUESTIONS[n], TOKENS, ignore_eos=True) for n in still]
+    assert [monolith[n] for n in still] == expected
+
+
+@needs_vllm
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "monolithic"])
+def test_vllm_in_pools_answers_like_one_vllm(
+    layout: str, monolith: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    assert answers_of("VLLM", layout, checkpoint, tmp_path) == monolith

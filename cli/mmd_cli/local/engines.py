@@ -41,6 +41,4 @@ def interpreter_for(engine: EngineSpec) -> Interpreter:
             f"spec.engine.type: VLLM is not installed in {folder}; run `make vllm`, or set {VLLM_ENVIRONMENT} to its environment"
         )
     openmp = folder / "lib" / "libiomp5.so"
-    return Interpreter(
-        str(folder / "bin" / "python"), {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
-    )
+    return Interpreter(str(folder / "bin" / "python"), {"LD_PRELOAD": str(openmp)} if openmp.exists() else {})

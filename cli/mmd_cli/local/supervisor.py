@@ -76,7 +76,7 @@ class Supervisor:
 
     log: Callable[[str, str], None]
     gave_up: Callable[[GaveUpError], None] = lambda _: None
-    interpreter: Interpreter = Interpreter()
+    interpreter: Interpreter = field(default_factory=Interpreter)
     children: dict[str, PodProcess] = field(default_factory=dict)
     _servers: dict[frozenset[tuple[str, str]], ForkServer] = field(default_factory=dict)
 

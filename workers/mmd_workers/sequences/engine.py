@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.interface import EngineStats, StepOutput
-from mmd_workers.engine.runner import EngineRunner, Stepped
 from mmd_workers.model.prompt import Feature, KvLayout
-from mmd_workers.observe.server import Progress
-from mmd_workers.pod import LIVENESS_SECONDS, Advertised, Part, Pod
+from mmd_workers.pod import Advertised, Part, Pod
 from mmd_workers.wire.messages import GenerateRequest
-
-
-ADVERTISED_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +106,12 @@ class SequenceEngine(ABC):
         """
 
 
-class Reporting(Stepped, Protocol):
-    """An engine that a host runs: it reports its load, and what its prefix cache holds."""
-
-    def stats(self) -> EngineStats:
-        """How loaded it is."""
-        ...
-
-    def prefix_blocks(self, limit: int) -> list[str]:
-        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
-        ...
-
-
 class EngineHost(Part, ABC):
-    """The part of a pod that makes an engine, runs it on a thread of its own, and reports its load."""
+    """The part of a pod that makes an engine and reports its load."""
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
         self._prefix_blocks: list[str] = []
-        self._runner: EngineRunner[Any] | None = None
         self._max_model_len = 0
         self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()  # bounded: the engine waits for `taken`
         self.stats: EngineStats | None = None  # as sampled last
@@ -141,27 +121,13 @@ class EngineHost(Part, ABC):
     def engine(self) -> SequenceEngine:
         """The engine, once it has started."""
 
-    def _run(self, engine: Reporting) -> EngineRunner[Any]:
-        """Run an engine on a dedicated thread from now on."""
-        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
-        self._runner.start()
-        return self._runner
-
+    @abstractmethod
     def taken(self) -> None:
-        """One of `outputs` has been dealt with: the thread may post one more."""
-        assert self._runner is not None
-        self._runner.taken()
+        """One of `outputs` has been dealt with."""
 
-    async def stop(self) -> None:
-        """End the engine's thread after its current step."""
-        if self._runner is not None:
-            await self._runner.stop(5.0)
-
-    def progress(self) -> dict[str, Progress]:
-        """The engine's turns."""
-        if (runner := self._runner) is None:
-            return {}
-        return {"engine": Progress(lambda: time.monotonic() - runner.last_progress, LIVENESS_SECONDS)}
+    @abstractmethod
+    async def _sampled(self) -> tuple[EngineStats, list[str]] | None:
+        """The engine's figures and the identities of prefix blocks in its cache; None before it has started."""
 
     def load(self) -> PodLoad:
         """What the engine has to do, whichever role brought it."""
@@ -187,13 +153,12 @@ class EngineHost(Part, ABC):
 
     async def sample(self) -> None:
         """Ask the engine for its figures."""
-        if (runner := self._runner) is None:
+        if (sampled := await self._sampled()) is None:
             return
         before = self.stats
-        self.stats, self._prefix_blocks = await runner.call(
-            lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
-        )
-        self._expose(self.stats, before)
+        stats, self._prefix_blocks = sampled
+        self.stats = stats
+        self._expose(stats, before)
 
     def _expose(self, stats: EngineStats, before: EngineStats | None) -> None:
         metrics = self._pod.metrics

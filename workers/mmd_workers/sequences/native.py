@@ -22,7 +22,8 @@ from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Pod
-from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine
+from mmd_workers.sequences.engine import Added, SequenceEngine
+from mmd_workers.sequences.stepped import SteppedHost
 from mmd_workers.warmup import warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
@@ -130,7 +131,7 @@ class NativeEngine(SequenceEngine):
         )
 
 
-class NativeHost(EngineHost):
+class NativeHost(SteppedHost):
     """Owns the weights, the KV pool and the engine's thread."""
 
     def __init__(self, pod: Pod, device: torch.device, tower_bytes: Callable[[], int] = lambda: 0) -> None:

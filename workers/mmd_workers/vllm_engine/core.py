@@ -96,7 +96,9 @@ class VllmCore:
         self._block_tokens = int(core.scheduler.block_size)
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
-        self._prefixes: OrderedDict[bytes, BlockHash] = OrderedDict()  # identity -> vLLM's hash of the block that ends it
+        self._prefixes: OrderedDict[bytes, BlockHash] = (
+            OrderedDict()
+        )  # identity -> vLLM's hash of the block that ends it
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
         self._prefill_tokens_per_second = self._step_seconds = 0.0
 
@@ -112,7 +114,9 @@ class VllmCore:
     def warm_up(self) -> None:
         """Generate two tokens, and forget them."""
         sampling = Sampling(max_tokens=2, ignore_eos=True)
-        request = GenerateRequest("warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0)
+        request = GenerateRequest(
+            "warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0
+        )
         self.add("warm-up", request, stop_after_prefill=False)
         while "warm-up" in self._sequences:
             self.step()
@@ -139,7 +143,9 @@ class VllmCore:
         outputs = request.output_token_ids
         left = request.sampling.max_tokens - len(outputs)
         if left < 1:
-            raise ValueError(f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated")
+            raise ValueError(
+                f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
+            )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
         made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
         self._sequences[name] = _Sequence(request, made, len(outputs), stop_after_prefill)
@@ -260,7 +266,9 @@ class VllmCore:
         reservation = self._reservations[name]
         known = len(request.token_ids) + len(output_token_ids)
         if reservation.written != known - 1:
-            raise CountMismatchError(f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known")
+            raise CountMismatchError(
+                f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known"
+            )
         left = request.sampling.max_tokens - len(output_token_ids)
         made = self._builder.build(name, request, output_token_ids, left)
         del self._reservations[name]
@@ -347,7 +355,9 @@ class VllmCore:
         """
         ours = sequence.blocks
         for index, block in enumerate(self._manager.get_blocks(sequence.request.request_id).blocks[0]):
-            if index < len(ours) and (ours[index] is block or (index + 1) * self._block_tokens <= sequence.announced):
+            if index < len(ours) and (
+                ours[index] is block or (index + 1) * self._block_tokens <= sequence.announced
+            ):
                 continue
             self._pool.touch([block])
             if index < len(ours):
@@ -370,12 +380,11 @@ class VllmCore:
             sequence.made += 1
             if sequence.made == 1 and not sequence.attached:
                 self._note_prefix(sequence)
-        if made.finish_reason in (FinishReason.ERROR, FinishReason.REPETITION) or (
-            made.finish_reason is not None and not made.new_token_ids and not made.finish_reason == FinishReason.ABORT
-        ):
+        ended = made.finish_reason is not None
+        if ended and not made.new_token_ids:
             self.abort(name)
             output.failed.append((name, _failure(made)))
-        elif made.finish_reason is not None and not sequence.stop_after_prefill:
+        elif ended and not sequence.stop_after_prefill:
             self.abort(name)
 
     def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
@@ -436,8 +445,14 @@ class VllmCore:
         """How loaded the engine is."""
         scheduler = self._scheduler
         running, waiting = scheduler.get_request_counts()
-        unfinished = [s for name, s in self._sequences.items() if name in scheduler.requests and not s.made and not s.attached]
-        left = {s.request.request_id: s.request.num_tokens - s.request.num_computed_tokens for s in unfinished}
+        unfinished = [
+            s
+            for name, s in self._sequences.items()
+            if name in scheduler.requests and not s.made and not s.attached
+        ]
+        left = {
+            s.request.request_id: s.request.num_tokens - s.request.num_computed_tokens for s in unfinished
+        }
         held = sum(name not in scheduler.requests for name in self._sequences)
         return EngineStats(
             blocks_total=self._pool.num_gpu_blocks - 1,
@@ -481,7 +496,9 @@ class VllmCore:
 
 def _failure(made: EngineCoreOutput) -> MmdError:
     """vLLM gives no reason for a request that it ends; its log has one."""
-    return StepFailedError(f"vLLM ended the request ({made.finish_reason}); its log, above this line, has the reason")
+    return StepFailedError(
+        f"vLLM ended the request ({made.finish_reason}); its log, above this line, has the reason"
+    )
 
 
 def _logprobs(

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 if TYPE_CHECKING:
@@ -30,8 +34,12 @@ class Shelf:
     def __init__(self) -> None:
         self._features: dict[str, torch.Tensor] = {}
         self._users: dict[str, set[str]] = {}
-        self.short: dict[str, int] = {}  # requests that wait for a feature: tokens that are computed or cached
-        self.on_plan: Callable[[SchedulerOutput], None] = lambda _: None  # called when vLLM has planned a step
+        self.short: dict[
+            str, int
+        ] = {}  # requests that wait for a feature: tokens that are computed or cached
+        self.on_plan: Callable[[SchedulerOutput], None] = lambda _: (
+            None
+        )  # called when vLLM has planned a step
 
     def put(self, identity: str, request_id: str, feature: torch.Tensor) -> None:
         """Keep a feature [tokens, width] for a request."""

@@ -14,7 +14,8 @@ from mmd_api.contract.pools import Modality
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Pod
-from mmd_workers.sequences.engine import Added, EngineHost, SequenceEngine
+from mmd_workers.sequences.engine import Added, SequenceEngine
+from mmd_workers.sequences.stepped import SteppedHost
 from mmd_workers.vllm_engine.arguments import prepare_environment
 from mmd_workers.warmup import warm_up
 from mmd_workers.wire.messages import GenerateRequest
@@ -82,7 +83,7 @@ class VllmEngine(SequenceEngine):
         await self._runner.call(lambda core: core.attach(sequence, request, output_token_ids))
 
 
-class VllmHost(EngineHost):
+class VllmHost(SteppedHost):
     """Owns vLLM's engine core and the thread that steps it."""
 
     def __init__(self, pod: Pod, device: torch.device) -> None:
@@ -122,7 +123,9 @@ class VllmHost(EngineHost):
         except MmdError:
             raise
         except Exception as error:  # whatever vLLM raises, it is about the model or the machine
-            raise UnsupportedModelError(f"spec.engine.type: vLLM cannot serve this model here: {_reason(error)}") from error
+            raise UnsupportedModelError(
+                f"spec.engine.type: vLLM cannot serve this model here: {_reason(error)}"
+            ) from error
 
     async def warm_up(self) -> None:
         """Generate one token."""
@@ -134,7 +137,8 @@ class VllmHost(EngineHost):
 def _reason(error: BaseException) -> str:
     """The first line of each message in the chain of causes, the innermost last."""
     lines: list[str] = []
-    while error is not None and len(lines) < 4:
-        lines.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-        error = error.__cause__ or error.__context__
+    cause: BaseException | None = error
+    while cause is not None and len(lines) < 4:
+        lines.append(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:300]}")
+        cause = cause.__cause__ or cause.__context__
     return "; ".join(lines)

@@ -40,16 +40,16 @@ class Half:
         if self.strides is None:
             return blocks[:, self.index.to(blocks.device)]
         size, first = (blocks.shape[0], *self.index.shape), int(self.index.flatten()[0])
-        return blocks.as_strided(
-            size, (blocks.stride(0), *self.strides), blocks.storage_offset() + first
-        )
+        return blocks.as_strided(size, (blocks.stride(0), *self.strides), blocks.storage_offset() + first)
 
 
-class Layer:
+class LayerKv:
     """One attention layer's KV."""
 
     def __init__(self, layer: Any) -> None:
-        self.cache: torch.Tensor = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
+        self.cache: torch.Tensor = (
+            layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
+        )
         self.num_kv_heads = int(layer.impl.num_kv_heads)
         self.head_dim = int(layer.impl.head_size)
         self._layer = layer
@@ -105,7 +105,7 @@ class PagedKv:
             for layer in attention_layers.values()
             if hasattr(layer, "impl") and getattr(layer, "kv_sharing_target_layer_name", None) is None
         ]
-        self.layers = [Layer(layer) for layer in own]
+        self.layers = [LayerKv(layer) for layer in own]
         arrangements: dict[tuple[int, ...], tuple[Half, Half]] = {}
         self._halves = [
             arrangements.setdefault(key, layer.halves(block_tokens))

@@ -20,7 +20,9 @@ from mmd_workers.engine.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
-ON_HOST = MultiModalSharedField(batch_size=1, keep_on_cpu=True)  # else vLLM drops it once the medium is computed
+ON_HOST = MultiModalSharedField(
+    batch_size=1, keep_on_cpu=True
+)  # else vLLM drops it once the medium is computed
 FACTS = {"video_second_per_grid": "second_per_grid_ts"}  # as transformers and vLLM call them
 NEVER = -1e9  # added to the logit of what must not be sampled
 
