@@ -38,7 +38,7 @@ lint: install ## Check style, types and import boundaries between packages
 bench: install ## Benchmark the role layouts against transformers; writes the report to bench/reports
 	$(BIN)/python -m bench.layouts
 
-vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for `python -m bench.versus_vllm`
+vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for spec.engine.type VLLM
 	$(BIN)/python images/install_vllm.py .cache/vllm
 
 crds: install ## Generate the CRD, the reference, the pages of metrics and messages, and the dashboards from the code

