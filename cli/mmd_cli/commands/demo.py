@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from mmd_api.spec.engine import EngineSpec
 from mmd_cli.commands.up import StartProgress
 from mmd_cli.console import console, errors, run
+
+
+class DemoEngine(StrEnum):
+    """`spec.engine.type`, as an option."""
+
+    NATIVE = "Native"
+    VLLM = "VLLM"
 
 
 def demo(
@@ -21,6 +30,10 @@ def demo(
         "demo-report.html"
     ),
     seed: Annotated[int, typer.Option(help="Seed for the generated files.")] = 20_261_121,
+    engine: Annotated[
+        DemoEngine | None,
+        typer.Option(case_sensitive=False, help="Engine to use instead of the one in the file."),
+    ] = None,
 ) -> None:
     """Start a pipeline and ask it about an image, a video and an audio clip; exit 0 only if every answer is correct."""
     from mmd_cli import client as gateway_client
@@ -28,11 +41,14 @@ def demo(
     from mmd_cli import report as html
     from mmd_cli.local import up as runner
 
+    deployment = runner.load(file)
+    if engine is not None:
+        chosen = deployment.spec.model_copy(update={"engine": EngineSpec(type=engine.value)})
+        deployment = deployment.model_copy(update={"spec": chosen})
+
     async def serve() -> list[questions.Asked]:
         with StartProgress(quiet_logs=True) as progress:
-            async with runner.running(
-                runner.load(file), log_line=progress.log, progress=progress.show
-            ) as local:
+            async with runner.running(deployment, log_line=progress.log, progress=progress.show) as local:
                 progress.stop()
                 client = gateway_client.Client(local.gateway_url)
                 asked = []
