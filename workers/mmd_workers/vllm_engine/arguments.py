@@ -16,6 +16,7 @@ from mmd_workers.pod import Pod
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned to the same cores, pods would stall each other
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs on a thread of this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` and the KV pool are those of the first
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "KMP_BLOCKTIME": "1",
@@ -39,7 +40,7 @@ def block_tokens(wanted: int, device: torch.device) -> int:
 
 def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: str) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs` for this pod."""
-    from mmd_workers.vllm_engine import features, weights
+    from mmd_workers.vllm_engine import features, sampling, weights
 
     spec, config = pod.spec, source.load_config(folder)
     size = block_tokens(spec.decode.kv_block_tokens, device)
@@ -63,6 +64,7 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
         "enable_mm_embeds": True,
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
+        "logits_processors": [sampling.Draws],
         "ec_transfer_config": {
             "ec_connector": features.FeatureConnector.__name__,
             "ec_connector_module_path": module,

@@ -16,8 +16,9 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
-from mmd_workers.engine.sampler import uniform
+from mmd_workers.engine.interface import SamplingParams as EngineSampling
 from mmd_workers.model.prompt import Feature
+from mmd_workers.vllm_engine.sampling import draw_of
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 ON_HOST = MultiModalSharedField(
@@ -55,14 +56,16 @@ class RequestBuilder:
         )
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
-        """Draws depend on the seed and on the index of the first token that is made here: pods that go on with a sequence do not repeat
-        the draws of those before."""
         wanted = request.sampling
-        return SamplingParams(
+        draws = EngineSampling(
+            max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
-            seed=int(uniform(wanted.seed, first) * 2**53) if wanted.temperature > 0 else None,
+            seed=wanted.seed,
+        )
+        return SamplingParams(
+            temperature=0.0,
             logprobs=wanted.logprobs,
             max_tokens=max_tokens,
             ignore_eos=wanted.ignore_eos,
@@ -70,6 +73,7 @@ class RequestBuilder:
             logit_bias=self._suppress or None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=draw_of(draws, first),
         )
 
     def _medium(self, ref: FeatureRef) -> MultiModalFeatureSpec:

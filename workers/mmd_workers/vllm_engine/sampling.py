@@ -1,0 +1,64 @@
+"""Draws that both engines make alike: that of output token i depends on (seed, i) and the logits alone, on whichever pod it is made.
+
+vLLM draws from one generator a request, which another pod could not go on with. So to vLLM every request is greedy, and this processor
+leaves a request that wants a draw only the token that was drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.sampler import Draw, choose
+
+ARGUMENT = "mmd_draw"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    first: Draw  # of the first token that is made here
+    output_token_ids: list[int]  # vLLM appends to it
+
+    def next(self) -> Draw:
+        return replace(self.first, index=self.first.index + len(self.output_token_ids))
+
+
+class Draws(LogitsProcessor):
+    """vLLM's logits processor for requests with `draw_of` in their arguments."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """It decides the token."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of vLLM's batch."""
+
+        def row(params: VllmParams, _: list[int] | None, output_token_ids: list[int]) -> _Row | None:
+            draw = (params.extra_args or {}).get(ARGUMENT)
+            return None if draw is None else _Row(draw, output_token_ids)
+
+        process_dict_updates(self._rows, batch_update, row)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Leave the drawn token [n, vocab]; a row whose logits are not finite stays as it is."""
+        numbers = [n for n in self._rows if bool(torch.isfinite(logits[n].max()))]
+        if numbers:
+            rows = torch.tensor(numbers, device=logits.device)
+            tokens = choose(logits[rows].float(), [self._rows[n].next() for n in numbers])
+            logits[rows] = -torch.inf
+            logits[rows, tokens] = 0.0
+        return logits
+
+
+def draw_of(sampling: SamplingParams, index: int) -> dict[str, Any] | None:
+    """vLLM's `extra_args` of a request whose first token here is output token `index`; None where it is greedy."""
+    return {ARGUMENT: Draw(sampling, index)} if sampling.temperature > 0 else None
