@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,8 +59,15 @@ class Faults:
     """One of each kind in random order, and some more; `strike` does the next."""
 
     def __init__(
-        self, seed: int, kubectl: Kubectl, kill: Kill, victims: list[Victim], roll_out: Callable[[], None]
+        self,
+        seed: int,
+        kubectl: Kubectl,
+        kill: Kill,
+        victims: list[Victim],
+        roll_out: Callable[[], None],
+        kills: Sequence[str] = (),
     ) -> None:
+        """`kills`: components of which one pod each is killed, instead of every kind of fault."""
         self.seed = seed
         self.struck: list[Struck] = []
         self._random = random.Random(seed)
@@ -68,7 +75,10 @@ class Faults:
         every: list[tuple[Victim | None, Way]] = [
             (victim, way) for victim in victims for way in ("killed", "deleted")
         ]
-        self._left = [*every, (None, "deleted"), *self._random.choices(every, k=EXTRA_FAULTS)]
+        extra = self._random.choices(every, k=EXTRA_FAULTS)
+        self._left = [*every, (None, "deleted"), *extra]
+        if kills:
+            self._left = [(victim, "killed") for victim in victims if victim.component in kills]
         self._random.shuffle(self._left)
 
     def __len__(self) -> int:

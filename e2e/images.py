@@ -34,6 +34,11 @@ IMAGES = (
     Image("multimodal-operator", REPOSITORY / "images" / "operator.Containerfile"),
     Image("multimodal-nats", REPOSITORY / "images" / "nats.Containerfile"),
     Image("multimodal-worker", REPOSITORY / "images" / "worker.Containerfile", {"ACCELERATOR": "cpu"}),
+    Image(
+        "multimodal-worker-vllm",
+        REPOSITORY / "images" / "worker.Containerfile",
+        {"ACCELERATOR": "cpu", "ENGINE": "vllm"},
+    ),
 )
 PAUSE = Image("e2e-pause", REPOSITORY / "e2e" / "pause.Containerfile")
 

@@ -101,30 +101,40 @@ class Story:
             until("nothing of it is left", 60, lambda: not self.owned())
             self.record("deleted")
 
-    def weather_storm(self, questions: int, seed: int) -> None:
-        with self.steps.step("a deployment that scales is Ready"):
-            self.apply(storm.MANIFEST)
-            self.wait_ready(seconds=300, name=storm.NAME)
-        with self.steps.step("a storm: pools grow, shrink, roll and crash, and no request is lost") as step:
-            url = f"http://{storm.NAME}-gateway.{NAMESPACE}.svc:8000"
+    def weather_storm(self, weather: storm.Weather, questions: int, seed: int) -> None:
+        with self.steps.step(f"a deployment that scales is Ready: {weather.name}"):
+            self.apply(weather.manifest, weather.worker_image)
+            self.wait_ready(seconds=420, name=weather.name)
+        with self.steps.step(f"{weather.name}: pools grow, shrink and crash, and no request is lost") as step:
+            url = f"http://{weather.name}-gateway.{NAMESPACE}.svc:8000"
             operators = Victim("operator", OPERATOR_NAMESPACE, OPERATORS)
-            log = REPORT / "storm-client.jsonl"
-            run = storm.Storm(self.kubectl, url, self.kill, NAMESPACE, operators, questions, seed, log)
+            log = REPORT / f"{weather.name}-client.jsonl"
+            run = storm.Storm(
+                weather, self.kubectl, url, self.kill, NAMESPACE, operators, questions, seed, log
+            )
             command, environment = self.tool("kubectl")
-            panels = Panels([command], environment, NAMESPACE, storm.NAME)
+            panels = Panels([command], environment, NAMESPACE, weather.name)
             try:
                 with tempfile.TemporaryDirectory() as folder, panels.looking(Path(folder)):
                     body = run.run()
             finally:
-                self.record("storm")
+                self.record(weather.name)
             body["alerts"] = dict(panels.fired)
-            (REPORT / "storm.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
-            storm.picture(REPORT / "storm.png", body)
+            (REPORT / f"{weather.name}.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
+            storm.picture(REPORT / f"{weather.name}.png", body)
             step.note = ", ".join(f"{key} {body[key]}" for key in storm.HEADLINE)
             for kind, figures in body["ttft"].items():
                 console.print(f"  TTFT {kind}: {figures}", markup=False)
-            if short := storm.shortcomings(body):
+            if short := storm.shortcomings(body, weather):
                 raise FailedError("\n".join(short))
+        if not weather.kills:
+            self.check_panels(panels)
+        with self.steps.step(f"{weather.name} deleted"):
+            self.kubectl("delete", "mmd", weather.name, "--timeout=240s", seconds=250)
+            # its pods too: a namespace with pods that still end is deleted only after their grace
+            until("nothing of it is left", 120, lambda: not self.owned(weather.name))
+
+    def check_panels(self, panels: Panels) -> None:
         with self.steps.step("every panel of the dashboards had data") as step:
             step.note = f"{panels.asked} queries; of trouble {len(panels.troubles)} silent"
             if panels.silent:
@@ -135,10 +145,6 @@ class Story:
             step.note = ", ".join(f"{alert} {count}" for alert, count in sorted(panels.fired.items()))
             if "MmdRevisionMix" not in panels.fired or "MmdRequestsLost" in panels.fired:
                 raise FailedError(f"fired: {step.note}")
-        with self.steps.step("the storm's deployment deleted"):
-            self.kubectl("delete", "mmd", storm.NAME, "--timeout=240s", seconds=250)
-            # its pods too: a namespace with pods that still end is deleted only after their grace
-            until("nothing of it is left", 120, lambda: not self.owned(storm.NAME))
 
     def remove(self) -> None:
         with self.steps.step("a deployment is Ready again"):
@@ -184,12 +190,12 @@ class Story:
         )
         until("an operator holds the lease", 60, lambda: self.leader() in self.operator_pods())
 
-    def apply(self, manifest: Path) -> None:
+    def apply(self, manifest: Path, worker_image: str = "multimodal-worker") -> None:
         """Apply a deployment, with this run's images if nodes pull them from a registry."""
         deployment = yaml.safe_load(manifest.read_text())
         if self.registry:
             deployment["spec"]["image"] = {
-                "worker": f"{self.prefix}multimodal-worker:{TAG}",
+                "worker": f"{self.prefix}{worker_image}:{TAG}",
                 "nats": f"{self.prefix}multimodal-nats:{TAG}",
             }
         self.kubectl("apply", "--filename=-", stdin=yaml.safe_dump(deployment))
@@ -380,7 +386,7 @@ def main() -> int:
         "--stop", action="store_true", help="remove what --keep, or a run that was killed, left"
     )
     parser.add_argument(
-        "--questions", type=int, default=storm.QUESTIONS, help="fewest questions of the storm"
+        "--questions", type=int, default=storm.STORM.questions, help="fewest questions of the storm"
     )
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the storm's faults"
@@ -409,7 +415,8 @@ def execute(story: Story, options: argparse.Namespace) -> int:
             return 0
         story.disturb()
         story.delete_demo()
-        story.weather_storm(options.questions, options.seed)
+        story.weather_storm(storm.STORM, options.questions, options.seed)
+        story.weather_storm(storm.VLLM_STORM, storm.VLLM_STORM.questions, options.seed)
         story.remove()
     except FailedError as error:
         failure = error

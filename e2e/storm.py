@@ -28,12 +28,52 @@ from e2e.steps import console
 from mmd_cli.samples import draw
 
 HERE = Path(__file__).parent
-NAME = "storm"
-MANIFEST = HERE / "storm.yaml"
-LARGEST = {"encoder": 3, "prefill": 2, "decode": 2}
-POOLS = tuple(LARGEST)
-QUESTIONS = 2000
-FEWEST_FAULTS = 12  # that strike while requests are in flight
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What a storm is like, and what it must show.
+
+    `largest`: the size that each pool must reach. `kills`: components of which one pod each is killed; empty: every kind of fault,
+    a rollout and new gateways. `fewest_faults`: that must strike while requests are in flight. `long_streams`: streams of minutes
+    that run throughout.
+    """
+
+    name: str
+    manifest: Path
+    worker_image: str
+    largest: dict[str, int]
+    questions: int
+    fewest_faults: int
+    long_streams: int
+    kills: tuple[str, ...] = ()
+
+    @property
+    def selector(self) -> str:
+        """Of everything that belongs to the deployment."""
+        return f"serving.multimodal.dev/deployment={self.name}"
+
+
+STORM = Weather(
+    name="storm",
+    manifest=HERE / "storm.yaml",
+    worker_image="multimodal-worker",
+    largest={"encoder": 3, "prefill": 2, "decode": 2},
+    questions=2000,
+    fewest_faults=12,
+    long_streams=2,
+)
+VLLM_STORM = Weather(
+    name="storm-vllm",
+    manifest=HERE / "storm-vllm.yaml",
+    worker_image="multimodal-worker-vllm",
+    largest={"encoder": 2, "prefill": 1, "decode": 2},
+    questions=300,
+    fewest_faults=2,
+    long_streams=0,
+    kills=("prefill", "decode"),
+)
+POOLS = tuple(STORM.largest)
 DEADLINE_SECONDS = 1500.0
 LONGEST_OUTAGE_SECONDS = (
     60.0  # without a Ready gateway: kubelet backs off for 10 or 20 s where one was killed again and again
@@ -45,7 +85,6 @@ HEADLINE = (
 )
 """What the step's note shows of the report."""
 COLOURS = {"encoder": "#d95f02", "prefill": "#1b9e77", "decode": "#7570b3"}
-OF_STORM = f"serving.multimodal.dev/deployment={NAME}"
 Kubectl = Callable[..., str]
 
 
@@ -58,6 +97,7 @@ class Watch:
     """
 
     kubectl: Kubectl
+    weather: Weather
     began: float = field(default_factory=time.time)
     rows: list[dict[str, Any]] = field(default_factory=list)
     gateways: list[tuple[float, int]] = field(default_factory=list)
@@ -70,7 +110,9 @@ class Watch:
     def look(self) -> dict[str, list[int]]:
         at = time.time()
         found = json.loads(
-            self.kubectl("get", "statefulsets,deployments,pods", "--output=json", f"--selector={OF_STORM}")
+            self.kubectl(
+                "get", "statefulsets,deployments,pods", "--output=json", f"--selector={self.weather.selector}"
+            )
         )["items"]
         sizes = {pool: [0, 0] for pool in POOLS}
         gateways = 0
@@ -125,6 +167,7 @@ class Storm:
 
     def __init__(
         self,
+        weather: Weather,
         kubectl: Kubectl,
         url: str,
         kill: Kill,
@@ -134,13 +177,14 @@ class Storm:
         seed: int,
         log: Path,
     ) -> None:
+        self._weather = weather
         self._kubectl, self._url, self._questions, self._log = kubectl, url, questions, log
         own = [
-            Victim(component, namespace, f"{OF_STORM},app.kubernetes.io/component={component}")
+            Victim(component, namespace, f"{weather.selector},app.kubernetes.io/component={component}")
             for component in (*POOLS, "gateway", "nats")
         ]
-        self.faults = Faults(seed, kubectl, kill, [*own, operators], self._roll_out)
-        self.watch = Watch(kubectl)
+        self.faults = Faults(seed, kubectl, kill, [*own, operators], self._roll_out, weather.kills)
+        self.watch = Watch(kubectl, weather)
         self.overlapping = 0
         self._gateways_replaced = 0.0
         self._output: str | FailedError = ""
@@ -172,8 +216,10 @@ class Storm:
 
     def _ask(self) -> None:
         code = Path(storm_client.__file__).read_text()
-        command = ("exec", "--stdin", "client", "--", "python", "-", self._url, str(self._questions))
+        streams = str(self._weather.long_streams)
+        command = ("exec", "--stdin", "client", "--", "python", "-", self._url, str(self._questions), streams)
         try:
+            self._kubectl("exec", "client", "--", "rm", "-f", str(storm_client.ENOUGH))
             self._output = self._kubectl(*command, stdin=code, seconds=DEADLINE_SECONDS)
         except FailedError as error:
             self._output = error
@@ -185,7 +231,8 @@ class Storm:
         until(
             "encoders have woken", 180, lambda: self.watch.look()["encoder"][1] > 0 or not client.is_alive()
         )
-        self._replace_gateways()
+        if not self._weather.kills:
+            self._replace_gateways()
         while len(self.faults) and client.is_alive():
             client.join(self.faults.pause_seconds())
             self.watch.look()
@@ -197,22 +244,19 @@ class Storm:
 
     def _roll_out(self) -> None:
         patch = json.dumps({"spec": {"decode": {"kvBlockTokens": 32}}})
-        self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
+        self._kubectl("patch", "mmd", self._weather.name, "--type=merge", "--patch", patch)
 
     def _replace_gateways(self) -> None:
         """A setting that gateways are made from changes: those that hold streams of minutes must end them before they exit."""
         patch = json.dumps({"spec": {"gateway": {"resources": {"cpu": "110m"}}}})
         self._gateways_replaced = time.time()
-        self._kubectl("patch", "mmd", NAME, "--type=merge", "--patch", patch)
+        self._kubectl("patch", "mmd", self._weather.name, "--type=merge", "--patch", patch)
         self.watch.note("the gateways are replaced")
 
     def _small(self) -> bool:
         sizes = self.watch.look()
-        return {pool: wanted for pool, (wanted, _) in sizes.items()} == {
-            "encoder": 0,
-            "prefill": 1,
-            "decode": 1,
-        }
+        smallest = {"encoder": 0, "prefill": 1, "decode": 1}
+        return {pool: wanted for pool, (wanted, _) in sizes.items()} == smallest
 
     def _judge(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """What became of every request, for the report."""
@@ -284,21 +328,28 @@ def _brief(line: dict[str, Any], faults: list[dict[str, Any]]) -> str:
     return f"{line.get('difference') or line.get('error') or ends}: {facts}"
 
 
-def shortcomings(body: dict[str, Any]) -> list[str]:
+def shortcomings(body: dict[str, Any], weather: Weather = STORM) -> list[str]:
     """Why the run fails the storm; empty if it passes."""
     found = [f"{body[what]} requests {what}" for what in ("lost", "duplicated", "wrong") if body[what]]
     found += [_brief(example, body["faults"]) for example in body["examples"]]
     if (longest := max(body["seconds_without_gateway"], default=0)) > LONGEST_OUTAGE_SECONDS:
         found.append(f"no gateway was Ready for {longest:.0f} s")
-    if body["largest"] != LARGEST:
-        found.append(f"pools did not follow the storm: {body['largest']}, not {LARGEST}")
-    if (struck := sum(fault["requests_in_flight"] > 0 for fault in body["faults"])) < FEWEST_FAULTS:
-        found.append(f"{struck} faults struck while requests were in flight, not {FEWEST_FAULTS}")
-    if (struck := sum(fault["long_streams_in_flight"] > 0 for fault in body["faults"])) < FEWEST_FAULTS:
-        found.append(f"{struck} faults struck while a stream of minutes was under way, not {FEWEST_FAULTS}")
+    if body["largest"] != weather.largest:
+        found.append(f"pools did not follow the storm: {body['largest']}, not {weather.largest}")
+    fewest = weather.fewest_faults
+    if (struck := sum(fault["requests_in_flight"] > 0 for fault in body["faults"])) < fewest:
+        found.append(f"{struck} faults struck while requests were in flight, not {fewest}")
+    return found if weather.kills else [*found, *_shortcomings_of_long_streams(body, weather)]
+
+
+def _shortcomings_of_long_streams(body: dict[str, Any], weather: Weather) -> list[str]:
+    found = []
+    fewest = weather.fewest_faults
+    if (struck := sum(fault["long_streams_in_flight"] > 0 for fault in body["faults"])) < fewest:
+        found.append(f"{struck} faults struck while a stream of minutes was under way, not {fewest}")
     if not body["faults_while_recovering"]:
         found.append("no fault struck while pods recovered from another")
-    if len(body["streams_of_minutes_seconds"]) < storm_client.LONG_STREAMS:
+    if len(body["streams_of_minutes_seconds"]) < weather.long_streams:
         found.append(f"streams longer than two minutes: {body['streams_of_minutes_seconds']}")
     went_on = body["longest_stream_after_gateways_were_replaced_seconds"]
     if went_on <= LONG_SECONDS:

@@ -1,6 +1,7 @@
 """Runs in a pod: first text alone, then a storm of videos with text, images and audio at the same time, against the gateway at argv[1].
 
-Argument 2 is the smallest number of questions; more follow until the file `ENOUGH` exists. Two streams of minutes run throughout.
+Argument 2 is the smallest number of questions; more follow until the file `ENOUGH` exists. Argument 3: streams of minutes that run
+throughout.
 Prints one JSON line before each request is sent and one when it has ended, however it ended, and a last line with the number of
 questions: a log that was cut off cannot hide a loss. A request is sent again only if its connection broke;
 the reader of the log decides whether that was excusable.
@@ -32,7 +33,6 @@ TEXTS_AT_ONCE = 16
 PAUSE_SECONDS: dict[Modality, float] = {"video": 1.5, "image": 0.5, "audio": 0.5}
 """Pause after an answer: if answers kept all cores busy, starting pods would have none."""
 ASKERS: dict[Modality, int] = {"video": 12, "image": 2, "audio": 1}
-LONG_STREAMS = 2
 MAX_TOKENS = {"long": 3900, "text": 64, "image": 12, "video": 12, "audio": 12}
 TO_THE_END = ("text", "long")
 """Kinds that ignore the model's end token, so that their number of tokens is known."""
@@ -50,7 +50,7 @@ TIMEOUT_SECONDS = 620.0
 class Storm:
     """Askers of each kind, one question after the other each; text at a steady pace while few of its answers are late."""
 
-    def __init__(self, url: str, questions: int) -> None:
+    def __init__(self, url: str, questions: int, long_streams: int) -> None:
         options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "timeout": TIMEOUT_SECONDS}
         self._client = openai.AsyncOpenAI(**options, max_retries=0)
         small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)]
@@ -58,6 +58,7 @@ class Storm:
         paced = httpx.AsyncClient(transport=transport)
         self._paced_client = openai.AsyncOpenAI(**options, max_retries=0, http_client=paced)
         self._fewest, self._asked = questions, 0
+        self._long_streams = long_streams
         self._samples = {(kind, seed): draw(kind, seed) for kind in ASKERS for seed in seeds()}
 
     async def run(self) -> None:
@@ -65,10 +66,10 @@ class Storm:
         self._model = model
         calm = time.monotonic() + CALM_SECONDS
         texts: set[asyncio.Task[None]] = set()
-        askers = [asyncio.create_task(self._keep_asking("long", 0.0)) for _ in range(LONG_STREAMS)]
+        askers = [asyncio.create_task(self._keep_asking("long", 0.0)) for _ in range(self._long_streams)]
         while self._goes_on():
             texts = {text for text in texts if not text.done()}
-            storming = len(askers) > LONG_STREAMS
+            storming = len(askers) > self._long_streams
             if len(texts) < TEXTS_AT_ONCE:
                 texts.add(asyncio.create_task(self._ask("text", "storm" if storming else "calm")))
             await asyncio.sleep(TEXT_PAUSE_SECONDS)
@@ -175,4 +176,4 @@ def report(**facts: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(Storm(sys.argv[1], int(sys.argv[2])).run())
+    asyncio.run(Storm(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run())

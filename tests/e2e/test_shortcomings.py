@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from e2e.judge import longest_after
-from e2e.storm import LARGEST, Watch, shortcomings
+from e2e.storm import STORM, Watch, shortcomings
 
 FAULT = {"began": 100.0, "component": "gateway", "pod": "g-1", "killed": True, "requests_in_flight": 3}
 FAULT |= {"long_streams_in_flight": 2}
@@ -22,7 +22,7 @@ LONG = {
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {"lost": 0, "duplicated": 0, "wrong": 0, "examples": [], "largest": LARGEST}
+    facts: dict[str, Any] = {"lost": 0, "duplicated": 0, "wrong": 0, "examples": [], "largest": STORM.largest}
     facts |= {"seconds_without_gateway": [], "faults_while_recovering": 3}
     facts |= {"longest_stream_after_gateways_were_replaced_seconds": 165.0}
     return facts | {"faults": [FAULT] * 12, "streams_of_minutes_seconds": [130.0, 140.0]} | changes
@@ -48,7 +48,7 @@ def test_an_incomplete_log_and_a_wrong_token_are_named() -> None:
 
 
 def test_gateways_are_missing_from_the_last_look_that_found_one_to_the_next_that_does() -> None:
-    watch = Watch(kubectl=lambda *_: "", began=0.0)
+    watch = Watch(weather=STORM, kubectl=lambda *_: "", began=0.0)
     watch.gateways = [(2.0, 2), (4.0, 0), (6.0, 0), (8.0, 1), (10.0, 0)]
     assert watch.without_gateway() == [(2.0, 8.0)]
 
@@ -99,7 +99,7 @@ def test_gateways_and_nats_count_as_recovering() -> None:
         item("StatefulSet", "nats", 0),
         item("StatefulSet", "decode", 2),
     ]
-    watch = Watch(kubectl=lambda *_: json.dumps({"items": found}))
+    watch = Watch(weather=STORM, kubectl=lambda *_: json.dumps({"items": found}))
     assert watch.look()["decode"] == [2, 2]
     assert watch.recovering == ["gateway", "nats"]
 
