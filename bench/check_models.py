@@ -29,22 +29,13 @@ from mmd_cli.check.compare import check
 def _llava_like(r: rm.Recipe, config_class: Any, model_class: Any, **settings: Any) -> rm.Built:
     r.names = {"image_token": "<image>"}
     r.make_tokenizer()
-    vision = settings.pop("vision_config", None) or hf.CLIPVisionConfig(**r.clip(num_hidden_layers=4))
     config = config_class(
         text_config=hf.LlamaConfig(**r.text()),
-        vision_config=vision,
+        vision_config=hf.CLIPVisionConfig(**r.clip(num_hidden_layers=4)),
         image_token_id=r.id("<image>"),
         **settings,
     )
-    processor = hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=rm.SQUARE),
-        tokenizer=r.tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=rm.chat_template(image="<image>\n"),
-    )
-    return model_class(config), processor
+    return model_class(config), rm.llava_processor(r)
 
 
 def _vipllava(r: rm.Recipe) -> rm.Built:
@@ -231,18 +222,8 @@ def _qwen3_vl_moe(r: rm.Recipe) -> rm.Built:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     ids = {name + "_id": r.id(token) for name, token in rm.QWEN_NAMES.items()}
     text = r.text(rope_parameters=rm.mrope(r.size.hidden), head_dim=r.size.hidden // 4, **experts)
-    config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=rm._qwen_vision(r, "3"), **ids)
-    return hf.Qwen3VLMoeForConditionalGeneration(config), _qwen3_processor(r)
-
-
-def _qwen3_processor(r: rm.Recipe) -> Any:
-    size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 144 * 28 * 28}
-    return hf.Qwen3VLProcessor(
-        image_processor=hf.Qwen2VLImageProcessor(size=rm.QWEN_PIXELS, **rm.PATCHES),
-        video_processor=hf.Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False, **rm.PATCHES),
-        tokenizer=r.tokenizer,
-        chat_template=rm.chat_template(image=rm.QWEN_IMAGE, video="<|video_pad|>"),
-    )
+    config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=rm.qwen_vision(r, "3"), **ids)
+    return hf.Qwen3VLMoeForConditionalGeneration(config), rm.qwen_processor(r, "3")
 
 
 def _qwen3_5(r: rm.Recipe) -> rm.Built:
@@ -258,10 +239,10 @@ def _qwen3_5(r: rm.Recipe) -> rm.Built:
     }
     config = hf.Qwen3_5Config(
         text_config=text,
-        vision_config=rm._qwen_vision(r, "3") | {"deepstack_visual_indexes": []},
+        vision_config=rm.qwen_vision(r, "3") | {"deepstack_visual_indexes": []},
         **ids,
     )
-    return hf.Qwen3_5ForConditionalGeneration(config), _qwen3_processor(r)
+    return hf.Qwen3_5ForConditionalGeneration(config), rm.qwen_processor(r, "3")
 
 
 def _ernie4_5_vl_moe(r: rm.Recipe) -> rm.Built:
@@ -287,7 +268,7 @@ def _ernie4_5_vl_moe(r: rm.Recipe) -> rm.Built:
         tie_word_embeddings=False,
         **ids,
     )
-    return hf.Ernie4_5_VLMoeForConditionalGeneration(config), rm.ARCHITECTURES["qwen2_vl"](r)[1]
+    return hf.Ernie4_5_VLMoeForConditionalGeneration(config), rm.qwen_processor(r, "2")
 
 
 def _gemma3n(r: rm.Recipe) -> rm.Built:
@@ -351,7 +332,7 @@ def _glmasr(r: rm.Recipe) -> rm.Built:
         audio_token_id=r.id("<|pad|>"),
     )
     processor = hf.GlmAsrProcessor(
-        feature_extractor=rm._ears(30),
+        feature_extractor=rm.mel_features(30),
         tokenizer=r.tokenizer,
         chat_template=rm.chat_template(audio="<|pad|>"),
     )
@@ -359,17 +340,12 @@ def _glmasr(r: rm.Recipe) -> rm.Built:
 
 
 def _qwen3(r: rm.Recipe) -> rm.Built:
-    r.make_tokenizer()
-    r.tokenizer.chat_template = rm.chat_template()
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**r.text(head_dim=r.size.hidden // 4))), r.tokenizer
+    return rm.text_model(r, "Qwen3", head_dim=r.size.hidden // 4)
 
 
 def _gemma2(r: rm.Recipe) -> rm.Built:
-    r.make_tokenizer()
-    r.tokenizer.chat_template = rm.chat_template()
     r.embedding_std = 0.02
-    text = r.text(head_dim=r.size.hidden // 4, sliding_window=16)
-    return hf.Gemma2ForCausalLM(hf.Gemma2Config(**text)), r.tokenizer
+    return rm.text_model(r, "Gemma2", head_dim=r.size.hidden // 4, sliding_window=16)
 
 
 BUILDERS: dict[str, Callable[[rm.Recipe], rm.Built]] = {

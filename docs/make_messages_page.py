@@ -1,7 +1,8 @@
 """The page `docs/messages.md`: all that users and operators may read, taken from the code.
 
 `python docs/make_messages_page.py` writes it. What is filled in stands as <name>. Texts that a rule, a condition, a problem, an Event, an
-error or a log line is made of are listed under its name; every other text of two words or more under its module, so that none is left out.
+error or a log line is made of are listed under its name; what the command line prints under its command; every other text of two words or
+more, besides what is filled in, under the component that composes messages from it. Texts for programs are left out.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ ELSEWHERE = {
     ROOT / "operator/mmd_operator/metrics.py",
     ROOT / "workers/mmd_workers/observe/metrics.py",
     ROOT / "workers/mmd_workers/gateway/page/__init__.py",
+    *(
+        ROOT / "crds/mmd_api" / f"{page}.py"
+        for page in ("reference", "errors_page", "generate", "contract/errors")
+    ),
 }
-"""Descriptions of metrics, which have a page, and headers of HTTP."""
+"""Descriptions of metrics and remedies of errors, which have pages, headers of HTTP, and programs that write pages."""
+NO_PARTS = ("mmd_operator/resources/", "mmd_cli/samples.py", "mmd_cli/check/prompts.py")
+"""Modules whose texts are manifests and questions to models, except for those of errors and log lines."""
 LEVELS = ("info", "warning", "error", "exception", "critical")
 REASON = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
 LOGGERS = ("log", "logger", "limited")
@@ -46,6 +53,21 @@ NO_REASONS = (
 )
 WORDS, FEWEST_WORDS = 3, 2
 NOT_READ = ("field", "cel", "code", "param", "pattern")
+NOT_PRINTED = ("name", "thread_name_prefix", "loc", "accept", "media_type", "key")
+"""Further keywords of texts that nobody reads: names of tasks and threads, options of libraries."""
+LOOKED_FOR = (
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "split",
+    "partition",
+    "rpartition",
+    "find",
+    "index",
+    "replace",
+)
+"""Methods whose texts are sought in another text."""
 NO_MESSAGES = (
     "compile",
     "cast",
@@ -61,22 +83,27 @@ NO_MESSAGES = (
     "fullmatch",
 )
 """Calls whose texts are patterns or types, or, with metrics, on a page of their own."""
-CODE = re.compile(r"\bself\.|&&|==|^\^|\$$|\(\?|^\s*(\{[\"\n{]|#)|::|\\[bwds]")
-"""CEL, patterns and markup."""
+CODE = re.compile(
+    r"\bself\.|&&|==|^\^|\$$|\(\?|^\s*(\{[\"\n{]|#)|::|\\[bwds]|%\(|<!--|\bby \(|^data:|; charset=|^\(?has\("
+)
+"""CEL, patterns, queries and markup."""
 
 _HEAD = """# Messages
 
 <!-- Generated from the code by `make crds`. Do not edit. -->
 
 Messages that a user or an operator may see, by origin. `‹name›` is a placeholder; a text that is composed from several
-has a row for each. Descriptions of metrics are in [metrics.md](metrics.md), alerts in [runbooks.md](runbooks.md).
+has a row for each. Descriptions of metrics are in [metrics.md](metrics.md), remedies of error codes in [errors.md](errors.md), alerts in
+[runbooks.md](runbooks.md).
 """
 _SECTIONS = {
     "rule": ("Validation rules of the resource", ""),
     "reason": ("Conditions and Events", "reason"),
     "error": ("Errors", "error"),
     "log": ("Log lines", "level"),
-    "text": ("Command line, and parts of other texts", "module"),
+    "option": ("Options of the command line", "command"),
+    "output": ("Output of the command line", "command"),
+    "part": ("Parts of conditions, Events, errors and log lines", "composed by"),
     "field": ("Descriptions of fields", "field"),
 }
 
@@ -119,17 +146,75 @@ def _of_module(tree: ast.Module, where: str) -> Iterator[Message]:
     listed: set[ast.AST] = set()
     for node, scope in _scoped(tree):
         origin, parts = _origin(node, where, scope), _parts(node)
+        if origin is not None and origin[0] == "log":
+            parts = _without_key(parts)
         if origin is not None:
-            least = 1 if origin == ("rule", "") else WORDS  # a remedy may be short
+            least = {"rule": 1, "log": FEWEST_WORDS}.get(origin[0], WORDS)  # a remedy may be short
             if texts := dict.fromkeys(_sentences(parts, least, scope, listed)):
                 yield Message(*origin, "; ".join(texts))
             elif isinstance(node, ast.Call) and _called(node) == "ConditionState":
                 yield Message(*origin, f"<{_name(node.args[-1])}>")  # put together elsewhere
         if isinstance(node, ast.Dict) and where.startswith("mmd_operator"):
             yield from _by_reason(node, scope, listed)
+    yield from _of_options(tree, where, listed)
+    if where.startswith(NO_PARTS):
+        return
+    kind, group = _group(where)
     for node in _literals(tree):
-        if node not in listed and (text := _text(node)) and _is_read(text, FEWEST_WORDS):
-            yield Message("text", where, " ".join(text.split()))
+        if node not in listed and (text := _text(node)) and _is_composed(text):
+            yield Message(kind, group, " ".join(text.split()))
+
+
+def _of_options(tree: ast.Module, where: str, listed: set[ast.AST]) -> Iterator[Message]:
+    """What `--help` prints: of commands, and of their options."""
+    _, group = _group(where)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and where == f"mmd_cli/commands/{node.name}.py":
+            yield Message(
+                "option", group, (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+            )
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg == "help" and (text := _text(keyword.value)):
+                    listed.add(keyword.value)
+                    yield Message("option", group, " ".join(text.split()))
+
+
+COMMANDS = {
+    "mmd_cli/local/": "up",
+    "mmd_cli/check/": "check",
+    "mmd_cli/plan_memory.py": "plan-memory",
+    "mmd_cli/slo_report.py": "report",
+    "mmd_cli/pictures.py": "report",
+    "mmd_cli/report.py": "demo",
+    "mmd_cli/demo.py": "demo",
+    "mmd_cli/prometheus.py": "prometheus",
+    "mmd_cli/top.py": "top",
+    "mmd_operator/simulate/": "simulate",
+    "mmd_operator/explain.py": "explain",
+    "mmd_operator/operator_command.py": "operator",
+    "mmd_workers/commands.py": "worker",
+}
+"""Modules and packages of one command, besides `mmd_cli/commands`."""
+
+
+def _group(where: str) -> tuple[str, str]:
+    """Kind and group of the texts of a module that are no messages of their own."""
+    package, name, *inner = where.split("/")
+    if (package, name) == ("mmd_cli", "commands"):
+        return "output", f"`mmd {inner[0].removesuffix('.py').replace('_', '-')}`"
+    for begin, command in COMMANDS.items():
+        if where.startswith(begin):
+            return "output", f"`mmd {command}`"
+    if package == "mmd_cli":
+        return "output", "`mmd`"
+    component = {"mmd_api": "resource", "mmd_operator": "operator", "mmd_workers": "workers"}[package]
+    return "part", f"{component}: {name.removesuffix('.py').replace('_', ' ')}"
+
+
+def _is_composed(text: str) -> bool:
+    """Whether a text is one for people without what is filled in, and without the markup of the terminal."""
+    return _is_read(re.sub(r"<[^<>]*>|\[/?(bold|red|green|yellow|dim)\]", "-", text), FEWEST_WORDS)
 
 
 def _of_fields(path: str, schema: Mapping[str, Any]) -> Iterator[Message]:
@@ -213,11 +298,24 @@ def _literals(tree: ast.Module) -> Iterator[ast.expr]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
-        if keyword.arg in NOT_READ
+        if keyword.arg in (*NOT_READ, *NOT_PRINTED)
     }
+    inner |= {part for node in ast.walk(tree) for part in _compared(node)}
     for node in ast.walk(tree):
         if node not in inner and isinstance(node, ast.Constant | ast.JoinedStr):
             yield node
+
+
+def _compared(node: ast.AST) -> list[ast.expr]:
+    """Texts that a program looks for in others, and what an assertion tells programmers."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        return [
+            part for side in sides for part in ([side, *side.elts] if isinstance(side, ast.Tuple) else [side])
+        ]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOKED_FOR:
+        return list(node.args)
+    return [node.msg] if isinstance(node, ast.Assert) and node.msg is not None else []
 
 
 def _called(node: ast.Call) -> str:
@@ -228,6 +326,14 @@ def _parts(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Call):
         return [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg not in NOT_READ)]
     return node.elts if isinstance(node, ast.Tuple) else []
+
+
+def _without_key(parts: list[ast.expr]) -> list[ast.expr]:
+    """The arguments of a log call without the key under which a repeated line is suppressed."""
+    if len(parts) < 2 or _text(parts[0]) is None or not (_text(parts[1]) or isinstance(parts[1], ast.Name)):
+        return parts
+    is_format = isinstance(parts[0], ast.Constant) and "%" in str(parts[0].value)
+    return parts if is_format else parts[1:]
 
 
 def _origin(node: ast.AST, where: str, scope: Scope) -> tuple[str, str] | None:

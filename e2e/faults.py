@@ -25,9 +25,6 @@ Way = Literal["killed", "deleted"]
 
 MEAN_PAUSE_SECONDS = 11.0
 LONGEST_PAUSE_SECONDS = 30.0
-NOTICE_SECONDS = 60.0
-"""How long after a gateway was killed a client that reads slowly may still read what was sent before: its node keeps that. No gateway
-is deleted in that time, since a break could not be told from one by the deletion, which nothing excuses."""
 EXTRA_FAULTS = 3
 """Drawn in addition to one of each kind."""
 
@@ -97,8 +94,6 @@ class Faults:
                 self._roll_out()
                 self.struck.append(Struck(began, time.time(), "rollout", "", killed=False))
                 return "a new pipeline revision rolls out"
-            if victim.component == "gateway" and way == "deleted" and self._gateway_just_killed():
-                continue
             pods = self._pods(victim)
             if not pods:
                 continue
@@ -110,10 +105,6 @@ class Faults:
             self.struck.append(struck)
             return str(struck)
         return ""
-
-    def _gateway_just_killed(self) -> bool:
-        kills = [s.ended for s in self.struck if s.component == "gateway" and s.killed]
-        return bool(kills) and time.time() < kills[-1] + NOTICE_SECONDS
 
     def _end(self, victim: Victim, pod: str, way: Way) -> Struck:
         began = time.time()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from e2e.faults import NOTICE_SECONDS, Struck
+from e2e.faults import Struck
 
 Line = dict[str, Any]
 Span = tuple[float, float]
@@ -16,6 +16,8 @@ RETURN_SECONDS = 15.0
 """How long connections may be refused after a gateway was killed: until nodes stop routing to it."""
 LOOK_SECONDS = 5.0
 """How far apart a kill and the outage that it began may be seen: the watch looks every few seconds."""
+NOTICE_SECONDS = 60.0
+"""How long after a gateway was killed a client that reads slowly may still read what was sent before: its node keeps that."""
 PACED = "long"
 """The kind that is read at a pace: its break is noticed once all that was sent before has been read, within `NOTICE_SECONDS`."""
 LONG_SECONDS = 120.0
@@ -64,7 +66,6 @@ def judge(
         elif "ended" in line:
             ended[line["question"], line["attempt"]] = line
     kills = [s for s in struck if s.component == "gateway" and s.killed]
-    deletions = [s.began for s in struck if s.component == "gateway" and not s.killed]
     result = Judgement(questions=len(sent))
     total = next((line["questions"] for line in lines if "questions" in line), None)
     if total is None or total != len(sent):
@@ -79,9 +80,7 @@ def judge(
             continue
         *broken, last = [end for end in ends if end is not None]
         unexplained = [
-            end
-            for end in broken
-            if not any(_explains(kill, deletions, without_gateway, end) for kill in kills)
+            end for end in broken if not any(_explains(kill, without_gateway, end) for kill in kills)
         ]
         if unexplained or last["error"] or last["ends"] == 0:
             result.lost.append((unexplained or [last])[0])
@@ -131,13 +130,12 @@ def longest_after(answers: Iterable[Line], moment: float) -> float:
     return max((a["ended"] - moment for a in answers if a["began"] <= moment <= a["ended"]), default=0.0)
 
 
-def _explains(kill: Struck, deletions: Sequence[float], without_gateway: Sequence[Span], end: Line) -> bool:
+def _explains(kill: Struck, without_gateway: Sequence[Span], end: Line) -> bool:
     """Whether a killed gateway may have broken this connection.
 
-    A stream that was in flight breaks when its gateway dies, and its client notices soon; if a gateway was deleted since, that may
-    be the cause, and nothing excuses it. A stream of another gateway, which may drain since it was deleted, breaks by none of
-    that. A request that found no gateway is refused until nodes no longer route to the dead one, or
-    until one is Ready again if this kill left none.
+    A stream that was in flight ends with the process of its gateway, whatever is deleted since, and its client notices soon. A stream
+    of another gateway, which may drain since it was deleted, breaks by none of that. A request that found no gateway is refused until
+    nodes no longer route to the dead one, or until one is Ready again if this kill left none.
     """
     if not end["broken"] or end["ended"] + 1 < kill.began:
         return False
@@ -146,8 +144,7 @@ def _explains(kill: Struck, deletions: Sequence[float], without_gateway: Sequenc
     routed = kill.ended + RETURN_SECONDS
     if end["tokens"]:
         noticed = kill.ended + (NOTICE_SECONDS if end["kind"] == PACED else RETURN_SECONDS)
-        deleted = any(kill.began <= at <= end["ended"] for at in deletions)
-        return bool(end["began"] <= kill.ended and end["ended"] <= noticed and not deleted)
+        return bool(end["began"] <= kill.ended and end["ended"] <= noticed)
     began = (kill.began - LOOK_SECONDS, kill.ended + LOOK_SECONDS)
     outages = [to + RETURN_SECONDS for since, to in without_gateway if began[0] <= since <= began[1]]
     return bool(end["ended"] <= max([routed, *outages]))

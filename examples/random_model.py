@@ -157,7 +157,13 @@ def _llava(r: Recipe) -> Built:
         image_token_id=r.id("<image>"),
         image_seq_length=(pixels // 14) ** 2,
     )
-    processor = hf.LlavaProcessor(
+    return hf.LlavaForConditionalGeneration(config), llava_processor(r)
+
+
+def llava_processor(r: Recipe) -> Any:
+    """Of LLaVA and its relatives: one square of `image_pixels`."""
+    pixels = r.size.image_pixels
+    return hf.LlavaProcessor(
         image_processor=hf.CLIPImageProcessor(
             size={"shortest_edge": pixels}, crop_size={"height": pixels, "width": pixels}
         ),
@@ -167,7 +173,6 @@ def _llava(r: Recipe) -> Built:
         num_additional_image_tokens=1,
         chat_template=chat_template(image="<image>\n"),
     )
-    return hf.LlavaForConditionalGeneration(config), processor
 
 
 def _llava_next(r: Recipe) -> Built:
@@ -219,13 +224,15 @@ QWEN_NAMES = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }
+QWEN_STEMS = {"2": "Qwen2VL", "2.5": "Qwen2_5_VL", "3": "Qwen3VL"}
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 QWEN_PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 36 * 28 * 28}
 
 
-def _qwen_vision(r: Recipe, version: str) -> dict[str, Any]:
+def qwen_vision(r: Recipe, version: str) -> dict[str, Any]:
+    """Settings of the vision tower of Qwen2-VL, 2.5-VL or 3-VL."""
     width = r.size.vision_hidden
     common = {"depth": r.size.vision_layers, "num_heads": 4, "patch_size": 14}
     if version == "2":
@@ -239,23 +246,28 @@ def _qwen_vision(r: Recipe, version: str) -> dict[str, Any]:
 def _qwen_vl(r: Recipe, version: str) -> Built:
     r.names = dict(QWEN_NAMES)
     r.make_tokenizer()
-    stem = {"2": "Qwen2VL", "2.5": "Qwen2_5_VL", "3": "Qwen3VL"}[version]
+    stem = QWEN_STEMS[version]
     text = r.text(rope_parameters=mrope(r.size.hidden))
     if version == "3":
         text["head_dim"] = r.size.hidden // 4
     config = getattr(hf, stem + "Config")(
         text_config=text,
-        vision_config=_qwen_vision(r, version),
+        vision_config=qwen_vision(r, version),
         image_token_id=r.id("<|image_pad|>"),
         video_token_id=r.id("<|video_pad|>"),
         vision_start_token_id=r.id("<|vision_start|>"),
         vision_end_token_id=r.id("<|vision_end|>"),
     )
+    return getattr(hf, stem + "ForConditionalGeneration")(config), qwen_processor(r, version)
+
+
+def qwen_processor(r: Recipe, version: str) -> Any:
+    """Of Qwen2-VL, 2.5-VL or 3-VL."""
     video_size = dict(QWEN_PIXELS)
     if version == "3":  # this processor bounds the pixels of the whole video
         video_size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 144 * 28 * 28}
     video_class = hf.Qwen3VLVideoProcessor if version == "3" else hf.Qwen2VLVideoProcessor
-    processor = getattr(hf, stem + "Processor")(
+    return getattr(hf, QWEN_STEMS[version] + "Processor")(
         image_processor=hf.Qwen2VLImageProcessor(size=QWEN_PIXELS, **PATCHES),
         video_processor=video_class(size=video_size, cap_pixels_per_frame=False, **PATCHES),
         tokenizer=r.tokenizer,
@@ -263,7 +275,6 @@ def _qwen_vl(r: Recipe, version: str) -> Built:
             image=QWEN_IMAGE, video="<|video_pad|>" if version == "3" else QWEN_VIDEO
         ),
     )
-    return getattr(hf, stem + "ForConditionalGeneration")(config), processor
 
 
 def _qwen2_vl(r: Recipe) -> Built:
@@ -435,7 +446,8 @@ def _mistral3(r: Recipe) -> Built:
     return hf.Mistral3ForConditionalGeneration(config), processor
 
 
-def _ears(seconds: int, mels: int = 16) -> Any:
+def mel_features(seconds: int, mels: int = 16) -> Any:
+    """The feature extractor of an audio tower with a window of `seconds`."""
     return hf.WhisperFeatureExtractor(
         feature_size=mels, sampling_rate=16000, hop_length=160, chunk_length=seconds
     )
@@ -454,7 +466,7 @@ def _qwen2_audio(r: Recipe) -> Built:
         audio_token_id=r.id("<|AUDIO|>"),
     )
     processor = hf.Qwen2AudioProcessor(
-        feature_extractor=_ears(4),
+        feature_extractor=mel_features(4),
         tokenizer=r.tokenizer,
         chat_template=chat_template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>"),
     )
@@ -478,7 +490,7 @@ def _voxtral(r: Recipe) -> Built:
         audio_token_id=24,
     )
     r.tokenizer.chat_template = chat_template(audio="[BEGIN_AUDIO][AUDIO]")
-    processor = hf.VoxtralProcessor(feature_extractor=_ears(30), tokenizer=r.tokenizer)
+    processor = hf.VoxtralProcessor(feature_extractor=mel_features(30), tokenizer=r.tokenizer)
     return hf.VoxtralForConditionalGeneration(config), processor
 
 
@@ -499,7 +511,9 @@ def _audioflamingo3(r: Recipe) -> Built:
         audio_token_id=r.id("<sound>"),
     )
     processor = hf.AudioFlamingo3Processor(
-        feature_extractor=_ears(30), tokenizer=r.tokenizer, chat_template=chat_template(audio="<sound>")
+        feature_extractor=mel_features(30),
+        tokenizer=r.tokenizer,
+        chat_template=chat_template(audio="<sound>"),
     )
     return hf.AudioFlamingo3ForConditionalGeneration(config), processor
 
@@ -524,7 +538,7 @@ def _omni_parts(r: Recipe, audio: dict[str, Any], text: dict[str, Any], vision: 
     ids = {k: v for k, v in ids.items() if "eos" not in k}
     return ids | {
         "text_config": r.text(rope_parameters=mrope(r.size.hidden)) | text,
-        "vision_config": _qwen_vision(r, vision),
+        "vision_config": qwen_vision(r, vision),
         "audio_config": r.whisper(max_source_positions=100, output_dim=r.size.hidden) | audio,
         "vision_start_token_id": r.id("<|vision_bos|>"),
         "vision_end_token_id": r.id("<|vision_eos|>"),
@@ -537,7 +551,7 @@ def _omni_processor(r: Recipe, kind: Any, seconds: int) -> Any:
     return kind(
         image_processor=hf.Qwen2VLImageProcessor(size=QWEN_PIXELS, **PATCHES),
         video_processor=hf.Qwen2VLVideoProcessor(size=QWEN_PIXELS, cap_pixels_per_frame=False, **PATCHES),
-        feature_extractor=_ears(seconds),
+        feature_extractor=mel_features(seconds),
         tokenizer=r.tokenizer,
         chat_template=chat_template(
             image="<|vision_bos|><|IMAGE|><|vision_eos|>",
@@ -570,10 +584,16 @@ def _qwen3_omni_moe(r: Recipe) -> Built:
     return model, _omni_processor(r, hf.Qwen3OmniMoeProcessor, 4)
 
 
-def _llama(r: Recipe) -> Built:
+def text_model(r: Recipe, stem: str, **settings: Any) -> Built:
+    """A model of text alone, by the stem of its classes' names."""
     r.make_tokenizer()
     r.tokenizer.chat_template = chat_template()
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**r.text())), r.tokenizer
+    config = getattr(hf, stem + "Config")(**r.text(**settings))
+    return getattr(hf, stem + "ForCausalLM")(config), r.tokenizer
+
+
+def _llama(r: Recipe) -> Built:
+    return text_model(r, "Llama")
 
 
 ARCHITECTURES: dict[str, Callable[[Recipe], Built]] = {

@@ -191,12 +191,12 @@ class Applier:
         body = self._owned(manifest)
         sized = kind == "StatefulSet"
         if child is not None and sized and child.workload is not None:
-            if not child.workload.handed_over:
-                await self._cluster.hand_over_replicas(self._namespace, name, child.workload.replicas)
+            if not child.workload.replicas_released:
+                await self._cluster.release_replicas(self._namespace, name, child.workload.replicas)
             body = _without_replicas(body)
         after = await self._applied(body, child)
         if child is None and sized:
-            await self._cluster.hand_over_replicas(self._namespace, name, body["spec"]["replicas"])
+            await self._cluster.release_replicas(self._namespace, name, body["spec"]["replicas"])
         left = fingerprint(after)
         if child is None:
             return "Repaired" if known else "Created", left

@@ -177,7 +177,7 @@ class Cluster:
             return False
         return True
 
-    async def hand_over_replicas(self, namespace: str, name: str, replicas: int) -> None:
+    async def release_replicas(self, namespace: str, name: str, replicas: int) -> None:
         """Make the scaler own a StatefulSet's size too, so that an apply that leaves it out does not reset it to 1."""
         body = {
             "apiVersion": "apps/v1",

@@ -54,7 +54,7 @@ class Workload:
     updated: int
     seen: bool  # the controller has acted on the newest spec
     template_revision: str | None  # pipeline revision of the pods it makes
-    handed_over: bool  # `spec.replicas` would survive an apply that leaves it out
+    replicas_released: bool  # `spec.replicas` would survive an apply that leaves it out
     failure: str | None  # why it cannot make pods, if its status reports that
     inputs: str | None = None  # what the pods of its template are made from
     gpus: int = 0  # of each pod
@@ -318,7 +318,7 @@ def _workload(body: Body) -> Workload:
         updated=status.get("updatedReplicas", 0),
         seen=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
         template_revision=spec["template"]["metadata"].get("labels", {}).get(REVISION_LABEL),
-        handed_over=_handed_over(metadata.get("managedFields", ())),
+        replicas_released=_replicas_released(metadata.get("managedFields", ())),
         sized_by=_sized_by(metadata.get("managedFields", ())),
         failure=failure,
         inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
@@ -344,7 +344,7 @@ def _gpus(pod: Body) -> int:
     return sum(int(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for c in containers)
 
 
-def _handed_over(managed_fields: Any) -> bool:
+def _replicas_released(managed_fields: Any) -> bool:
     """Whether a client other than the applier owns `spec.replicas`, or the applier does not."""
     owners = _owners_of_size(managed_fields)
     return FIELD_MANAGER not in owners or len(owners) > 1

@@ -78,10 +78,10 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
     assert second.stop() == 0
     given_back = namespace.leases.read_namespaced_lease(LEASE_NAME, namespace.name).spec
     assert given_back.holder_identity != held_by_second, "else the first would wait for its end"
-    eventually(lambda: handed_over(first))
+    eventually(lambda: leads_again(first))
     namespace.change({"decode": {"replicas": 2}})
     namespace.settled(namespace.is_ready)
 
 
-def handed_over(process: OperatorProcess) -> None:
+def leads_again(process: OperatorProcess) -> None:
     assert process.log_text().count(" is the leader") == 2

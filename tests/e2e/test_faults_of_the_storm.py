@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from e2e.clusters import kill_task
-from e2e.faults import EXTRA_FAULTS, NOTICE_SECONDS, Faults, Victim
+from e2e.faults import EXTRA_FAULTS, Faults, Victim
 from e2e.shell import AlreadyEndedError, FailedError
 
 VICTIMS = [
@@ -61,20 +60,11 @@ def test_every_kind_of_pod_is_killed_and_deleted_and_a_revision_rolls_out() -> N
     assert "ending" not in pods.deleted + pods.killed
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_gateway_is_deleted_while_a_break_may_still_be_of_one_that_was_killed(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter(range(1, 100_000))
-    monkeypatch.setattr("e2e.faults.time.time", lambda: float(next(clock)))
-    pods = Pods()
-    faults = Faults(seed, pods.kubectl, pods.kill, VICTIMS, pods.roll_out)
-    while len(faults):
-        faults.strike()
-    gateways = [s for s in faults.struck if s.component == "gateway"]
-    for before, after in pairwise(gateways):
-        assert not (before.killed and not after.killed) or after.began >= before.ended + NOTICE_SECONDS
-    assert {s.killed for s in gateways} == {True, False}
+def test_every_strike_finds_a_victim_though_gateways_were_just_killed() -> None:
+    for seed in range(20):
+        pods = Pods()
+        faults = Faults(seed, pods.kubectl, pods.kill, VICTIMS, pods.roll_out)
+        assert all(faults.strike() for _ in range(len(faults)))
 
 
 def test_the_same_seed_strikes_the_same_pods_in_the_same_order() -> None:

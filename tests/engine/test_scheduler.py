@@ -341,9 +341,9 @@ def test_an_attached_sequence_that_is_the_newest_is_preempted_and_leaves():
     bench = Bench(blocks=5, block_tokens=4)
     old = attached(bench, "old", 8, arrived=20.0)
     older = attached(bench, "older", 8, arrived=10.0)  # the request is older, though it came here later
-    while not bench.scheduler.yielded:
+    while not bench.scheduler.preempted:
         bench.step()
-    assert bench.scheduler.yielded == [old]
+    assert bench.scheduler.preempted == [old]
     assert (old.blocks, old.num_tokens, old.state) == ([], 9, SequenceState.HELD)
     assert bench.scheduler.running == [older]
     assert set(bench.step()) == {"older"}
@@ -356,7 +356,7 @@ def test_a_lone_sequence_waits_for_reserved_blocks_and_is_not_preempted():
     assert bench.step() == {"alone": (6, 7)}
     assert bench.step() == {"alone": (7, 8)}
     assert bench.step() == {}
-    assert (bench.scheduler.running, bench.scheduler.yielded) == ([alone], [])
+    assert (bench.scheduler.running, bench.scheduler.preempted) == ([alone], [])
     bench.pool.release(reserved)
     assert bench.step() == {"alone": (8, 9)}
 

@@ -36,8 +36,13 @@ async def launch(
 ) -> AsyncIterator[Launch]:
     running: list[Running] = []
 
-    async def start(model: dict | None = None, nats: NatsServer = nats_server, **gateway) -> Running:
-        pipeline = pipeline_config(f"t{next(_names)}", gateway, model)
+    async def start(
+        model: dict | None = None,
+        nats: NatsServer = nats_server,
+        encoder: dict | None = None,
+        **gateway,
+    ) -> Running:
+        pipeline = pipeline_config(f"t{next(_names)}", gateway, model, encoder)
         settings = WorkerSettings(
             pipeline=pipeline,
             pod="gateway-0",

@@ -17,13 +17,17 @@ from tests.support.waiting import DEADLINE_SECONDS
 from .scripted import Script, ScriptedWorker, answer_well
 
 
-def pipeline_config(name: str, gateway: dict, model: dict | None = None) -> PipelineConfig:
+def pipeline_config(
+    name: str, gateway: dict, model: dict | None = None, encoder: dict | None = None
+) -> PipelineConfig:
     spec = {
         "model": {"id": "builtin/demo", **(model or {})},
         "gateway": gateway,
         "decode": {"replicas": 1, "gpus": 0},
         "observability": {"heartbeatMilliseconds": 100, "heartbeatTimeoutMilliseconds": 600},
     }
+    if encoder is not None:
+        spec["encoder"] = encoder
     return PipelineConfig.model_validate({"namespace": "test", "name": name, "revision": "r1", "spec": spec})
 
 

@@ -144,7 +144,7 @@ def test_a_stream_of_plain_text_takes_no_more_memory_than_was_reserved() -> None
         state.accept(TokenItem(spec.request_id, 0, index, 300 + index % 700, None), "decode-0", 1.0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert state.untaken == num_tokens
+    assert state.pending_tokens == num_tokens
     assert peak <= AnswerSize(1, num_tokens, False, 0, False, stream=True).num_bytes + (64 << 10)
 
 
@@ -195,7 +195,7 @@ def test_an_answer_takes_no_more_memory_than_was_reserved(frontend: HfFrontend, 
         part = stream.advance()
         assert part is not None
         part.model_dump_json()
-        assert sequence.state.untaken
+        assert sequence.state.pending_tokens
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak <= size.num_bytes + MEBIBYTE

@@ -301,10 +301,11 @@ async def test_the_gateway_opens_no_medium_in_its_own_process(
     assert await gateway.metric("mmd_sandbox_layer_state") >= 1
 
 
-async def test_the_gateway_has_made_its_tracing_before_it_is_ready(launch: Launch) -> None:
+async def test_the_gateway_has_made_its_messages_and_its_tracing_before_it_is_ready(launch: Launch) -> None:
     exposed = (await (await launch()).admin.get("/metrics")).text
     phases = re.findall(r'^mmd_startup_seconds\{phase="(\w+)"\}', exposed, re.MULTILINE)
-    assert phases == ["sandbox", "warm_up_tracing", "warm_up_audio", "warm_up_image", "warm_up_video"]
+    warm_ups = ["messages", "tracing", "audio", "image", "video"]
+    assert phases == ["sandbox", *(f"warm_up_{name}" for name in warm_ups)]
 
 
 async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Launch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -53,6 +53,24 @@ class Watched:
     def restarts(self) -> list[str]:
         return [line for line in self.lines if "restarting in" in line]
 
+    def liveness_failure(self) -> str:
+        (line,) = [line for line in self.lines if "liveness" in line]
+        return line
+
+    async def reason(self) -> str:
+        """Why it gave up, once it has."""
+        await until(lambda: self.given_up)
+        (error,) = self.given_up
+        return error.message
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    one = Watched()
+    yield one
+    one.supervisor.kill()
+    await one.supervisor.close()
+
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,104 +80,72 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "LIVENESS_TIMEOUT_SECONDS": 1.0,
         "BACKOFF_SECONDS": (0.01, 0.05),
     }.items():
-        monkeypatch.setattr(module, name, value, raising=False)
+        monkeypatch.setattr(module, name, value)
 
 
 async def running_again(child: PodProcess, restarts: int) -> None:
     await until(lambda: child.restarts == restarts and child.ready and child.pid is not None)
 
 
-async def test_a_process_that_hangs_is_killed_and_started_again(quick: None) -> None:
-    watched = Watched()
+async def test_a_process_that_hangs_is_killed_and_started_again(quick: None, watched: Watched) -> None:
     child = watched.supervisor.start(pod())
-    try:
-        await running_again(child, 0)
-        hung = child.pid
-        assert hung is not None
-        os.kill(hung, signal.SIGSTOP)
-        await running_again(child, 1)
-        assert child.pid != hung
-        (why,) = [line for line in watched.lines if "liveness" in line]
-        assert why.startswith("liveness probe failed 3 times in a row, last with ReadTimeout")
-    finally:
-        watched.supervisor.kill()
-        await watched.supervisor.close()
+    await running_again(child, 0)
+    hung = child.pid
+    assert hung is not None
+    os.kill(hung, signal.SIGSTOP)
+    await running_again(child, 1)
+    assert child.pid != hung
+    why = watched.liveness_failure()
+    assert why.startswith("liveness probe failed 3 times in a row, last with ReadTimeout")
+
+
+async def test_a_process_that_answers_that_it_makes_no_progress_gets_more_time(
+    quick: None, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALLED_FAILURES", 8)
+    await running_again(watched.supervisor.start(pod(stalled="yes")), 1)
+    why = watched.liveness_failure()
+    assert why.startswith("liveness probe failed 8 times in a row, last with status 503")
 
 
 async def test_a_process_that_crashes_soon_after_each_start_is_given_up(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CRASHES", 4, raising=False)
-    watched = Watched()
+    monkeypatch.setattr(module, "MAX_CRASHES", 4)
     watched.supervisor.start(pod(end="soon"))
-    try:
-        await until(lambda: watched.given_up)
-    finally:
-        await watched.supervisor.close()
-    (error,) = watched.given_up
     assert (
         "encoder-0 exited 4 times in a row, each time before it had been Ready for 60 s, last with code 7"
-        in error.message
+        in await watched.reason()
     )
     assert [line.split()[-2] for line in watched.restarts()] == ["0.0", "0.0", "0.0"]
 
 
-async def test_a_process_that_answers_that_it_makes_no_progress_gets_more_time(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STALLED_FAILURES", 8)
-    watched = Watched()
-    child = watched.supervisor.start(pod(stalled="yes"))
-    try:
-        await running_again(child, 1)
-        (why,) = [line for line in watched.lines if "liveness" in line]
-        assert why.startswith("liveness probe failed 8 times in a row, last with status 503")
-    finally:
-        watched.supervisor.kill()
-        await watched.supervisor.close()
-
-
 async def test_a_process_that_never_becomes_ready_is_killed(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.3)
-    watched = Watched()
     watched.supervisor.start(pod(unready="yes"))
-    try:
-        await until(lambda: watched.given_up)
-    finally:
-        await watched.supervisor.close()
-    assert "encoder-0 exited 5 times in a row before it became Ready" in watched.given_up[0].message
+    assert "encoder-0 exited 5 times in a row before it became Ready" in await watched.reason()
     assert any("not Ready within 0 s of its start; killing" in line for line in watched.lines)
 
 
 async def test_loading_for_long_does_not_make_a_crash_a_stable_run(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_CRASHES", 3)
     monkeypatch.setattr(module, "STABLE_SECONDS", 2.0)
-    watched = Watched()
     watched.supervisor.start(pod(end="soon", load_seconds=2.5))
-    try:
-        await until(lambda: watched.given_up)
-    finally:
-        await watched.supervisor.close()
-    assert "encoder-0 exited 3 times in a row" in watched.given_up[0].message
+    assert "encoder-0 exited 3 times in a row" in await watched.reason()
 
 
 async def test_a_process_that_stayed_up_between_its_crashes_is_never_given_up(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CRASHES", 3, raising=False)
-    monkeypatch.setattr(module, "STABLE_SECONDS", 0.1, raising=False)
-    watched = Watched()
+    monkeypatch.setattr(module, "MAX_CRASHES", 3)
+    monkeypatch.setattr(module, "STABLE_SECONDS", 0.1)
     watched.supervisor.start(pod(end="soon"))
-    try:
-        await until(lambda: len(watched.restarts()) == 5)
-        assert watched.given_up == []
-    finally:
-        watched.supervisor.kill()
-        await watched.supervisor.close()
+    await until(lambda: len(watched.restarts()) == 5)
+    assert watched.given_up == []
 
 
 class Server:
@@ -173,20 +159,22 @@ class Server:
         self.until_ready = lambda: None
 
 
-async def test_a_message_server_that_crashes_soon_after_each_start_is_given_up(quick: None) -> None:
-    watched = Watched()
+async def test_a_message_server_that_crashes_soon_after_each_start_is_given_up(
+    quick: None, watched: Watched
+) -> None:
     async with asyncio.timeout(30):
         await watched.supervisor.keep_nats(Server())  # type: ignore[arg-type]
-    (error,) = watched.given_up
-    assert "nats-server exited 10 times in a row, each time within 60 s of its start" in error.message
+    assert (
+        "nats-server exited 10 times in a row, each time within 60 s of its start" in await watched.reason()
+    )
 
 
-async def test_an_error_of_the_supervision_itself_ends_the_run_and_is_named(quick: None) -> None:
+async def test_an_error_of_the_supervision_itself_ends_the_run_and_is_named(
+    quick: None, watched: Watched
+) -> None:
     def broken() -> None:
         raise KeyError("port")
 
-    watched = Watched()
     keeping = watched.supervisor.supervise(NATS, watched.supervisor.keep_nats(Server(broken)))  # type: ignore[arg-type]
     await asyncio.wait([keeping])
-    await until(lambda: watched.given_up)
-    assert "the supervision of nats-server failed with KeyError: 'port'" in watched.given_up[0].message
+    assert "the supervision of nats-server failed with KeyError: 'port'" in await watched.reason()

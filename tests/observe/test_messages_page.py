@@ -1,4 +1,4 @@
-"""docs/messages.md has every text that people may read: those of calls with a name under it, all others under their module."""
+"""docs/messages.md has every text that people may read, under its name, its command or what composes it, and no text for programs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,46 @@ ROWS = [
         ("DrainDeadlineExceeded", "did not finish draining within"),
         ("BacklogSeconds", "backlog is {observed:.2f} s"),
         ("AllReady", "‹ready› of ‹replicas› pods Ready"),
-        ("mmd_operator/autoscaling/decision.py", "limited by ‹limits›"),
-        ("mmd_operator/autoscaling/coordinate.py", "‹pool› is the bottleneck"),
-        ("mmd_operator/gpu_share.py", "raise spec.gpuBudget to"),
-        ("mmd_operator/replacement.py", "‹"),
-        ("mmd_operator/autoscaling/signals.py", "no load report from pod ‹pod› for ‹…› s"),
-        ("mmd_api/faults.py", "choose one of them"),
-        ("mmd_cli/commands/explain.py", "mmd explain: ‹error›"),
-        ("mmd_cli/commands/chat.py", "Audio file. Repeatable."),
+        ("operator: autoscaling", "limited by ‹limits›"),
+        ("operator: autoscaling", "‹pool› is the bottleneck"),
+        ("operator: gpu share", "raise spec.gpuBudget to"),
+        ("operator: replacement", "no node takes pod ‹name›"),
+        ("operator: autoscaling", "no load report from pod ‹pod› for ‹…› s"),
+        ("resource: faults", "choose one of them"),
+        ("`mmd explain`", "mmd explain: ‹error›"),
+        ("`mmd chat`", "Audio file. Repeatable."),
+        ("`mmd chat`", "Ask a question about text, images, video or audio"),
+        ("`mmd up`", "liveness probe failed ‹failures› times in a row"),
+        ("workers: kv", "the link was closed"),
+        ("warning", "‹…› attempt ‹…› lost: ‹…›"),
         ("`spec.gpuBudget`", "GPU"),
         ("`status.pools.encoder.lastDecision.effects[].rule`", "Name of the rule."),
     ],
 )  # fmt: skip
 def test_a_text_that_people_may_read_is_on_the_page_under_its_name(name: str, words: str) -> None:
     assert any(name in row[0].split(" or ") and words in row[-1] for row in ROWS), f"{name}: {words}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "text/event-stream",
+        "histogram_quantile(",
+        "jetstream {",
+        "‹!-- Generated",
+        "release-‹request id›",
+        "drive ‹request id›",
+        "upper left",
+        "violates podsecurity",
+        "%(asctime)s",
+        "call open() first",
+        "data: [DONE]",
+        "What shape is it?",
+        "$JS.API",
+    ],
+)
+def test_no_text_for_a_program_is_on_the_page(words: str) -> None:
+    assert [row for row in ROWS if words in row[-1]] == []
 
 
 def test_the_page_names_the_reason_of_every_condition() -> None:

@@ -20,7 +20,7 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.prefill.handover import KvSender
 from mmd_workers.prefill.service import PrefillService
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.native import NativeEngine

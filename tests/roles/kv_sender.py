@@ -12,7 +12,7 @@ from typing import Any, cast
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.prefill.handover import KvSender
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import GenerateRequest, KvRelease, Sampling
 

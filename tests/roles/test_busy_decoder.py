@@ -17,8 +17,8 @@ from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill import handoff
-from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
+from mmd_workers.prefill import handover
+from mmd_workers.prefill.handover import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
@@ -127,7 +127,7 @@ async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link
 async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "OFFER_SECONDS", 0.2)
+    monkeypatch.setattr(handover, "OFFER_SECONDS", 0.2)
     engine = BusyEngine(0.7)
     async with pair(connect, engine) as (sender, _):
         reservation = await sender.reserve(request(seconds=10.0))
@@ -139,7 +139,7 @@ async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reser
 async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has_room(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "OFFER_SECONDS", 0.3)
+    monkeypatch.setattr(handover, "OFFER_SECONDS", 0.3)
     engine, idle = BusyEngine(30.0), BusyEngine(0.0)
     async with pair(connect, engine, others={"decode-1": "i1"}) as (sender, _):
         bus = await connect("decode-1")
@@ -158,7 +158,7 @@ async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has
 async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "REPLY_SECONDS", 0.2)
+    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
     engine = BusyEngine(0.0)
     async with pair(connect, engine) as (sender, _):
         wanted = request()
@@ -189,7 +189,7 @@ async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
         wanted = request()
         link = await (await sender.reserve(wanted)).link
         monkeypatch.setattr(sender._bus, "request", refuse)
-        monkeypatch.setattr(handoff.asyncio, "sleep", note)
+        monkeypatch.setattr(handover.asyncio, "sleep", note)
         await sender._announce(link, "decode-0", KvChunk("prefill-0", link.epoch, "lease", 0, 0, 4, 0))
         monkeypatch.undo()
     assert len(waits) == 4

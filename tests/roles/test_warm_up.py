@@ -35,11 +35,13 @@ from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill import handoff
-from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.prefill import handover
+from mmd_workers.prefill.handover import KvSender
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.warmup import media_steps, warm_up
+from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import MESSAGES, GenerateRequest, KvCommit, Sampling, TokenBatch
 from mmd_workers.wire.server import NatsServer
 from tests.support.local_deployment import until
 
@@ -126,6 +128,17 @@ def test_the_engine_has_run_prefill_and_decode_and_is_as_it_was(num_blocks: int)
     assert all(torch.equal(a, b) for a, b in zip(kv, after, strict=True))
 
 
+def test_the_first_message_of_each_type_is_as_fast_as_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_serializers", {})
+    monkeypatch.setattr(codec, "_validators", {})
+    codec.warm_up(MESSAGES)
+    monkeypatch.delattr(codec, "TypeAdapter")  # nothing is left to build
+    sampling = Sampling(4)
+    request = GenerateRequest("r", 0, "gateway-0", [1], [], sampling, [], 1.0, 0.0)
+    for message in (request, KvCommit("lease", request, [1], 1, 1), TokenBatch("pod", 1, [])):
+        assert codec.unpack(type(message), codec.pack(message)) == message
+
+
 def test_the_first_request_of_a_process_imports_no_tracing() -> None:
     code = """if True:
         import sys
@@ -183,7 +196,7 @@ async def test_a_link_is_made_before_a_request_needs_it_and_reserves_nothing(con
 async def test_decoders_that_come_together_get_no_more_links_ahead_than_the_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "LINKS_AHEAD", 2)
+    monkeypatch.setattr(handover, "LINKS_AHEAD", 2)
     decode, decoders = await connect("decode-0"), [f"decode-{n}" for n in range(4)]
     linked = Linked(decode, await connect("prefill-0"), decoders)
     for service in linked.services:
@@ -256,7 +269,11 @@ async def test_a_device_that_fails_ends_the_start() -> None:
 @pytest.mark.parametrize(
     ("pool", "role", "phases"),
     [
-        ("encoder", "encode", {"load_encoder", "warm_up_audio", "warm_up_image", "warm_up_video"}),
+        (
+            "encoder",
+            "encode",
+            {"load_encoder", "warm_up_messages", "warm_up_audio", "warm_up_image", "warm_up_video"},
+        ),
         ("prefill", "prefill", {"load_language", "memory", "engine", "warm_up_engine", "warm_up_links"}),
     ],
 )

@@ -1,13 +1,14 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from nats.aio.msg import Msg
 
-from mmd_api.contract.errors import DeadlineError, OverloadedError, PeerLostError
+from mmd_api.contract.errors import CapacityError, DeadlineError, OverloadedError, PeerLostError
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import jobs
-from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, round_work
+from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, check_fits, round_work
 from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
 from tests.support.waiting import DEADLINE_SECONDS, until
 
@@ -157,6 +158,29 @@ async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):
     with pytest.raises(OverloadedError, match="full"):
         await small.publish(job("j3"))
     assert (await small.depth())["image"].jobs == 3
+
+
+async def test_a_feature_that_passes_the_check_fits_the_queue_with_the_longest_names(queue):
+    def spread(ranges: int) -> FeatureRef:
+        return replace(job("a").feature, ranges=[[70_000, 70_000]] * ranges)
+
+    fewest, most = 0, 200_000  # ranges that pass, and that do not
+    while most - fewest > 1:
+        middle = (fewest + most) // 2
+        try:
+            check_fits(spread(middle))
+        except CapacityError:
+            most = middle
+        else:
+            fewest = middle
+    name = "n" * 253  # the longest name of a pod
+    largest = replace(
+        job("a"), feature=spread(fewest), gateway=name, receiver=name, request_id=name, trace={name: name}
+    )
+    await queue.publish(largest)
+    with pytest.raises(CapacityError, match=r"separate ranges of the prompt.*send a smaller image"):
+        await queue.publish(replace(largest, feature=spread(most + 1000)))
+    assert (await queue.depth())["image"].jobs == 1
 
 
 async def test_a_job_for_a_queue_that_is_not_there_is_the_publishers_to_try_again(connect):

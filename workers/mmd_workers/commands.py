@@ -12,7 +12,7 @@ from typing import Annotated, cast
 import typer
 
 from mmd_api.contract.pools import POOL_NAMES, ROLES, Role
-from mmd_workers.imports import uncollected
+from mmd_workers.imports import frozen_imports
 
 
 def worker(
@@ -21,7 +21,7 @@ def worker(
 ) -> None:
     """Run one worker pod (what the containers of the pools run)."""
     _exit_on_sigterm()
-    with uncollected():
+    with frozen_imports():
         from mmd_workers.settings import WorkerSettings
         from mmd_workers.worker import run
 
@@ -36,7 +36,7 @@ def worker(
 def gateway() -> None:
     """Run one gateway pod (what the gateway's container runs)."""
     _exit_on_sigterm()
-    with uncollected():
+    with frozen_imports():
         from mmd_workers.gateway.service import run
         from mmd_workers.settings import WorkerSettings
 

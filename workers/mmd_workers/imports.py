@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def frozen_imports() -> Iterator[None]:
     """Exempt what is imported here from garbage collection, now (a fifth of a worker's start) and for ever."""
     gc.disable()
     try:

@@ -38,8 +38,10 @@ from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.native import NativeHost
 from mmd_workers.sequences.running import Sequences
 from mmd_workers.settings import WorkerSettings
+from mmd_workers.warmup import warm_up
+from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages import MESSAGES, Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, sent_now
 
 log = logging.getLogger(__name__)
@@ -209,6 +211,8 @@ class Worker:
         """Make and warm up what computes, then take work: no work is accepted before it can run."""
         for part in self._parts:
             await part.start()
+        messages = partial(asyncio.to_thread, codec.warm_up, MESSAGES)
+        await warm_up({"messages": messages}, self.pod.startup, torch.device("cpu"))
         for part in self._parts:
             await part.warm_up()
         with self.pod.startup.phase("services"):

@@ -23,7 +23,7 @@ from functools import partial
 from subprocess import SubprocessError
 
 from mmd_api.contract.errors import PeerLostError
-from mmd_workers.imports import uncollected
+from mmd_workers.imports import frozen_imports
 from mmd_workers.wire.server import die_with_parent
 
 PROGRAM = "mmd"
@@ -237,7 +237,7 @@ def main() -> None:
     if FORKS_PROGRAMS:
         # a look at the GPUs that leaves CUDA for after the fork
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        with uncollected():
+        with frozen_imports():
             from mmd_workers.identity import code_fingerprint
 
             for name in IMPORTED:

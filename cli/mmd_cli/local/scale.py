@@ -86,7 +86,7 @@ class LocalScaler:
 
     async def _tick(self, client: httpx.AsyncClient) -> None:
         now = time.time()
-        await asyncio.gather(*(self._hear(client, pod, now) for pod in list(self._pods)))
+        await asyncio.gather(*(self._fetch_report(client, pod, now) for pod in list(self._pods)))
         facts = {
             pool: PoolFacts(
                 replicas=size,
@@ -105,7 +105,7 @@ class LocalScaler:
                 self.decisions[pool] = str(decision)
             self._make(pool, decision, self._scaler.actions(now, decision, facts[pool]))
 
-    async def _hear(self, client: httpx.AsyncClient, pod: LocalPod, now: float) -> None:
+    async def _fetch_report(self, client: httpx.AsyncClient, pod: LocalPod, now: float) -> None:
         path = paths.GATEWAY_DEMAND if pod.component == "gateway" else paths.WORKER_STATE
         try:
             answer = await client.get(pod.admin_url + path)

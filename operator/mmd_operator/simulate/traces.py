@@ -201,7 +201,7 @@ def _count(value: object, where: str, column: str, least: int = 0) -> int:
 # --- generated loads ------------------------------------------------------------------------------------------
 
 
-def _made_up(
+def _synthetic(
     name: str, rng: np.random.Generator, arrivals: npt.NDArray[np.float64], video_share: Any
 ) -> Trace:
     """Two in five requests bring images, `video_share` a video instead, one in fifty a sound; lengths are log-normal."""
@@ -240,7 +240,7 @@ def bursty(rate: float, seconds: float, seed: int) -> Trace:
         since = at - starts[np.maximum(np.searchsorted(starts, at, side="right") - 1, 0)]
         return np.where((since >= 0) & (since < 30), 4 * rate, rate)
 
-    return _made_up("bursty", rng, _thinned(rng, seconds, 4 * rate, rates), 0.05)
+    return _synthetic("bursty", rng, _thinned(rng, seconds, 4 * rate, rates), 0.05)
 
 
 def diurnal(rate: float, seconds: float, seed: int) -> Trace:
@@ -250,7 +250,7 @@ def diurnal(rate: float, seconds: float, seed: int) -> Trace:
     def rates(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return rate * (1 - 0.8 * np.cos(2 * np.pi * at / seconds))
 
-    return _made_up("diurnal", rng, _thinned(rng, seconds, 1.8 * rate, rates), 0.05)
+    return _synthetic("diurnal", rng, _thinned(rng, seconds, 1.8 * rate, rates), 0.05)
 
 
 def video_storm(rate: float, seconds: float, seed: int) -> Trace:
@@ -258,7 +258,7 @@ def video_storm(rate: float, seconds: float, seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     arrivals = _thinned(rng, seconds, rate, lambda at: np.full(len(at), rate))
     storm = (arrivals > seconds / 3) & (arrivals < 2 * seconds / 3)
-    return _made_up("video-storm", rng, arrivals, np.where(storm, 0.5, 0.02))
+    return _synthetic("video-storm", rng, arrivals, np.where(storm, 0.5, 0.02))
 
 
 GENERATORS: dict[str, Callable[[float, float, int], Trace]] = {

@@ -289,8 +289,8 @@ class DecodeService(SequenceOwner):
         pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
         return pump
 
-    def _coming_over(self, pod: str, pump: _Pump) -> Iterator[tuple[str, _Inbound]]:
-        """Lease and hand-over of all that is to arrive over this link."""
+    def _inbound_over(self, pod: str, pump: _Pump) -> Iterator[tuple[str, _Inbound]]:
+        """Lease and handover of all that is to arrive over this link."""
         for lease_id, inbound in list(self._inbound.items()):
             offer = inbound.offer
             if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
@@ -306,7 +306,7 @@ class DecodeService(SequenceOwner):
         while not pump.chunks.empty():
             _, started = pump.chunks.get_nowait()
             started.set_exception(error)
-        for lease_id, _ in self._coming_over(pod, pump):
+        for lease_id, _ in self._inbound_over(pod, pump):
             await self._drop(lease_id, error)
 
     async def _announced(self, chunk: KvChunk) -> Acknowledged:
@@ -338,7 +338,7 @@ class DecodeService(SequenceOwner):
     async def _pump(self, pod: str, pump: _Pump) -> None:
         try:
             link = await pump.link
-            for _, waiting in self._coming_over(pod, pump):
+            for _, waiting in self._inbound_over(pod, pump):
                 waiting.held.enter_context(link.held())
             while True:
                 chunk, started = await pump.chunks.get()

@@ -287,7 +287,7 @@ class Engine:
             prefill_tokens=sum(item.end - item.start for item in chunks),
             decode_sequences=len(schedule.decodes),
         )
-        for sequence in self._take_yielded():
+        for sequence in self._take_preempted():
             output.failed.append(
                 (
                     sequence.sequence_id,
@@ -338,11 +338,11 @@ class Engine:
             self.kv.clear(blocks)
             self.blocks.release(blocks)
 
-    def _take_yielded(self) -> list[Sequence]:
-        yielded, self.scheduler.yielded = self.scheduler.yielded, []
-        for sequence in yielded:
+    def _take_preempted(self) -> list[Sequence]:
+        preempted, self.scheduler.preempted = self.scheduler.preempted, []
+        for sequence in preempted:
             del self._sequences[sequence.sequence_id]
-        return yielded
+        return preempted
 
     def _run(self, work: Items[Work]) -> list[Sampled | None]:
         """Compute the rows of `work`; returns a sample for each item, None if none was due or possible."""

@@ -44,7 +44,7 @@ class Scheduler:
       the step does finish, and bring its own first token no nearer.
     - Prefill stops before the first missing feature, and never inside an atomic range.
     - Decode takes blocks one by one. When none is left, the newest request is preempted: it gives up its blocks, keeps its tokens,
-      and waits to be recomputed here, or leaves (`yielded`) if its prompt is not here. The oldest is never preempted, so it finishes.
+      and waits to be recomputed here, or leaves (`preempted`) if its prompt is not here. The oldest is never preempted, so it finishes.
     - A sequence that runs alone and finds no block waits for those that are reserved or held; they end at their own deadlines.
     """
 
@@ -58,7 +58,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_hit_tokens = 0
         self.prefix_miss_tokens = 0
-        self.yielded: list[Sequence] = []  # without blocks; to be continued elsewhere
+        self.preempted: list[Sequence] = []  # without blocks; to be continued elsewhere
         self.admitted: dict[str, int] = {}  # since the last batch, with their cached tokens
 
     def add(self, sequence: Sequence) -> None:
@@ -215,6 +215,6 @@ class Scheduler:
         self.preemptions += 1
         if sequence.prompt is None:
             sequence.state = SequenceState.HELD
-            self.yielded.append(sequence)
+            self.preempted.append(sequence)
         else:
             self.add(sequence)

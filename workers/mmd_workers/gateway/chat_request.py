@@ -84,7 +84,7 @@ def _stop_kind(value: object) -> str | None:
     return "one" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
-def _forgotten(_value: object) -> None:
+def _discard(_value: object) -> None:
     """Drop a value that has no effect: the request is held to its end, and megabytes of this value would be counted nowhere."""
 
 
@@ -120,7 +120,7 @@ class ChatRequest(Strict):
     return_token_ids: bool | None = None
     timings: bool | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
-    metadata: Annotated[dict[str, Any] | None, AfterValidator(_forgotten)] = None
+    metadata: Annotated[dict[str, Any] | None, AfterValidator(_discard)] = None
     store: Literal[False] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None

@@ -147,7 +147,7 @@ class Choices:
             if all(choice.finish_reason is not None for choice in self._streams):
                 return
             open_choices = [choice for choice in self._streams if choice.finish_reason is None]
-            if ready or any(c.sequence.ended or c.sequence.state.untaken for c in open_choices):
+            if ready or any(c.sequence.ended or c.sequence.state.pending_tokens for c in open_choices):
                 await asyncio.sleep(0)
                 continue
             try:

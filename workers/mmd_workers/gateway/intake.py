@@ -33,6 +33,7 @@ from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.wire.jobs import check_fits
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 
 CONCURRENT_FETCHES = 8  # of one request
@@ -57,6 +58,7 @@ class Intake:
         self, pipeline: PipelineConfig, frontend: Frontend, sandbox: DecodePool, metrics: Metrics
     ) -> None:
         self._revision = pipeline.revision
+        self._has_encode_queue = pipeline.spec.encoder is not None
         self.policy = pipeline.spec.gateway.media
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
@@ -96,6 +98,8 @@ class Intake:
         features = [
             _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
         ]
+        if self._has_encode_queue:
+            _check_jobs(features, sources)
         timeline.media = [
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
@@ -205,6 +209,15 @@ def _feature(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
         work=medium.work,
         host_bytes=medium.host_bytes,
     )
+
+
+def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) -> None:
+    """Refuse a medium whose encode job does not fit the queue: the prefill pod that publishes it could not name the field."""
+    for feature, source in zip(features, sources, strict=True):
+        try:
+            check_fits(feature)
+        except MmdError as error:
+            raise refused(error, source.param) from error
 
 
 def _sampling(request: ChatRequest, room: int) -> Sampling:

@@ -101,7 +101,7 @@ class ServedSequence:
     @property
     def ended(self) -> bool:
         """Whether everything has been taken and nothing more will come."""
-        return not self.state.untaken and (self.state.finished or self.error is not None)
+        return not self.state.pending_tokens and (self.state.finished or self.error is not None)
 
     def wake(self) -> None:
         """Notify both sides that something changed."""

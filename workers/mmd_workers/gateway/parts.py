@@ -32,11 +32,20 @@ class TextPart(Strict):
     text: str
 
 
-class ImageUrl(Strict):
-    """`detail` low is refused: the model's own processor decides the resolution."""
+class MediaUrl(Strict):
+    """An http(s) or data URL."""
 
     url: Url
-    detail: Literal["auto", "high"] | None = None
+
+
+Detail = Literal["auto", "high"]
+"""Without low: the model's own processor decides the resolution."""
+
+
+class ImageUrl(MediaUrl):
+    """The URL of an image."""
+
+    detail: Detail | None = None
 
 
 class ImageUrlPart(Strict):
@@ -55,17 +64,11 @@ class InputImagePart(Strict):
 
     type: Literal["input_image"]
     image_url: Url
-    detail: Literal["auto", "high"] | None = None
+    detail: Detail | None = None
 
     def source(self, param: str) -> MediaSource:
         """The image."""
         return MediaSource("image", f"{param}.image_url", self.image_url)
-
-
-class MediaUrl(Strict):
-    """An http(s) or data URL."""
-
-    url: Url
 
 
 class VideoUrlPart(Strict):

@@ -72,7 +72,7 @@ class RequestState:
         return len(self.token_ids)
 
     @property
-    def untaken(self) -> int:
+    def pending_tokens(self) -> int:
         """Tokens in order that have not been taken."""
         return len(self.token_ids) - self._num_taken
 

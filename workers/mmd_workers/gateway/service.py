@@ -49,10 +49,11 @@ from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.warmup import WarmUpStep, media_steps, warm_up
+from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.media import MediaServer
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages import MESSAGES, Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, sent_now
 
 HOLD_BODIES = 4  # largest bodies that the media budget has room for
@@ -179,6 +180,7 @@ class GatewayProcess:
         for layer, active in self._sandbox.layers.items():
             self._metrics.sandbox_layers.labels(layer).set(active)
         steps: dict[str, WarmUpStep] = {
+            "messages": partial(asyncio.to_thread, codec.warm_up, MESSAGES),
             "tracing": partial(asyncio.to_thread, self._tracing.warm_up),
             **media_steps(self._sandbox, gateway.frontend, settings.pipeline.spec.gateway.media),
         }

@@ -65,7 +65,7 @@ def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
         found |= accepted - provided - OF_OTHER_TASKS
     else:
         found |= accepted - provided
-        found |= _handed_over(model, base, decoder) - provided - NO_INPUTS
+        found |= _passed_inputs(model, base, decoder) - provided - NO_INPUTS
         if any(_writes_embeddings(outer) for outer in (base, model)):
             found.add("separate embeddings for tokens other than the placeholders")
         if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
@@ -89,7 +89,7 @@ def _is_bidirectional(module: torch.nn.Module) -> bool:
     return getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True) is False
 
 
-def _handed_over(model: Any, base: Any, decoder: Any) -> set[str]:
+def _passed_inputs(model: Any, base: Any, decoder: Any) -> set[str]:
     """Names of the arguments with which the outer model calls its decoder, or the text model that has it; a phrase for what
     cannot be read.
     """

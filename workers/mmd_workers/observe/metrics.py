@@ -297,8 +297,8 @@ class Metrics(MetricTable):
         self.startup = gauge(
             "mmd_startup_seconds",
             "Duration of each start-up phase; the process accepts requests after the last",
-            "phase: connect, load_encoder, load_language, sandbox, memory_encoder, memory, engine, services, warm_up_tracing, warm_up_image, "
-            "warm_up_video, warm_up_audio, warm_up_engine, warm_up_links",
+            "phase: connect, load_encoder, load_language, sandbox, memory_encoder, memory, engine, services, warm_up_messages, warm_up_tracing, "
+            "warm_up_image, warm_up_video, warm_up_audio, warm_up_engine, warm_up_links",
         )
         self.loaded_bytes = gauge("mmd_model_loaded_bytes", "Weights loaded by this process")
         self.config_reloads = counter(

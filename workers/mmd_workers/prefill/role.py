@@ -16,7 +16,7 @@ from mmd_workers.features.source import FeatureSource
 from mmd_workers.features.store import FeatureState, FeatureStore
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.pod import ADVERTISED_FEATURES, Advertised, Part, Pod
-from mmd_workers.prefill.handoff import KvSender
+from mmd_workers.prefill.handover import KvSender
 from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.prefill.service import PrefillService
 from mmd_workers.sequences.engine import EngineHost

@@ -24,7 +24,7 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import steps_of
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.prefill.handoff import Finished, KvSender, Ranges
+from mmd_workers.prefill.handover import Finished, KvSender, Ranges
 from mmd_workers.sequences.book import SequenceBook, Tracked, sequence_id
 from mmd_workers.sequences.engine import Added, SequenceEngine
 from mmd_workers.sequences.running import SequenceOwner
@@ -216,9 +216,9 @@ class PrefillService(SequenceOwner):
         reservation = await decoder.reserve(request) if decoder else None
         ranges = self._ranges[name] = Ranges()
         first = self._first_token[name] = asyncio.get_running_loop().create_future()
-        handing: asyncio.Task[None] | None = None
+        handover: asyncio.Task[None] | None = None
         if decoder and reservation:
-            handing = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
+            handover = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
         filling: asyncio.Future[list[None]] | None = None
         try:
             added = await self._engine.add(name, request, stop_after_prefill=decoder is not None)
@@ -230,17 +230,17 @@ class PrefillService(SequenceOwner):
             )
             _, token = await asyncio.gather(filling, first)
             self._note_phases(tracked, placed, added, self._cached_tokens.get(name, 0))
-            if handing is None:
+            if handover is None:
                 return  # the sequence decodes here; the book closes it at its last token
             if token.finish_reason is None:
                 output = [*request.output_token_ids, token.token_id]
                 ranges.finished = Finished(output, added.next_position)
                 ranges.changed.set()
-                await handing
+                await handover
             await self._engine.abort(name)
             await self._book.close(name)
         finally:
-            left = [task for task in (filling, handing) if task is not None]
+            left = [task for task in (filling, handover) if task is not None]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)

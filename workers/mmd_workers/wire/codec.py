@@ -6,6 +6,7 @@ A `Frame` is one message with raw bytes behind it: 4 bytes of header length (lit
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,6 +102,13 @@ def unpack_frame(header_type: type[T], data: bytes) -> tuple[T, memoryview]:
     if _LENGTH.size + length > len(view):
         raise WireError(f"frame header of {length} bytes exceeds the frame of {len(view)} bytes")
     return unpack(header_type, view[_LENGTH.size : _LENGTH.size + length]), view[_LENGTH.size + length :]
+
+
+def warm_up(message_types: Iterable[type]) -> None:
+    """Build what packs and checks these messages; otherwise the first message of each type waits for it."""
+    for message_type in message_types:
+        _serializer(message_type)
+        _validator(message_type)
 
 
 _serializers: dict[type, SchemaSerializer] = {}

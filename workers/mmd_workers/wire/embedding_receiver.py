@@ -1,4 +1,4 @@
-"""The receiver's end of a feature's transfer: grant within the budget of bytes in flight, take chunks in order, verify, hand over."""
+"""The receiver's end of a feature's transfer: grant within the budget of bytes in flight, take chunks in order, verify, store."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Incoming:
     credited: int = 0
     sequence: int = 0
     reply: str = ""
-    handing_over: bool = False
+    storing: bool = False
     digest: hashlib.blake2b = field(default_factory=new_digest)
     subscription: Subscription | None = None
     watch: asyncio.Task[None] | None = None
@@ -149,7 +149,7 @@ class EmbeddingReceiver:
 
     def _cancel(self, feature_id: str) -> None:
         incoming = self._transfers.get(feature_id)
-        if incoming is not None and not incoming.handing_over:
+        if incoming is not None and not incoming.storing:
             self._end(incoming, "cancelled by the receiver")
 
     async def _offered(self, offer: EmbeddingOffer) -> EmbeddingGrant:
@@ -174,11 +174,7 @@ class EmbeddingReceiver:
                 offer.transfer_id, verdict, retry_seconds=RETRY_SECONDS, reason="not needed on this pod"
             )
         earlier = self._transfers.get(offer.feature_id)
-        if (
-            earlier is not None
-            and earlier.offer.transfer_id == offer.transfer_id
-            and not earlier.handing_over
-        ):
+        if earlier is not None and earlier.offer.transfer_id == offer.transfer_id and not earlier.storing:
             self._end(earlier, "its sender offered it again")
         full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
         if full or offer.feature_id in self._transfers:
@@ -212,7 +208,7 @@ class EmbeddingReceiver:
     async def _receive(
         self, incoming: _Incoming, chunk: EmbeddingChunk, payload: memoryview, reply: str
     ) -> None:
-        if self._transfers.get(incoming.offer.feature_id) is not incoming or incoming.handing_over:
+        if self._transfers.get(incoming.offer.feature_id) is not incoming or incoming.storing:
             return
         incoming.last_activity = time.monotonic()
         incoming.reply = reply
@@ -230,7 +226,7 @@ class EmbeddingReceiver:
         offer = incoming.offer
         if incoming.digest.hexdigest() != offer.digest:
             return "the bytes do not match the digest in the offer"
-        incoming.handing_over = True
+        incoming.storing = True
         if incoming.watch is not None:
             incoming.watch.cancel()
         bulk = self._bulk

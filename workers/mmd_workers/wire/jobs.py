@@ -43,7 +43,7 @@ from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.client import cancellable
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
-from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob
+from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
 
 _STREAM_FULL = {10077, 10123}  # maximum messages or bytes exceeded; insufficient storage resources
 MAX_WORK_DIGITS = 15  # of a subject; more are no job of ours
@@ -51,6 +51,7 @@ _API_SECONDS = 3.0
 _CONFIRM_SECONDS = 1.5
 _POLL_SECONDS = 0.25
 _HEADER_BYTES = 1024  # at most, of a published job; the server counts them
+_OTHER_FIELDS_BYTES = 4096  # at most, of a job besides its feature: names, ids and times
 _REPORTS = 4  # of one failure, before the job goes back to the queue
 _SOON_SECONDS = 0.01
 _log = logging.getLogger(__name__)
@@ -385,10 +386,7 @@ class EncodeQueue:
         try:
             data = pack(job, MAX_MESSAGE_BYTES - _HEADER_BYTES)
         except TooLongError as error:
-            raise CapacityError(
-                f"the layout of this {job.feature.modality} ({len(job.feature.ranges)} ranges of placeholders) exceeds a "
-                f"message on the encode queue; send fewer frames ({error.message})"
-            ) from error
+            raise _too_large(job.feature) from error
         return await self._bus.client.request(subject, data, timeout=_CONFIRM_SECONDS, headers=headers)
 
     async def _open(self, modalities: Sequence[Modality]) -> None:
@@ -479,6 +477,31 @@ def round_work(work: int) -> int:
         return max(work, 0)
     unit: int = 10 ** (len(str(work)) - 2)
     return -(-work // unit) * unit
+
+
+def check_fits(feature: FeatureRef) -> None:
+    """Check that the encode job of a feature fits one message, before any other pod has the request.
+
+    Raises:
+        CapacityError: it does not; names the cause and the remedy.
+    """
+    try:
+        pack(feature, MAX_MESSAGE_BYTES - _HEADER_BYTES - _OTHER_FIELDS_BYTES)
+    except TooLongError as error:
+        raise _too_large(feature) from error
+
+
+def _too_large(feature: FeatureRef) -> CapacityError:
+    """What makes a job large is the place of its medium in the prompt; the medium itself is not part of it."""
+    remedy = {
+        "image": "send a smaller image",
+        "video": "send a shorter or smaller video, or lower spec.gateway.media.video.maxFrames",
+        "audio": "send a shorter clip",
+    }[feature.modality]
+    return CapacityError(
+        f"the {feature.num_tokens} tokens of this {feature.modality} are in {len(feature.ranges)} separate ranges of the prompt, "
+        f"too many for a message on the encode queue ({MAX_MESSAGE_BYTES >> 10} KiB); {remedy}"
+    )
 
 
 def _consumer(modality: str) -> str:

@@ -464,3 +464,9 @@ class Heartbeat:
     commit: str = ""
     prefix_blocks: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
+
+
+MESSAGES: tuple[type, ...] = tuple(
+    kind for kind in list(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__
+)
+"""Every message, and the parts of messages, of this module."""

@@ -9,8 +9,8 @@ import pytest
 
 from mmd_api.contract.errors import OverloadedError
 from mmd_workers.kv.links import PairLink
-from mmd_workers.prefill import handoff
-from mmd_workers.prefill.handoff import Finished, KvReservation, Ranges
+from mmd_workers.prefill import handover
+from mmd_workers.prefill.handover import Finished, KvReservation, Ranges
 from mmd_workers.wire.messages import (
     Acknowledged,
     KvCommit,
@@ -29,7 +29,7 @@ pytest_plugins = ["tests.support.nats_fixture"]
 async def test_a_lease_is_given_back_until_the_decoder_confirms_it(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "REPLY_SECONDS", 0.2)
+    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
     bus = await connect("prefill-0")
     heard: list[KvRelease] = []
     confirmed = asyncio.Event()
@@ -53,7 +53,7 @@ async def test_a_lease_is_given_back_until_the_decoder_confirms_it(
 async def test_a_commit_whose_answer_is_lost_is_repeated(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "REPLY_SECONDS", 0.2)
+    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
     bus = await connect("prefill-0")
     heard: list[KvCommit] = []
 
@@ -93,7 +93,7 @@ async def test_a_cancellation_that_meets_a_range_is_not_lost(connect: Connect) -
 async def test_blocks_of_an_offer_whose_answer_was_lost_are_given_back(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmd_workers.prefill.handoff.OFFER_SECONDS", 0.2)
+    monkeypatch.setattr("mmd_workers.prefill.handover.OFFER_SECONDS", 0.2)
     bus = await connect("prefill-0")
     heard, _ = await released(bus)
     offers: asyncio.Queue[KvOffer] = asyncio.Queue()
