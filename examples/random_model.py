@@ -218,6 +218,28 @@ def _llava_onevision(r: Recipe) -> Built:
     return hf.LlavaOnevisionForConditionalGeneration(config), processor
 
 
+def _video_llava(r: Recipe) -> Built:
+    r.names = {"image_token": "<image>", "video_token": "<video>"}
+    r.make_tokenizer()
+    config = hf.VideoLlavaConfig(
+        text_config=hf.LlamaConfig(**r.text()),
+        vision_config=hf.CLIPVisionConfig(**r.clip()),
+        image_token_index=r.id("<image>"),
+        video_token_index=r.id("<video>"),
+    )
+    sizes = {"size": {"shortest_edge": 56}, "crop_size": SQUARE}
+    processor = hf.VideoLlavaProcessor(
+        image_processor=hf.VideoLlavaImageProcessor(**sizes),
+        video_processor=hf.VideoLlavaVideoProcessor(**sizes),
+        tokenizer=r.tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=chat_template(image="<image>\n", video="<video>\n"),
+    )
+    return hf.VideoLlavaForConditionalGeneration(config), processor
+
+
 QWEN_NAMES = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
@@ -600,6 +622,7 @@ ARCHITECTURES: dict[str, Callable[[Recipe], Built]] = {
     "llava": _llava,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
+    "video_llava": _video_llava,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,

@@ -31,6 +31,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "llava": ("image",),
     "llava_next": ("image",),
     "llava_onevision": ("image", "video"),
+    "video_llava": ("image", "video"),
     "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image", "video"),

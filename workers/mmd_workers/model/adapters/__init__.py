@@ -12,6 +12,7 @@ from mmd_workers.model.adapters.paligemma import PaliGemmaAdapter
 from mmd_workers.model.adapters.qwen2_audio import Qwen2AudioAdapter
 from mmd_workers.model.adapters.qwen_omni import Qwen3OmniAdapter, QwenOmniAdapter
 from mmd_workers.model.adapters.video_llama_3 import VideoLlama3Adapter
+from mmd_workers.model.adapters.video_llava import VideoLlavaAdapter
 from mmd_workers.model.adapters.voxtral import VoxtralAdapter
 
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -25,6 +26,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "qwen3_omni_moe_thinker": Qwen3OmniAdapter,
     "qwen2_audio": Qwen2AudioAdapter,
     "video_llama_3": VideoLlama3Adapter,
+    "video_llava": VideoLlavaAdapter,
     "voxtral": VoxtralAdapter,
 }
 
