@@ -1,10 +1,10 @@
-"""Tokens a second of the native engine and of vLLM's CPU build, over HTTP, on the same cores, in one run.
+"""Tokens a second of our layouts with either engine and of plain `vllm serve`, over HTTP, on the same cores, in one run.
 
     make vllm && python -m bench.versus_vllm [--rounds 3] [--requests 24] [--tokens 64] [--eager]
 
-Both serve the same float32 llava of 50 M parameters with random weights, and get the same requests in turns: in each round
-vLLM's server, then each native layout. vLLM starts once, because it compiles for minutes, and is stopped by SIGSTOP while the native
-layouts run. A ratio is native to vLLM of the same round; the report has its median, least and greatest, and how many answers are equal.
+All serve the same float32 llava of 50 M parameters with random weights, and get the same requests in turns: in each round
+vLLM's server, then each of ours. vLLM's server starts once, because it compiles for minutes, and is stopped by SIGSTOP while others
+run. A ratio is ours to the server's of the same round; the report has its median, least and greatest, and how many answers are equal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ SIZE = random_model.Size(
 )
 PORT = 18731
 START_SECONDS = 600.0
-NATIVE = ("monolithic", "E-P-D")
+OURS = {
+    f"{engine} {layout}": (engine, layout)
+    for engine in ("Native", "VLLM")
+    for layout in ("monolithic", "E-P-D")
+}
 console = Console(width=150)
 
 
@@ -203,11 +207,15 @@ async def measure(url: str, options: argparse.Namespace, number: int) -> dict[st
     }
 
 
-async def native(layout: str, options: argparse.Namespace, number: int) -> tuple[float, dict[str, Run]]:
-    """One layout, started for this round: seconds until Ready, and its runs."""
+async def ours(
+    engine: str, layout: str, options: argparse.Namespace, number: int
+) -> tuple[float, dict[str, Run]]:
+    """One of our layouts, started for this round: seconds until Ready, and its runs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.yaml"
-        file.write_text(yaml.safe_dump(resource(LAYOUTS[layout], MODEL, 8)))
+        body = resource(LAYOUTS[layout], MODEL, 8)
+        body["spec"]["engine"] = {"type": engine}
+        file.write_text(yaml.safe_dump(body))
         begun = time.monotonic()
         async with up.running(up.load(file), log_line=lambda *_: None) as local:
             ready = time.monotonic() - begun
@@ -216,24 +224,24 @@ async def native(layout: str, options: argparse.Namespace, number: int) -> tuple
 
 async def rounds(options: argparse.Namespace, server: Vllm) -> dict[str, list[tuple[float, dict[str, Run]]]]:
     """By system, in the order of the rounds: seconds until Ready, and the runs by load."""
-    found: dict[str, list[tuple[float, dict[str, Run]]]] = {"vllm": [], **{layout: [] for layout in NATIVE}}
+    found: dict[str, list[tuple[float, dict[str, Run]]]] = {"vllm": [], **{name: [] for name in OURS}}
     ready = await server.ready()
     for number in range(options.rounds):
         with console.status(f"round {number}: vllm"), server.running():
             found["vllm"].append((ready, await measure(server.url, options, number)))
-        for layout in NATIVE:
-            with console.status(f"round {number}: {layout}"):
-                found[layout].append(await native(layout, options, number))
+        for name, (engine, layout) in OURS.items():
+            with console.status(f"round {number}: {name}"):
+                found[name].append(await ours(engine, layout, options, number))
     return found
 
 
 def lines(found: dict[str, list[tuple[float, dict[str, Run]]]]) -> list[dict[str, Any]]:
-    """One for each load and native layout."""
+    """One for each load and layout of ours."""
     made = []
     for load in LOADS:
         peers = [runs[load.name] for _, runs in found["vllm"]]
-        for layout in NATIVE:
-            own = [runs[load.name] for _, runs in found[layout]]
+        for name in OURS:
+            own = [runs[load.name] for _, runs in found[name]]
             ratios = [
                 (one.tokens / one.seconds) / (peer.tokens / peer.seconds)
                 for one, peer in zip(own, peers, strict=True)
@@ -241,13 +249,13 @@ def lines(found: dict[str, list[tuple[float, dict[str, Run]]]]) -> list[dict[str
             made.append(
                 {
                     "load": load.name,
-                    "layout": layout,
+                    "layout": name,
                     "ratio": statistics.median(ratios),
                     "ratio_min": min(ratios),
                     "ratio_max": max(ratios),
-                    "native_tokens_per_second": [run.tokens / run.seconds for run in own],
+                    "tokens_per_second": [run.tokens / run.seconds for run in own],
                     "vllm_tokens_per_second": [run.tokens / run.seconds for run in peers],
-                    "native_ttft_seconds": percentiles([value for run in own for value in run.ttft]),
+                    "ttft_seconds": percentiles([value for run in own for value in run.ttft]),
                     "vllm_ttft_seconds": percentiles([value for run in peers for value in run.ttft]),
                     "equal_answers": sum(
                         one.answers[n] == peer.answers[n]
@@ -262,14 +270,14 @@ def lines(found: dict[str, list[tuple[float, dict[str, Run]]]]) -> list[dict[str
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The report for a reader."""
-    made = Table(title="native engine against vLLM, tokens a second, same cores", title_justify="left")
+    made = Table(title="our layouts against vllm serve, tokens a second, same cores", title_justify="left")
     for heading in (
         "load",
         "layout",
-        "native",
-        "vLLM",
+        "ours",
+        "vllm serve",
         "ratio (rounds)",
-        "TTFT p50 ms native / vLLM",
+        "TTFT p50 ms ours / vllm serve",
         "equal",
     ):
         made.add_column(heading)
@@ -277,10 +285,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
         made.add_row(
             row["load"],
             row["layout"],
-            f"{statistics.median(row['native_tokens_per_second']):.0f}",
+            f"{statistics.median(row['tokens_per_second']):.0f}",
             f"{statistics.median(row['vllm_tokens_per_second']):.0f}",
             f"{row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})",
-            f"{1000 * row['native_ttft_seconds']['p50']:.0f} / {1000 * row['vllm_ttft_seconds']['p50']:.0f}",
+            f"{1000 * row['ttft_seconds']['p50']:.0f} / {1000 * row['vllm_ttft_seconds']['p50']:.0f}",
             f"{row['equal_answers']}/{row['answers']}",
         )
     return made
