@@ -53,7 +53,8 @@ class _Sequence:
     attached: bool = False
     made: int = 0
     blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
-    announced: int = 0  # tokens whose KV may be read
+    computed: int = 0  # tokens whose KV is in `blocks`
+    announced: int = 0  # tokens whose KV has been there; a preemption takes it away for a while
 
 
 @dataclass(slots=True)
@@ -202,15 +203,17 @@ class VllmCore:
 
     # --- KV -------------------------------------------------------------------------------------------------------
 
-    def read_kv(self, name: str, start: int, end: int) -> list[torch.Tensor]:
-        """KV of the tokens [start, end) of a sequence with `stop_after_prefill`, up to what has been announced as ready.
+    def read_kv(self, name: str, start: int, end: int) -> list[torch.Tensor] | None:
+        """KV of the tokens [start, end) of a sequence with `stop_after_prefill`, which has been announced; None while it is computed
+        again after a preemption.
 
         Raises:
             KeyError: there is no such sequence.
         """
         sequence = self._sequences[name]
         assert self._kv is not None
-        assert end <= sequence.announced
+        if end > sequence.computed:
+            return None
         return self._kv.read([block.block_id for block in sequence.blocks], start, end)
 
     def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
@@ -223,7 +226,7 @@ class VllmCore:
         self._check_new(name)
         self._check_fits(prompt_tokens, max_tokens)
         assert self._kv is not None
-        there = len(self._reservations) + len(self._scheduler.running)
+        there = len(self._reservations) + sum(self._scheduler.get_request_counts())
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
         needed, free = self._blocks_for(prompt_tokens + 1), self._pool.get_num_free_blocks()
@@ -314,6 +317,9 @@ class VllmCore:
     def _planned(self, plan: SchedulerOutput) -> None:
         """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""
         self._plan = plan
+        for name in plan.preempted_req_ids or ():
+            if (sequence := self._sequences.get(name)) is not None:
+                self._release_blocks(sequence)
         for name in plan.num_scheduled_tokens:
             if (sequence := self._sequences.get(name)) is not None and sequence.stop_after_prefill:
                 self._keep_blocks(sequence)
@@ -349,22 +355,18 @@ class VllmCore:
         )
 
     def _keep_blocks(self, sequence: _Sequence) -> None:
-        """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at a preemption and at the end.
+        """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at the end of the prefill."""
+        held = self._manager.get_blocks(sequence.request.request_id).blocks[0]
+        new = held[len(sequence.blocks) :]
+        self._pool.touch(new)
+        sequence.blocks += new
 
-        Where vLLM computes a token again after a preemption, what was announced of the block before stays what is read.
-        """
-        ours = sequence.blocks
-        for index, block in enumerate(self._manager.get_blocks(sequence.request.request_id).blocks[0]):
-            if index < len(ours) and (
-                ours[index] is block or (index + 1) * self._block_tokens <= sequence.announced
-            ):
-                continue
-            self._pool.touch([block])
-            if index < len(ours):
-                self._pool.free_blocks([ours[index]])
-                ours[index] = block
-            else:
-                ours.append(block)
+    def _release_blocks(self, sequence: _Sequence) -> None:
+        """At a preemption: sequences that each kept half of the pool would wait for one another. vLLM computes the tokens again, or
+        finds them in its prefix cache."""
+        self._pool.free_blocks(reversed(sequence.blocks))
+        sequence.blocks = []
+        sequence.computed = 0
 
     def _note_output(self, made: EngineCoreOutput, output: StepOutput) -> None:
         name = made.request_id
@@ -407,6 +409,7 @@ class VllmCore:
                 continue
             prompt = len(sequence.request.prompt_token_ids or ())
             ready = prompt if sequence.made else min(prompt, int(sequence.request.num_computed_tokens))
+            sequence.computed = ready
             if ready > sequence.announced:
                 output.kv_ready.append(KvReady(name, sequence.announced, ready, ready == prompt))
                 sequence.announced = ready

@@ -23,6 +23,8 @@ from mmd_workers.wire.messages import GenerateRequest
 if TYPE_CHECKING:
     from mmd_workers.vllm_engine.core import VllmCore
 
+RECOMPUTED_SECONDS = 0.02
+
 
 class VllmEngine(SequenceEngine):
     """Requests in the terms of `VllmCore`. Each command runs on the engine's thread, between two steps."""
@@ -65,8 +67,10 @@ class VllmEngine(SequenceEngine):
         await self._runner.call(lambda core: core.abort(sequence))
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
-        """Copy the range, on the engine's device."""
-        return await self._runner.call(lambda core: core.read_kv(sequence, start, end))
+        """Copy the range, on the engine's device; after a preemption, once it has been computed again."""
+        while (read := await self._runner.call(lambda core: core.read_kv(sequence, start, end))) is None:
+            await asyncio.sleep(RECOMPUTED_SECONDS)
+        return read
 
     async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
         """Take blocks from vLLM's pool."""

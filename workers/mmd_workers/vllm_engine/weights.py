@@ -28,6 +28,8 @@ def as_published(config: Any) -> Any:
     if config.model_type != "qwen2_5_omni_thinker":
         return config
     whole = Qwen2_5OmniConfig(thinker_config=config.to_dict(), enable_audio_output=False)
+    # vLLM looks for the rate of a video's positions there
+    whole.thinker_config.vision_config.tokens_per_second = config.position_id_per_seconds
     whole.architectures = ["Qwen2_5OmniModel"]
     return whole
 
