@@ -134,11 +134,22 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolGrowth:
+    """A size that a StatefulSet was given and that is larger than the one it had."""
+
+    replicas: int
+    gpus: int  # of each pod
+    revision: str | None
+    uid: str | None  # of the StatefulSet; None: it is created with this size
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
-    """All of one deployment."""
+    """All of one deployment. `growth`: by StatefulSet, what was decided and the watch does not show yet."""
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
+    growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
 
     def stateful_set(self, name: str) -> Child | None:
         """A StatefulSet by name."""

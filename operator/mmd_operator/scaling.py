@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Generic, TypeVar
@@ -38,12 +38,13 @@ from mmd_operator.autoscaling import (
 from mmd_operator.cluster import Cluster
 from mmd_operator.conditions import Scaling
 from mmd_operator.contest import Contests
+from mmd_operator.gpu_budget import gpus_held, grown, serving_budget
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import DRAIN_OUTCOMES, USUAL_DECISIONS, Counts, Direction, OperatorMetrics
-from mmd_operator.observed import Body, Child, Observed, PodView
+from mmd_operator.observed import Body, Child, Observed, PodView, PoolGrowth
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
-from mmd_operator.pool_sizes import affordable
 from mmd_operator.problems import contested
-from mmd_operator.replacement import gpus_held, outdated_pods
+from mmd_operator.replacement import outdated_pods
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +103,15 @@ class PoolScaling:
     """Runs the autoscaler's ticks for one deployment."""
 
     def __init__(
-        self, cluster: Cluster, report_fetcher: ReportFetcher, metrics: OperatorMetrics, namespace: str
+        self,
+        cluster: Cluster,
+        report_fetcher: ReportFetcher,
+        metrics: OperatorMetrics,
+        namespace: str,
+        growth: PendingGrowth,
     ) -> None:
-        self._cluster, self._report_fetcher, self._metrics, self._namespace = (
-            cluster,
-            report_fetcher,
-            metrics,
-            namespace,
-        )
+        self._cluster, self._report_fetcher, self._metrics = cluster, report_fetcher, metrics
+        self._namespace, self._growth = namespace, growth
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
         self._drain_requests = Contests()
@@ -165,14 +167,18 @@ class PoolScaling:
             }
 
     async def tick(
-        self, now: float, spec: MultimodalDeploymentSpec, observed: Observed, revision: str
+        self, now: float, spec: MultimodalDeploymentSpec, observe: Callable[[], Observed], revision: str
     ) -> tuple[Events, bool]:
         """Collect reports, decide, act. Returns what to report as Events, and whether `report` changed.
+
+        Nothing is awaited from the observation that it decides from to the record of what it decided.
 
         Raises:
             BusyError, RefusedError: an action could not be carried out; the next tick tries again.
         """
         scaler = self._scaler_for(spec)
+        faults = await self._collect(scaler, observe(), revision, now)
+        observed = observe()
         sets = {
             name: child
             for name in scaler.policy.pools
@@ -181,7 +187,6 @@ class PoolScaling:
         if sets.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
         scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
-        faults = await self._collect(scaler, observed, revision, now)
         pods = {
             name: [
                 p
@@ -203,12 +208,15 @@ class PoolScaling:
         events: Events = []
         self._record(decided, faults, spec, events)
         free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
+        actions: dict[PoolName, ScaleActions] = {}
         for name, decision in decided.decisions.items():
             wanted = scaler.actions(now, decision, facts[name])
             deadline = getattr(spec, name).scheduling_deadline_seconds
-            actions = without_loss(wanted, sets[name], observed, pods[name], now, deadline)
-            actions, free = growth_within(free, actions, sets[name])
-            await self._carry_out(actions, sets[name], facts[name], pods[name], decision, events)
+            allowed = without_loss(wanted, sets[name], observed, pods[name], now, deadline)
+            actions[name], free = growth_within(free, allowed, sets[name], observed)
+        with self._growth.deciding(_growth(actions, sets)):
+            for name, decision in decided.decisions.items():
+                await self._carry_out(actions[name], sets[name], facts[name], pods[name], decision, events)
         return events, self.report != before
 
     def remember(self, status: Body) -> None:
@@ -299,7 +307,8 @@ class PoolScaling:
         begun = record.change
         why = begun if begun is not None and begun.replicas == decision.replicas else decision
         if actions.replicas is not None:
-            await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
+            with self._growth.writing(child.name, actions.replicas):
+                await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
         for name in actions.drain:
@@ -398,27 +407,27 @@ class PoolScaling:
             self.counts.decisions[decision.pool, direction, decision.reason] += 1
 
 
-def serving_budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
-    """GPUs for the sizes of the revision that serves: those that others and pods that are ending hold are not there for growth, and
-    nothing shrinks for them."""
-    if spec.gpu_budget is None:
-        return None
-    own = sum(
-        child.workload.replicas * child.workload.gpus
-        for child in observed.children.values()
-        if child.kind == "StatefulSet" and child.revision == revision and child.workload is not None
-    )
-    return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))
-
-
-def growth_within(free: int | None, actions: ScaleActions, child: Child) -> tuple[ScaleActions, int | None]:
+def growth_within(
+    free: int | None, actions: ScaleActions, child: Child, observed: Observed
+) -> tuple[ScaleActions, int | None]:
     """A pool grows by what is free now, and later by what pods that leave others give back. Returns what remains free."""
-    if free is None or child.workload is None or actions.replicas is None:
+    if child.workload is None or actions.replicas is None:
         return actions, free
-    size, gpus = child.workload.replicas, child.workload.gpus
-    replicas = affordable(size, actions.replicas, gpus, free)
-    free -= max(0, replicas - size) * gpus
-    return replace(actions, replicas=replicas if replicas != size else None), free
+    replicas, free = grown(child, actions.replicas, observed, free)
+    return replace(actions, replicas=replicas if replicas != child.workload.replicas else None), free
+
+
+def _growth(
+    actions: Mapping[PoolName, ScaleActions], sets: Mapping[PoolName, Child]
+) -> dict[str, PoolGrowth]:
+    """By StatefulSet: the pools that become larger."""
+    return {
+        child.name: PoolGrowth(size, child.workload.gpus, child.revision, child.uid)
+        for name, child in sets.items()
+        if child.workload is not None
+        and (size := actions[name].replicas) is not None
+        and size > child.workload.replicas
+    }
 
 
 def without_loss(
