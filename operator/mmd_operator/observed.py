@@ -27,7 +27,7 @@ from mmd_operator.resources.naming import (
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
 SURGE_FIELD_MANAGER = "multimodal-operator-surge"
-"""Owns the size of a pool that has one pod more while its only pod is replaced."""
+"""Alone owns the size of a pool that has one pod more while its only pod is replaced."""
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
@@ -335,7 +335,7 @@ def _workload(body: Body) -> Workload:
         inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
         gpus=_gpus(spec["template"]),
         on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
-        surged=SURGE_FIELD_MANAGER in _owners_of_size(metadata.get("managedFields", ())),
+        surged=_owners_of_size(metadata.get("managedFields", ())) == {SURGE_FIELD_MANAGER},
     )
 
 

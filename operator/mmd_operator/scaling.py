@@ -200,6 +200,7 @@ class PoolScaling:
                 replicas=child.workload.replicas if child.workload else 0,
                 pods=tuple(_facts(pod) for pod in pods[name]),
                 drain_seconds=float(getattr(spec, name).drain_seconds),
+                surge=int(child.workload.surged) if child.workload else 0,
             )
             for name, child in sets.items()
         }
@@ -311,6 +312,10 @@ class PoolScaling:
                 await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
+        elif actions.keep_surge:
+            await self._cluster.hand_over_replicas(self._namespace, child.name, facts.replicas)
+            words = f"keeps all {facts.replicas} pods after the replacement"
+            events.append(("Scaled", f"StatefulSet {child.name} {words}; {why}"))
         for name in actions.drain:
             if decision.at - self._asked_at.get(uids[name], 0.0) < UNSEEN_SECONDS:
                 continue  # the watch may not show the annotation yet

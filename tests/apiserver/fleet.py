@@ -16,6 +16,7 @@ import httpx
 from kubernetes import client
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_operator.observed import Workload, child_of
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
@@ -221,6 +222,13 @@ class Fleet:
     def of(self, pool: str) -> list[FakePod]:
         """Pods of a pool by ordinal."""
         return [self.pods[name] for name in sorted(self.pods) if f"-{pool}-" in name]
+
+    def workload(self, pool: str) -> Workload:
+        """A pool's StatefulSet as the operator sees it."""
+        found = self.namespace.core.api_client.sanitize_for_serialization(self.namespace.stateful_set(pool))
+        workload = child_of("StatefulSet", found).workload
+        assert workload is not None
+        return workload
 
     @property
     def gateway(self) -> FakePod:

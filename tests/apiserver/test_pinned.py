@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mmd_operator.contest import FREE_REPAIRS
-from mmd_operator.observed import Workload, child_of
 from mmd_operator.resources.naming import INPUTS_ANNOTATION, REVISION_LABEL
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
@@ -193,7 +192,7 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
     def watched() -> None:
         nonlocal fewest
         fewest = min(fewest, len(ready_encoders(fleet)))
-        if (workload := encoder_workload(fleet)).replicas == 2:
+        if (workload := fleet.workload("encoder")).replicas == 2:
             surges.append(workload.surged)
         assert uids(fleet).keys() == {name}, uids(fleet)
         assert uids(fleet)[name] != old
@@ -204,7 +203,7 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
     assert fewest == 1
     assert surges
     assert all(surges), "the size of a surge is marked as one"
-    assert not encoder_workload(fleet).surged
+    assert not fleet.workload("encoder").surged
     template = fleet.namespace.stateful_set("encoder").spec.template
     (pod,) = encoders(fleet)
     assert pod.metadata.annotations[INPUTS_ANNOTATION] == template.metadata.annotations[INPUTS_ANNOTATION]
@@ -228,16 +227,6 @@ def replaced(fleet: Fleet) -> None:
     assert [pod.metadata.annotations[INPUTS_ANNOTATION] for pod in encoders(fleet)] == [wanted]
     assert fleet.most["encoder"] == 2
     assert ready_encoders(fleet)
-
-
-def encoder_workload(fleet: Fleet) -> Workload:
-    """As the operator sees it."""
-    found = fleet.namespace.stateful_set("encoder")
-    workload = child_of(
-        "StatefulSet", fleet.namespace.core.api_client.sanitize_for_serialization(found)
-    ).workload
-    assert workload is not None
-    return workload
 
 
 def encoders(fleet: Fleet) -> list[Any]:

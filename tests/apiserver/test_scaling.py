@@ -95,6 +95,26 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     event(fleet, "Scaled", "LoadFell")
 
 
+def test_a_pool_keeps_the_pod_that_joined_for_a_replacement_if_its_load_needs_it(fleet: Fleet):
+    up(fleet, maxReplicas=2)
+    fleet.of("encoder")[0].load = IDLE
+    fleet.namespace.change({"encoder": {"batching": {"maxItems": 3}}})
+    fleet.until(lambda: sized_by_a_surge(fleet, expected=True))
+
+    def kept() -> None:
+        for pod in fleet.of("encoder"):
+            pod.load = BUSY
+        sized_by_a_surge(fleet, expected=False)
+
+    fleet.until(kept)
+    event(fleet, "Scaled", "keeps all 2 pods after the replacement")
+
+
+def sized_by_a_surge(fleet: Fleet, *, expected: bool) -> None:
+    workload = fleet.workload("encoder")
+    assert (workload.replicas, workload.surged) == (2, expected)
+
+
 def decided_from(fleet: Fleet, pool: str, replicas: int) -> None:
     assert fleet.namespace.get()["status"]["pools"][pool]["lastDecision"]["fromReplicas"] == replicas
 
