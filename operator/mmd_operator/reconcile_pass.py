@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
-from mmd_operator.conditions import Facts
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
+from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import Body, Observed

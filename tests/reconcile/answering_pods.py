@@ -10,12 +10,13 @@ from typing import Any
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.conditions import Facts, status_of
+from mmd_operator.facts import Facts
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling import PoolScaling
+from mmd_operator.status import status_of
 
 from .bodies import NEW, pod
 

@@ -7,18 +7,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from mmd_operator.conditions import (
-    ConditionState,
-    Facts,
-    Scaling,
-    current_conditions,
-    dated,
-    pools_of,
-    status_of,
-)
+from mmd_operator.conditions import ConditionState, current_conditions, dated
+from mmd_operator.facts import Facts, Scaling
 from mmd_operator.observed import Observed, child_of
 from mmd_operator.problems import Problem
 from mmd_operator.rollout import Step
+from mmd_operator.status import pools_of, status_of
 
 from .bodies import NEW, OLD, pod, workload
 

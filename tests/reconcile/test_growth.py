@@ -14,7 +14,7 @@ from mmd_operator.gpu_share import gpu_share
 from mmd_operator.growth import LONGEST_LAG_SECONDS, PendingGrowth
 from mmd_operator.observed import Observed, PoolGrowth, child_of
 from mmd_operator.rollout import next_step
-from mmd_operator.scaling import growth_within
+from mmd_operator.scaling_limits import growth_within
 from tests.support.deployments import deployment
 
 from .bodies import NEW, OLD, UID, pod, workload

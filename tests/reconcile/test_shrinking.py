@@ -7,7 +7,7 @@ import pytest
 from mmd_operator.autoscaling import ScaleActions
 from mmd_operator.observed import Observed, PodView, child_of
 from mmd_operator.replacement import Replacement, replacement
-from mmd_operator.scaling import without_loss
+from mmd_operator.scaling_limits import without_loss
 
 from .bodies import NEW, pod, workload
 
