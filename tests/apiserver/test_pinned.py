@@ -93,7 +93,7 @@ def test_after_the_tag_moved_pods_of_a_revision_are_made_from_the_image_it_began
     assert everyone(pulling) == before, "nobody is replaced for it"
     pulling.image = MOVED
     pulling.namespace.change({"decode": {"replicas": 3}})
-    pulling.until(lambda: pulling.sized("decode", 3))
+    pulling.until(lambda: pulling.assert_size("decode", 3))
     core, name = pulling.namespace.core, pulling.namespace.name
     (lost, *_) = sorted(pod for pod in before if "-decode-" in pod)
     core.delete_namespaced_pod(lost, name, grace_period_seconds=0)
@@ -121,7 +121,7 @@ def test_gateways_are_replaced_once_by_those_of_the_pinned_image(pulling: Fleet)
     core, name = pulling.namespace.core, pulling.namespace.name
     (lost,) = pulling.namespace.gateway_pods()
     core.delete_namespaced_pod(lost.metadata.name, name, grace_period_seconds=0)
-    pulling.gone(lost.metadata.name)
+    pulling.remove(lost.metadata.name)
 
     def another_runs_the_same_image() -> None:
         (made,) = pulling.namespace.gateway_pods()
@@ -199,7 +199,7 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
 
     (old,) = uids(fleet).values()
     fleet.until(watched, 90)
-    assert fleet.most["encoder"] == 2
+    assert fleet.largest_size["encoder"] == 2
     assert fewest == 1
     assert surges
     assert all(surges), "the size of a surge is marked as one"
@@ -213,10 +213,10 @@ def test_the_operators_own_surges_are_not_a_contest(fleet: Fleet) -> None:
     """Each replacement of the only pod of a pool makes the pool larger and smaller again."""
     fleet.until(lambda: ready_encoders(fleet))
     for items in range(3, 3 + FREE_REPAIRS + 2):
-        fleet.most["encoder"] = 1
+        fleet.largest_size["encoder"] = 1
         fleet.namespace.change({"encoder": {"batching": {"maxItems": items}}})
         fleet.until(lambda: replaced(fleet), 90)
-        assert fleet.most["encoder"] == 2
+        assert fleet.largest_size["encoder"] == 2
     assert fleet.namespace.condition("Degraded")[0] == "False"
     assert not fleet.namespace.events("FieldsContested")
 
@@ -225,7 +225,7 @@ def replaced(fleet: Fleet) -> None:
     template = fleet.namespace.stateful_set("encoder").spec.template
     wanted = template.metadata.annotations[INPUTS_ANNOTATION]
     assert [pod.metadata.annotations[INPUTS_ANNOTATION] for pod in encoders(fleet)] == [wanted]
-    assert fleet.most["encoder"] == 2
+    assert fleet.largest_size["encoder"] == 2
     assert ready_encoders(fleet)
 
 
