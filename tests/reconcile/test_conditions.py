@@ -228,6 +228,7 @@ def test_the_status_of_a_pool_counts_all_revisions_and_the_pods_that_leave():
         pod(name="demo-decode-0", deleting=True),
         pod(name="demo-decode-1", drain="2026-01-01T00:00:00Z"),
         pod(name="demo-decode-2"),
+        pod(name="demo-decode-3"),
         pod("prefill", name="demo-prefill-0", deleting=True),
     )
     seen = observed(pods=leaving)

@@ -107,8 +107,17 @@ def test_a_smaller_size_that_is_written_later_replaces_it():
     assert growth.unseen(SEEN) == {}
 
 
-def test_a_smaller_size_that_was_written_at_the_same_time_does_not_replace_it():
+def test_a_size_that_is_no_growth_is_not_recorded_while_another_is_decided():
     growth = PendingGrowth()
+    with growth.deciding({PREFILL.name: TO_FOUR}), growth.writing(PREFILL.name, 2):
+        pass
+    with growth.deciding({DECODE.name: TO_FOUR}), growth.writing(PREFILL.name, 2):
+        pass
+    assert growth.unseen(SEEN) == {}
+
+
+def test_a_smaller_size_that_was_written_at_the_same_time_does_not_replace_it():
+    growth = PendingGrowth(Clock())
     with growth.writing(PREFILL.name, 2):
         written(growth)
     assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
@@ -148,6 +157,11 @@ def test_a_pod_that_the_watch_shows_before_the_size_counts_once(pods: int, growi
     assert gpus_held(seen, OLD) == 0
 
 
+def test_growth_to_fewer_pods_than_there_are_holds_nothing():
+    found = tuple(pod("prefill", NEW, name=f"{PREFILL.name}-{n}", gpus=2) for n in range(5))
+    assert gpus_growing(replace(SEEN, pods=found, growth={PREFILL.name: TO_FOUR}), PREFILL.name) == 0
+
+
 def test_growth_is_not_there_for_others_and_is_there_for_the_pool_that_has_it():
     seen = replace(SEEN, growth={PREFILL.name: TO_FOUR})
     assert grown(PREFILL, 4, seen, 0) == (4, 0)
@@ -181,6 +195,8 @@ def test_the_autoscaler_may_want_what_a_new_revision_leaves():
     other = PoolGrowth(3, 2, OLD, None)
     assert serving_budget(SPEC, replace(SEEN, growth={f"demo-prefill-{OLD}": other}), NEW) == 10
     assert serving_budget(SPEC, replace(SEEN, growth={PREFILL.name: TO_FOUR}), NEW) == 16
+    older = stateful_set(revision=OLD)
+    assert serving_budget(SPEC, replace(SEEN, children={**SEEN.children, older.key: older}), NEW) == 12
 
 
 def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
