@@ -117,11 +117,24 @@ TARGETS = (
         "tests/reconcile/test_replacement.py tests/reconcile/test_shrinking.py",
     ),
     Target("operator/mmd_operator/gpu_share.py", ROLLOUT),
+    Target(
+        "operator/mmd_operator/gpu_budget.py",
+        "tests/reconcile/test_growth.py tests/reconcile/test_scaling_budget.py",
+    ),
+    Target("operator/mmd_operator/growth.py", "tests/reconcile/test_growth.py"),
+    Target(
+        "operator/mmd_operator/scaling_limits.py",
+        "tests/reconcile/test_shrinking.py tests/reconcile/test_growth.py tests/reconcile/test_scaling_budget.py",
+    ),
     Target("operator/mmd_operator/pool_sizes.py", ROLLOUT),
     Target("operator/mmd_operator/plan.py", "tests/plan/test_plan_golden.py"),
     Target("operator/mmd_operator/contest.py", "tests/reconcile/test_contests.py"),
     Target("operator/mmd_operator/problems.py", "tests/reconcile/test_problems.py"),
     Target("operator/mmd_operator/conditions.py", "tests/reconcile/test_conditions.py"),
+    Target(
+        "operator/mmd_operator/status.py",
+        "tests/reconcile/test_conditions.py tests/reconcile/test_explain.py",
+    ),
     Target("workers/mmd_workers/wire/jobs.py", "tests/wire/test_jobs.py"),
 )
 console = Console(width=150)

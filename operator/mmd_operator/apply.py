@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mmd_api.resource import API_VERSION, KIND
 from mmd_operator.cluster import Cluster, RefusedError
 from mmd_operator.contest import Contests
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import (
     MANAGED_BY_LABEL,
     Child,
@@ -67,8 +68,8 @@ class _SecretSeen:
 class Applier:
     """Applies the objects of one deployment (one UID). An unchanged object costs no call."""
 
-    def __init__(self, cluster: Cluster, namespace: str, name: str, uid: str) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, namespace: str, name: str, uid: str, growth: PendingGrowth) -> None:
+        self._cluster, self._growth = cluster, growth
         self._namespace, self._name, self._uid = namespace, name, uid
         self._records: dict[ObjectKey, _Record] = {}
         self._repairs = Contests()  # writes that changed something
@@ -194,9 +195,12 @@ class Applier:
             if not child.workload.replicas_released:
                 await self._cluster.release_replicas(self._namespace, name, child.workload.replicas)
             body = _without_replicas(body)
-        after = await self._applied(body, child)
         if child is None and sized:
+            with self._growth.writing(name, body["spec"]["replicas"]):
+                after = await self._applied(body, child)
             await self._cluster.release_replicas(self._namespace, name, body["spec"]["replicas"])
+        else:
+            after = await self._applied(body, child)
         left = fingerprint(after)
         if child is None:
             return "Repaired" if known else "Created", left

@@ -178,7 +178,12 @@ class Cluster:
         return True
 
     async def release_replicas(self, namespace: str, name: str, replicas: int) -> None:
-        """Make the scaler own a StatefulSet's size too, so that an apply that leaves it out does not reset it to 1."""
+        """Make the scaler own a StatefulSet's size too, so that an apply that leaves it out does not reset it to 1, and so that it is no
+        surge any more.
+
+        Raises:
+            RefusedError, BusyError: also if the size is another by now.
+        """
         body = {
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",

@@ -1,4 +1,4 @@
-"""From what was seen to the status: conditions, pools, summary. Pure: the same facts give the same words, and time is an argument.
+"""The conditions of a deployment, from what a pass found out. Pure: the same facts give the same words, and time is an argument.
 
 Each condition has a list of rules in the order of evaluation, at the end of this file; the first that gives a state decides.
 """
@@ -6,26 +6,19 @@ Each condition has a list of rules in the order of evaluation, at the end of thi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.contract.pools import PoolName
 from mmd_api.status import (
     Condition,
     ConditionType,
-    MultimodalDeploymentStatus,
-    PinnedRevision,
-    PoolsStatus,
-    PoolStatus,
-    PoolThroughput,
-    ScalingDecision,
 )
-from mmd_operator.observed import Observed, Workload
+from mmd_operator.facts import Facts
+from mmd_operator.observed import Workload
 from mmd_operator.problems import Problem, format_problems
 from mmd_operator.replacement import waiting_words
-from mmd_operator.resources.naming import GATEWAY_PORT
-from mmd_operator.rollout import Step
 
 Truth = Literal["True", "False", "Unknown"]
 _POOL_CONDITIONS: dict[PoolName, ConditionType] = {
@@ -43,40 +36,6 @@ class ConditionState:
     status: Truth
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """The autoscaler's part of the status. `decisions`: that hold now; `changes`: the last of size; `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
-
-    decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
-    changes: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
-    throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
-    pools: tuple[PoolName, ...] = ()
-    shadow: tuple[PoolName, ...] = ()
-    missing: tuple[str, ...] = ()
-    limited: tuple[str, ...] = ()
-    limit: str | None = None
-    bottleneck: PoolName | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a pass found out. `problems` are gathered, the worst first; `step` is None where no plan could be made."""
-
-    name: str
-    namespace: str
-    pools: tuple[PoolName, ...]
-    managed_nats: bool
-    observed: Observed
-    problems: tuple[Problem, ...]
-    step: Step | None
-    paused: bool = False
-    unknown_fields: tuple[str, ...] = ()
-    scaling: Scaling = field(default_factory=Scaling)
-    pinned: tuple[PinnedRevision, ...] = ()
-    waiting: str = ""
-    """What pods wait for that is not a problem yet."""
 
 
 ConditionRule = Callable[[Facts], ConditionState | None]
@@ -134,81 +93,11 @@ def dated(
     ]
 
 
-def status_of(facts: Facts, conditions: list[Condition], generation: int) -> MultimodalDeploymentStatus:
-    """The whole status."""
-    revision = _revision_that_serves(facts)
-    pools = PoolsStatus(**{pool: _pool_status(facts, pool, revision) for pool in facts.pools})
-    return MultimodalDeploymentStatus(
-        observed_generation=generation,
-        pipeline_revision=revision,
-        pinned=list(facts.pinned),
-        conditions=conditions,
-        pools=pools,
-        pools_summary=pools.summary,
-        bottleneck=_bottleneck(facts),
-        rollout=list(facts.step.effects) if facts.step is not None and not facts.paused else [],
-        endpoint=f"http://{facts.name}-gateway.{facts.namespace}.svc:{GATEWAY_PORT}",
-    )
-
-
-def pools_of(status: MultimodalDeploymentStatus) -> dict[PoolName, PoolStatus]:
-    """The pools that a status reports."""
-    found = {name: getattr(status.pools, name) for name in POOL_NAMES}
-    return {name: pool for name, pool in found.items() if pool is not None}
-
-
-def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"] | None:
-    if not facts.scaling.pools:
-        return None
-    names: dict[PoolName, Literal["Encoder", "Prefill", "Decode"]] = {
-        "encoder": "Encoder",
-        "prefill": "Prefill",
-        "decode": "Decode",
-    }
-    return names[facts.scaling.bottleneck] if facts.scaling.bottleneck else "None"
-
-
-def _revision_that_serves(facts: Facts) -> str | None:
-    if facts.step is not None:
-        return facts.step.serving
-    gateway = _gateway(facts)
-    return gateway.template_revision if gateway else None
-
-
-def _gateway(facts: Facts) -> Workload | None:
-    child = facts.observed.children.get(("Deployment", f"{facts.name}-gateway"))
-    return child.workload if child else None
-
-
-def _workloads(facts: Facts, pool: PoolName) -> dict[str | None, Workload]:
-    """StatefulSets of a pool by revision."""
-    return {
-        child.revision: child.workload
-        for child in facts.observed.children.values()
-        if child.kind == "StatefulSet" and child.component == pool and child.workload and not child.deleting
-    }
-
-
-def _pool_status(facts: Facts, pool: PoolName, revision: str | None) -> PoolStatus:
-    sets = _workloads(facts, pool)
-    return PoolStatus(
-        desired=sum(w.replicas for w in sets.values()),
-        ready=sum(w.ready for w in sets.values()),
-        draining=sum(
-            1 for pod in facts.observed.pods_of(pool) if pod.deleting or pod.drain_requested_at is not None
-        ),
-        revision=revision if revision in sets else None,
-        last_decision=facts.scaling.decisions.get(pool),
-        last_change=facts.scaling.changes.get(pool),
-        throughput=facts.scaling.throughput.get(pool),
-    )
-
-
 def _counts(facts: Facts, revision: str | None) -> str:
     """`encoder 1/2, prefill 1/1, decode 4/4` of one revision."""
     parts = []
     for pool in facts.pools:
-        workload = _workloads(facts, pool).get(revision)
+        workload = facts.workloads(pool).get(revision)
         parts.append(
             f"{pool} {workload.ready}/{workload.replicas}" if workload else f"{pool} not created yet"
         )
@@ -219,7 +108,7 @@ def serving(facts: Facts) -> ConditionState | None:
     """A request would be answered by the revision that serves, whatever else is in progress."""
     if _missing(facts):
         return None
-    gateway, revision = _gateway(facts), _revision_that_serves(facts)
+    gateway, revision = facts.gateway, facts.serving
     counts = f"gateway {gateway.ready}/{gateway.replicas}, " if gateway else ""
     return ConditionState(
         "Ready", "True", "Serving", f"{counts}{_counts(facts, revision)}; revision {revision}"
@@ -235,7 +124,7 @@ def not_serving(facts: Facts) -> ConditionState | None:
 
 def _missing(facts: Facts) -> list[str]:
     """Components that have no Ready pod where a request needs one."""
-    gateway = _gateway(facts)
+    gateway = facts.gateway
     missing = []
     if gateway is None or gateway.ready == 0:
         missing.append("no gateway pod is Ready")
@@ -244,7 +133,7 @@ def _missing(facts: Facts) -> list[str]:
         if nats is None or nats.workload is None or nats.workload.ready == 0:
             missing.append("the NATS server is not Ready")
     for pool in facts.pools:
-        workload = _workloads(facts, pool).get(_revision_that_serves(facts))
+        workload = facts.serving_workload(pool)
         if workload is None or (workload.ready == 0 and workload.replicas > 0):
             missing.append(f"no {pool} pod is Ready")
     return missing
@@ -357,7 +246,7 @@ def no_problem(facts: Facts) -> ConditionState | None:
 
 def pool_not_created(facts: Facts, pool: PoolName) -> ConditionState | None:
     """The revision that serves has no such pool yet."""
-    if _serving_workload(facts, pool) is not None:
+    if facts.serving_workload(pool) is not None:
         return None
     problems = _problems_of_pool(facts, pool)
     reason = problems[0].reason if problems else "Starting"
@@ -368,7 +257,7 @@ def pool_not_created(facts: Facts, pool: PoolName) -> ConditionState | None:
 
 def pool_complete(facts: Facts, pool: PoolName) -> ConditionState | None:
     """All pods are Ready and up to date, or none is wanted."""
-    workload = _serving_workload(facts, pool)
+    workload = facts.serving_workload(pool)
     if workload is None or not workload.rolled:
         return None
     reason = "ScaledToZero" if workload.replicas == 0 else "AllReady"
@@ -377,7 +266,7 @@ def pool_complete(facts: Facts, pool: PoolName) -> ConditionState | None:
 
 def pool_has_problems(facts: Facts, pool: PoolName) -> ConditionState | None:
     """Problems keep pods from being Ready."""
-    workload, problems = _serving_workload(facts, pool), _problems_of_pool(facts, pool)
+    workload, problems = facts.serving_workload(pool), _problems_of_pool(facts, pool)
     if workload is None or not problems:
         return None
     message = f"{_pods_ready(workload)}; {format_problems(problems)}"
@@ -386,7 +275,7 @@ def pool_has_problems(facts: Facts, pool: PoolName) -> ConditionState | None:
 
 def pool_starting(facts: Facts, pool: PoolName) -> ConditionState | None:
     """Pods start."""
-    workload = _serving_workload(facts, pool)
+    workload = facts.serving_workload(pool)
     if workload is None:
         return None
     return ConditionState(
@@ -394,16 +283,12 @@ def pool_starting(facts: Facts, pool: PoolName) -> ConditionState | None:
     )
 
 
-def _serving_workload(facts: Facts, pool: PoolName) -> Workload | None:
-    return _workloads(facts, pool).get(_revision_that_serves(facts))
-
-
 def _pods_ready(workload: Workload) -> str:
     return f"{workload.ready} of {workload.replicas} pods Ready"
 
 
 def _problems_of_pool(facts: Facts, pool: PoolName) -> list[Problem]:
-    revisions = (None, _revision_that_serves(facts))
+    revisions = (None, facts.serving)
     return [p for p in facts.problems if p.component == pool and p.revision in revisions]
 
 

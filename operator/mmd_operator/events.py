@@ -39,6 +39,8 @@ RETRY_SECONDS = (0.5, 30.0)
 FLUSH_SECONDS = 5.0
 MAX_MESSAGE_CHARACTERS = 1000
 COMBINED = "(combined from similar events): "
+Events = list[tuple[str, str]]
+"""Reason and message of each."""
 _Key = TypeVar("_Key")
 _Group = tuple[str, str, str, str]
 """Namespace and name of the deployment with its UID, type and reason."""

@@ -7,6 +7,7 @@ import time
 from mmd_operator.apply import Applier
 from mmd_operator.cluster import RefusedError
 from mmd_operator.context import PassContext
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import (
     SCALER_FIELD_MANAGER,
     SURGE_FIELD_MANAGER,
@@ -25,10 +26,11 @@ from mmd_operator.rollout import Step
 class Execution:
     """Carries out steps for one deployment (one UID)."""
 
-    def __init__(self, context: PassContext, uid: str) -> None:
+    def __init__(self, context: PassContext, uid: str, growth: PendingGrowth) -> None:
         self._context = context
-        self._applier = Applier(context.cluster, context.namespace, context.name, uid)
-        self._resizes = Resizes(context)
+        self._growth = growth
+        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth)
+        self._resizes = Resizes(context, growth)
 
     async def carry_out(
         self, body: Body, step: Step, secrets: list[Manifest], observed: Observed
@@ -99,5 +101,6 @@ class Execution:
     async def delete(self, child: Child) -> None:
         """Delete an object, and forget what was applied of it."""
         await self._context.cluster.delete(child.kind, self._context.namespace, child.name, child.uid)
+        self._growth.forget(child.name)
         self._applier.forget(child.key)
         self._resizes.forget(child.key)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
+from mmd_operator.gpu_budget import gpus_held
 from mmd_operator.observed import Observed
 from mmd_operator.pool_sizes import pools_in, wanted_replicas
-from mmd_operator.replacement import gpus_held
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from mmd_operator.resources.naming import (
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
 SURGE_FIELD_MANAGER = "multimodal-operator-surge"
-"""Owns the size of a pool that has one pod more while its only pod is replaced."""
+"""Alone owns the size of a pool that has one pod more while its only pod is replaced."""
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
@@ -134,11 +134,22 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolGrowth:
+    """A size that a StatefulSet was given and that is larger than the one it had."""
+
+    replicas: int
+    gpus: int  # of each pod
+    revision: str | None
+    uid: str | None  # of the StatefulSet; None: it is created with this size
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
-    """All of one deployment."""
+    """All of one deployment. `growth`: by StatefulSet, what was decided and the watch does not show yet."""
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
+    growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
 
     def stateful_set(self, name: str) -> Child | None:
         """A StatefulSet by name."""
@@ -324,7 +335,7 @@ def _workload(body: Body) -> Workload:
         inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
         gpus=_gpus(spec["template"]),
         on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
-        surged=SURGE_FIELD_MANAGER in _owners_of_size(metadata.get("managedFields", ())),
+        surged=_owners_of_size(metadata.get("managedFields", ())) == {SURGE_FIELD_MANAGER},
     )
 
 

@@ -130,7 +130,7 @@ class Reconciler:
         if serving is None or not work.scaling.needed(deployment.spec, observed, serving):
             work.scaling.suspend()
             return
-        events, changed = await work.scaling.tick(time.time(), deployment.spec, observed, serving)
+        events, changed = await work.scaling.tick(time.time(), deployment.spec, work.observe, serving)
         if changed:
             self.wake.set()
         for reason, message in events:

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
-from mmd_operator.conditions import Facts
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
+from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import Body, Observed
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
@@ -42,7 +43,10 @@ class ReconcilePass:
     ) -> None:
         self.uid = body["metadata"]["uid"] if body is not None else ""
         self.not_scaled: Problem | None = None
-        self.scaling = PoolScaling(context.cluster, report_fetcher, context.metrics, context.namespace)
+        self._growth = PendingGrowth()
+        self.scaling = PoolScaling(
+            context.cluster, report_fetcher, context.metrics, context.namespace, self._growth
+        )
         self.status = StatusWriter(context)
         self._context = context
         self._observe = observe
@@ -50,7 +54,7 @@ class ReconcilePass:
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
         self._finalizer = Finalizer(context)
-        self._execution = Execution(context, self.uid)
+        self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
         if body is not None:
             self.scaling.remember(body.get("status", {}))
@@ -66,6 +70,11 @@ class ReconcilePass:
         """The deployment as the last pass read it."""
         return self._planned[1].deployment if self._planned is not None else None
 
+    def observe(self) -> Observed:
+        """What the watch shows, and the growth that was decided and that it does not show yet."""
+        observed = self._observe()
+        return replace(observed, growth=self._growth.unseen(observed))
+
     async def run(self, body: Body, *, failing: bool) -> float:
         """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
         if await self.removal.namespace_ends(failing=failing):
@@ -77,15 +86,14 @@ class ReconcilePass:
         if await self._finalizer.ensure(body):
             return RESYNC_SECONDS  # the change comes back as an event
         reading, planned = self._plan(body)
-        observed = self._observe()
         if (deployment := reading.deployment) is None:
-            await self._report_faults(body, reading, observed)
+            await self._report_faults(body, reading, self.observe())
             return RESYNC_SECONDS
-        if await self._pin(body, observed, pipeline_revision(deployment.spec)):
+        if await self._pin(body, self.observe(), pipeline_revision(deployment.spec)):
             _, planned = self._plan(
                 body
             )  # so that a gateway that switches to the revision now names its digest
-        return await self._towards(body, reading, deployment, planned, observed)
+        return await self._towards(body, reading, deployment, planned)
 
     def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
         """The objects of the spec; recomputed only for a new generation, and when its revision has been pinned."""
@@ -114,9 +122,8 @@ class ReconcilePass:
         reading: Reading,
         deployment: MultimodalDeployment,
         planned: list[Manifest],
-        observed: Observed,
     ) -> float:
-        spec, uid = deployment.spec, body["metadata"]["uid"]
+        spec, uid, observed = deployment.spec, body["metadata"]["uid"], self.observe()
         secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
         applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
         step = next_step(spec, pipeline_revision(spec), applied, observed, uid, time.time())
@@ -125,7 +132,8 @@ class ReconcilePass:
         problems = _pod_problems(observed, now, deadlines)
         problems += self._pins.moved(observed)
         if not spec.paused:
-            found, settled = await self._execution.carry_out(body, step, secrets, observed)
+            with self._growth.deciding(step.growth):
+                found, settled = await self._execution.carry_out(body, step, secrets, observed)
             problems += found
             if not settled and step.stage == "Complete":
                 step = replace(step, stage="Updating")

@@ -37,16 +37,6 @@ def outdated_pods(child: Child, observed: Observed) -> tuple[PodView, ...]:
     return tuple(pod for pod in pods_of(child, observed) if pod.inputs != child.workload.inputs)
 
 
-def gpus_held(observed: Observed, revision: str | None = None) -> int:
-    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, and those of pods that StatefulSets
-    are about to create."""
-    held = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
-    for child in observed.children.values():
-        if child.kind == "StatefulSet" and child.workload is not None and revision in (None, child.revision):
-            held += max(0, child.workload.replicas - len(pods_of(child, observed))) * child.workload.gpus
-    return held
-
-
 def replacement(
     child: Child,
     wanted: int,

@@ -8,6 +8,7 @@ from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.cluster import RefusedError
 from mmd_operator.contest import Contests
 from mmd_operator.context import PassContext
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import SCALER_FIELD_MANAGER, Body, Child, ObjectKey
 from mmd_operator.problems import Problem, contested
 
@@ -15,8 +16,9 @@ from mmd_operator.problems import Problem, contested
 class Resizes:
     """Resizes the workloads of one deployment."""
 
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, growth: PendingGrowth) -> None:
         self._context = context
+        self._growth = growth
         self._contests = Contests()
         self._sized: dict[ObjectKey, tuple[str | None, int, float]] = {}
 
@@ -52,7 +54,10 @@ class Resizes:
                 if found is not None and found["spec"].get("replicas") == replicas:
                     self._sized[key] = (version, replicas, now)
                     return []  # the watch lags
-            await self._context.cluster.scale(kind, self._context.namespace, name, replicas, field_manager)
+            with self._growth.writing(name, replicas):
+                await self._context.cluster.scale(
+                    kind, self._context.namespace, name, replicas, field_manager
+                )
         except RefusedError as error:
             return [self._context.refused(present, error)]
         self._sized[key] = (version, replicas, now)

@@ -5,7 +5,8 @@ Kubernetes then starts gateway pods of the new revision, which place requests on
 what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
 the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
 Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
-Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks.
+Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks. What the
+autoscaler has given away since is part of what was observed: see `growth`.
 Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
 Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
 """
@@ -19,7 +20,7 @@ from typing import Literal
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import StepEffect
 from mmd_operator import rollout_steps as steps
-from mmd_operator.observed import Child, ObjectKey, Observed
+from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth
 from mmd_operator.replacement import Replacement
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout_steps import RolloutState, StepResult
@@ -72,6 +73,8 @@ class Step:
     """The rollout cannot continue until what `waits_for` names has changed."""
     effects: tuple[StepEffect, ...] = ()
     """What the steps did, in the order in which they applied."""
+    growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
+    """By StatefulSet: the pools that it creates or makes larger."""
 
 
 def next_step(
@@ -103,4 +106,5 @@ def next_step(
         restore=state.restore,
         blocked=state.share.blocked,
         effects=tuple(effects),
+        growth=steps.growth_of(state),
     )

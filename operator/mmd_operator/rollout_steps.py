@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import StepEffect
+from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown
 from mmd_operator.gpu_share import GpuShare, gpu_share
-from mmd_operator.observed import Child, ObjectKey, Observed, manifest_key
-from mmd_operator.pool_sizes import affordable, pool_in, wanted_replicas
-from mmd_operator.replacement import Replacement, gpus_held, outdated_pods, replacement
+from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
+from mmd_operator.pool_sizes import pool_in, wanted_replicas
+from mmd_operator.replacement import Replacement, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
 
@@ -157,12 +158,11 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
             wanted = wanted_replicas(pool, present)
             if child.revision == state.revision and str(child.component) in state.share.sizes:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
-            size = affordable(present, wanted, child.workload.gpus, free)
+            size, free = grown(child, wanted, state.observed, free)
             if size < wanted:
                 short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
             if size != present:
                 sizes[child.name] = size
-            free = _after_growth(free, child, size)
     waits_for = (
         f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
     )
@@ -186,11 +186,12 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
         ):
             wanted = wanted_replicas(pool, child.workload.replicas - child.workload.surged)
             deadline = pool.scheduling_deadline_seconds
-            one = replacement(child, wanted, state.observed, free, state.now, deadline)
+            room = None if free is None else free + gpus_growing(state.observed, child.name)
+            one = replacement(child, wanted, state.observed, room, state.now, deadline)
             if one.outdated:
                 found[child.name] = one
             if one.replicas is not None:
-                free = _after_growth(free, child, one.replicas)
+                _, free = grown(child, one.replicas, state.observed, free)
     sizes = {name: one.replicas for name, one in found.items() if one.replicas is not None}
     effect = _effect(replace_outdated_pods, list(found))
     return replace(state, replace=found, sizes={**state.sizes, **sizes}, free_gpus=free), effect
@@ -266,23 +267,37 @@ def something_is_left(state: RolloutState) -> bool:
     return not nothing_is_left(state)
 
 
-def _after_growth(free: int | None, child: Child, size: int) -> int | None:
-    """What is left of the free GPUs when a pool gets this size. Pods of one that shrinks hold theirs until they have ended."""
-    if free is None or child.workload is None:
-        return None
-    return free - max(0, size - child.workload.replicas) * child.workload.gpus
+def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
+    """By StatefulSet: the pools that the steps create, and those that they make larger."""
+    growth = _created(state)
+    for name, replicas in state.sizes.items():
+        child = state.observed.stateful_set(name)
+        if child is not None and child.workload is not None and replicas > child.workload.replicas:
+            growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
+    return growth
 
 
 def _free_gpus(state: RolloutState) -> int | None:
-    """What the GPU budget leaves beside all that exists, and the pools that are created now."""
+    """What the GPU budget leaves beside all that exists or was decided, and the pools that are created now."""
     if state.spec.gpu_budget is None:
         return None
-    created = 0
-    for manifest in state.apply:
-        pool = pool_in(state.spec, manifest["metadata"]["labels"].get("app.kubernetes.io/component"))
-        if pool is not None and _is_new_pool(manifest, state):
-            created += manifest["spec"]["replicas"] * pool.gpus
+    created = sum(
+        max(0, one.replicas * one.gpus - gpus_growing(state.observed, name))
+        for name, one in _created(state).items()
+    )
     return state.spec.gpu_budget - gpus_held(state.observed) - created
+
+
+def _created(state: RolloutState) -> dict[str, PoolGrowth]:
+    """Pools that are created now, by StatefulSet."""
+    created = {}
+    for manifest in state.apply:
+        labels = manifest["metadata"]["labels"]
+        pool = pool_in(state.spec, labels.get("app.kubernetes.io/component"))
+        if pool is not None and _is_new_pool(manifest, state):
+            size = manifest["spec"]["replicas"]
+            created[manifest["metadata"]["name"]] = PoolGrowth(size, pool.gpus, labels[REVISION_LABEL], None)
+    return created
 
 
 def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) -> StepEffect | None:

@@ -11,20 +11,14 @@ from typing import Any
 from mmd_api.resource import KIND
 from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.cluster import BusyError, RefusedError
-from mmd_operator.conditions import (
-    ConditionState,
-    Facts,
-    current_conditions,
-    dated,
-    pools_of,
-    removing,
-    status_of,
-)
+from mmd_operator.conditions import ConditionState, current_conditions, dated, removing
 from mmd_operator.contest import Contests
 from mmd_operator.context import PassContext
+from mmd_operator.facts import Facts
 from mmd_operator.metrics import DeploymentSnapshot
 from mmd_operator.observed import Body, rival_of
 from mmd_operator.problems import Problem, contested
+from mmd_operator.status import pools_of, status_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import httpx
 from kubernetes import client
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_operator.observed import Workload, child_of
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
@@ -43,7 +44,7 @@ def next_address() -> str:
 
 @dataclass
 class FakePod:
-    """One pod: what it answers, and the server that answers. `held`: a drain does not end while it holds work."""
+    """One pod: what it answers, and the server that answers. `holds_work`: a drain does not end while it does."""
 
     name: str
     revision: str
@@ -51,8 +52,8 @@ class FakePod:
     address: str = field(default_factory=next_address)
     load: dict[str, Any] = field(default_factory=dict)
     demand: dict[str, Any] = field(default_factory=dict)
-    held: bool = False
-    asked: bool = False
+    holds_work: bool = False
+    drain_requested: bool = False
     answer: bytes | None = None
     """Instead of a true answer."""
     identity: str = "0123456789"
@@ -83,19 +84,24 @@ class FakePod:
 
     @property
     def state(self) -> str:
-        if not self.asked:
+        if not self.drain_requested:
             return "ready"
-        return "draining" if self.held else "drained"
+        return "draining" if self.holds_work else "drained"
 
     def body(self) -> bytes:
-        said: dict[str, Any] = {"pod": self.name, "revision": self.revision}
+        report: dict[str, Any] = {"pod": self.name, "revision": self.revision}
         if self.is_gateway:
             queue = {"age_seconds": 0.1, "waiting_work": {}}
             ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
-            said |= {"held": {}, "queue": queue, "ttft": ttft, **self.demand}
+            report |= {"held": {}, "queue": queue, "ttft": ttft, **self.demand}
         else:
-            said |= {"state": self.state, "load": self.load, "identity": self.identity, "commit": self.commit}
-        return json.dumps(said).encode()
+            report |= {
+                "state": self.state,
+                "load": self.load,
+                "identity": self.identity,
+                "commit": self.commit,
+            }
+        return json.dumps(report).encode()
 
     def reply(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
@@ -130,7 +136,7 @@ class Fleet:
         self.unschedulable: set[str] = set()
         self.image = "registry.example/worker@sha256:aa"
         """What nodes pull for the tag now; of an image that is named by its digest, they pull that."""
-        self.most: dict[str, int] = {}
+        self.largest_size: dict[str, int] = {}
         """Largest size that each pool was ever given."""
 
     def step(self) -> None:
@@ -144,7 +150,7 @@ class Fleet:
             name, label_selector=REVISION_LABEL
         ).items:
             pool = item.metadata.labels["app.kubernetes.io/component"]
-            self.most[pool] = max(self.most.get(pool, 0), item.spec.replicas)
+            self.largest_size[pool] = max(self.largest_size.get(pool, 0), item.spec.replicas)
             for ordinal in range(item.spec.replicas):
                 wanted[f"{item.metadata.name}-{ordinal}"] = item.spec.template
         for pod in [p for p in present if p not in wanted and "gateway" not in p]:
@@ -152,18 +158,19 @@ class Fleet:
         for pod, template in wanted.items():
             if pod not in present:
                 self.namespace.pod_of(pod, template)
-                self.gone(pod)
+                self.remove(pod)
         for pod, found in present.items():
             if pod in wanted or "gateway" in pod:
-                self._live(found)
+                self._run(found)
         for pod in [p for p in self.pods if p not in present]:
-            self.gone(pod)
+            self.remove(pod)
 
-    def _live(self, found: Any) -> None:
+    def _run(self, found: Any) -> None:
+        """What the kubelet and the worker do about one pod."""
         name = found.metadata.name
-        asked = DRAIN_ANNOTATION in (found.metadata.annotations or {})
+        drain_requested = DRAIN_ANNOTATION in (found.metadata.annotations or {})
         if name in self.pods:
-            self.pods[name].asked = asked
+            self.pods[name].drain_requested = drain_requested
             return
         if name in self.unschedulable:
             reason = {
@@ -201,53 +208,60 @@ class Fleet:
             if error.status != 404:
                 raise
 
-    def gone(self, pod: str) -> None:
+    def remove(self, pod: str) -> None:
         if pod in self.pods:
             self.pods.pop(pod).stop()
 
     def stop(self) -> None:
         for pod in list(self.pods):
-            self.gone(pod)
+            self.remove(pod)
 
     def until(self, check: Any, seconds: float = 40) -> None:
         """Go on until a check holds."""
 
-        def step() -> None:
+        def step_and_check() -> None:
             self.step()
             check()
 
-        eventually(step, seconds)
+        eventually(step_and_check, seconds)
 
-    def of(self, pool: str) -> list[FakePod]:
+    def pods_of(self, pool: str) -> list[FakePod]:
         """Pods of a pool by ordinal."""
         return [self.pods[name] for name in sorted(self.pods) if f"-{pool}-" in name]
+
+    def workload(self, pool: str) -> Workload:
+        """A pool's StatefulSet as the operator sees it."""
+        found = self.namespace.core.api_client.sanitize_for_serialization(self.namespace.stateful_set(pool))
+        workload = child_of("StatefulSet", found).workload
+        assert workload is not None
+        return workload
 
     @property
     def gateway(self) -> FakePod:
         return next(pod for name, pod in self.pods.items() if "gateway" in name)
 
-    def sized(self, pool: str, replicas: int) -> None:
+    def assert_size(self, pool: str, replicas: int) -> None:
         found = self.namespace.stateful_set(pool).spec.replicas
         assert found == replicas, self.namespace.get()["status"]["pools"].get(pool)
-        assert len(self.of(pool)) == replicas
+        assert len(self.pods_of(pool)) == replicas
 
 
 def scaled(**changes: Any) -> dict[str, Any]:
     return {**SPEC, "decode": {"gpus": 0}, "encoder": {"gpus": 0, "autoscaling": {**QUICK, **changes}}}
 
 
-def says(fleet: Fleet, condition: str, status: str, reason: str, words: str = "") -> None:
+def assert_condition(fleet: Fleet, condition: str, status: str, reason: str, words: str = "") -> None:
     found = fleet.namespace.condition(condition)
     assert found[:2] == (status, reason), found
     assert words in found[2]
 
 
-def asked(*pods: Any) -> None:
-    assert all(pod.asked for pod in pods)
+def assert_drain_requested(*pods: Any) -> None:
+    assert all(pod.drain_requested for pod in pods)
 
 
-def afresh(fleet: Fleet, old: Any) -> None:
+def assert_replaced(fleet: Fleet, old: Any) -> None:
     now = fleet.pods.get(old.name)
     assert now is not None
     assert now is not old
-    assert not now.asked
+    assert not now.drain_requested

@@ -19,6 +19,7 @@ from mmd_operator import cluster as module
 from mmd_operator.apply import Applier
 from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Cluster, ExpiredError, Resource
 from mmd_operator.finalizer import FINALIZER
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, child_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
@@ -152,7 +153,7 @@ def test_an_object_that_others_annotate_is_made_again_at_once_when_it_is_deleted
 
     async def work(cluster: Cluster) -> None:
         uid = namespace.core.read_namespace(namespace.name).metadata.uid
-        applier = Applier(cluster, namespace.name, "demo", uid)
+        applier = Applier(cluster, namespace.name, "demo", uid, PendingGrowth())
         assert await applier.apply(manifest, None, 0.0) == ("Created", None)
         for minute in range(1, 11):
             note = {"metadata": {"annotations": {"example.com/minute": str(minute)}}}

@@ -21,7 +21,7 @@ from tests.support.standin import Namespace
 from tests.support.under_load import about_videos, clients, frozen
 
 from .discovery import Discovery, configuration
-from .fleet import QUICK, Fleet, says
+from .fleet import QUICK, Fleet, assert_condition
 
 pytestmark = [
     pytest.mark.processes,
@@ -65,7 +65,7 @@ def watched(control_plane: ControlPlane, api: client.ApiClient, tmp_path: Path) 
             try:
                 namespace.apply(spec)
                 fleet.until(namespace.is_ready)
-                fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllReporting"))
+                fleet.until(lambda: assert_condition(fleet, "MetricsFresh", "True", "AllReporting"))
                 discovery.write()
                 prometheus.until_scraped(len(real))
                 yield Watched(workers, fleet, prometheus)
@@ -99,6 +99,6 @@ def test_a_backlog_that_grows_where_no_gpu_is_left_is_an_alert(watched: Watched)
                 assert any(expected.items() <= alert.items() for alert in fired), fired
 
             fleet.until(fires, seconds=90)
-            says(fleet, "ScalingLimited", "True", "Unschedulable", "encoder")
+            assert_condition(fleet, "ScalingLimited", "True", "Unschedulable", "encoder")
         assert all(job.result(timeout=150) for job in asked)
     assert prometheus.firing("MmdRequestsLost", begun) == []

@@ -23,7 +23,7 @@ from tests.support.prometheus_server import Prometheus, hurried
 from tests.support.standin import Namespace, is_gone
 
 from .discovery import HOME, Discovery, configuration
-from .fleet import BUSY, IDLE, Fleet, asked, says, scaled
+from .fleet import BUSY, IDLE, Fleet, assert_condition, assert_drain_requested, scaled
 
 pytestmark = [pytest.mark.xdist_group("operator-seen"), pytest.mark.timeout(600)]
 
@@ -78,23 +78,23 @@ def grow_shrink_and_run_out_of_gpus(seen: Seen) -> None:
     spec["encoder"]["schedulingDeadlineSeconds"] = 0
     fleet.namespace.apply(spec)
     fleet.until(fleet.namespace.is_ready)
-    fleet.until(lambda: says(fleet, "MetricsFresh", "True", "AllReporting"))
-    first = fleet.of("encoder")[0]
+    fleet.until(lambda: assert_condition(fleet, "MetricsFresh", "True", "AllReporting"))
+    first = fleet.pods_of("encoder")[0]
     first.load = BUSY
-    fleet.until(lambda: fleet.sized("encoder", 3))
-    third = fleet.of("encoder")[2]
-    third.held = True
-    for pod in fleet.of("encoder"):
+    fleet.until(lambda: fleet.assert_size("encoder", 3))
+    third = fleet.pods_of("encoder")[2]
+    third.holds_work = True
+    for pod in fleet.pods_of("encoder"):
         pod.load = IDLE
-    fleet.until(lambda: asked(third))
-    third.held = False
-    fleet.until(lambda: fleet.sized("encoder", 1))
+    fleet.until(lambda: assert_drain_requested(third))
+    third.holds_work = False
+    fleet.until(lambda: fleet.assert_size("encoder", 1))
     name = first.name.rpartition("-")[0]
     fleet.unschedulable = {f"{name}-{n}" for n in range(1, 8)}
     first.load = BUSY
-    fleet.until(lambda: says(fleet, "ScalingLimited", "True", "Unschedulable"))
+    fleet.until(lambda: assert_condition(fleet, "ScalingLimited", "True", "Unschedulable"))
     fleet.gateway.answer = b"<html>"
-    fleet.until(lambda: says(fleet, "MetricsFresh", "False", "MetricsMissing"))
+    fleet.until(lambda: assert_condition(fleet, "MetricsFresh", "False", "MetricsMissing"))
     scraped_until = time.time()
     fleet.until(lambda: newer(seen.prometheus, scraped_until))
 

@@ -14,7 +14,7 @@ from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace, counted, eventually, is_gone
 
-from .fleet import Fleet, afresh, asked
+from .fleet import Fleet, assert_drain_requested, assert_replaced
 from .rights import RULES, bind, token_of
 
 ACCOUNT = "multimodal-operator"
@@ -126,13 +126,13 @@ def see_a_pod_leave(plane: ControlPlane, namespace: Namespace) -> None:
 def drain_and_need_again(namespace: Namespace) -> None:
     fleet = Fleet(namespace)
     try:
-        fleet.until(lambda: fleet.sized("decode", 3))
-        second, last = fleet.of("decode")[1:]
-        last.held = True
+        fleet.until(lambda: fleet.assert_size("decode", 3))
+        second, last = fleet.pods_of("decode")[1:]
+        last.holds_work = True
         namespace.change({"decode": {"replicas": 1}})
-        fleet.until(lambda: asked(second, last))
+        fleet.until(lambda: assert_drain_requested(second, last))
         namespace.change({"decode": {"replicas": 3}})
-        fleet.until(lambda: afresh(fleet, second))
+        fleet.until(lambda: assert_replaced(fleet, second))
     finally:
         fleet.stop()
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mmd_operator.contest import FREE_REPAIRS
-from mmd_operator.observed import Workload, child_of
 from mmd_operator.resources.naming import INPUTS_ANNOTATION, REVISION_LABEL
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
@@ -94,7 +93,7 @@ def test_after_the_tag_moved_pods_of_a_revision_are_made_from_the_image_it_began
     assert everyone(pulling) == before, "nobody is replaced for it"
     pulling.image = MOVED
     pulling.namespace.change({"decode": {"replicas": 3}})
-    pulling.until(lambda: pulling.sized("decode", 3))
+    pulling.until(lambda: pulling.assert_size("decode", 3))
     core, name = pulling.namespace.core, pulling.namespace.name
     (lost, *_) = sorted(pod for pod in before if "-decode-" in pod)
     core.delete_namespaced_pod(lost, name, grace_period_seconds=0)
@@ -122,7 +121,7 @@ def test_gateways_are_replaced_once_by_those_of_the_pinned_image(pulling: Fleet)
     core, name = pulling.namespace.core, pulling.namespace.name
     (lost,) = pulling.namespace.gateway_pods()
     core.delete_namespaced_pod(lost.metadata.name, name, grace_period_seconds=0)
-    pulling.gone(lost.metadata.name)
+    pulling.remove(lost.metadata.name)
 
     def another_runs_the_same_image() -> None:
         (made,) = pulling.namespace.gateway_pods()
@@ -193,18 +192,18 @@ def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: 
     def watched() -> None:
         nonlocal fewest
         fewest = min(fewest, len(ready_encoders(fleet)))
-        if (workload := encoder_workload(fleet)).replicas == 2:
+        if (workload := fleet.workload("encoder")).replicas == 2:
             surges.append(workload.surged)
         assert uids(fleet).keys() == {name}, uids(fleet)
         assert uids(fleet)[name] != old
 
     (old,) = uids(fleet).values()
     fleet.until(watched, 90)
-    assert fleet.most["encoder"] == 2
+    assert fleet.largest_size["encoder"] == 2
     assert fewest == 1
     assert surges
     assert all(surges), "the size of a surge is marked as one"
-    assert not encoder_workload(fleet).surged
+    assert not fleet.workload("encoder").surged
     template = fleet.namespace.stateful_set("encoder").spec.template
     (pod,) = encoders(fleet)
     assert pod.metadata.annotations[INPUTS_ANNOTATION] == template.metadata.annotations[INPUTS_ANNOTATION]
@@ -214,10 +213,10 @@ def test_the_operators_own_surges_are_not_a_contest(fleet: Fleet) -> None:
     """Each replacement of the only pod of a pool makes the pool larger and smaller again."""
     fleet.until(lambda: ready_encoders(fleet))
     for items in range(3, 3 + FREE_REPAIRS + 2):
-        fleet.most["encoder"] = 1
+        fleet.largest_size["encoder"] = 1
         fleet.namespace.change({"encoder": {"batching": {"maxItems": items}}})
         fleet.until(lambda: replaced(fleet), 90)
-        assert fleet.most["encoder"] == 2
+        assert fleet.largest_size["encoder"] == 2
     assert fleet.namespace.condition("Degraded")[0] == "False"
     assert not fleet.namespace.events("FieldsContested")
 
@@ -226,18 +225,8 @@ def replaced(fleet: Fleet) -> None:
     template = fleet.namespace.stateful_set("encoder").spec.template
     wanted = template.metadata.annotations[INPUTS_ANNOTATION]
     assert [pod.metadata.annotations[INPUTS_ANNOTATION] for pod in encoders(fleet)] == [wanted]
-    assert fleet.most["encoder"] == 2
+    assert fleet.largest_size["encoder"] == 2
     assert ready_encoders(fleet)
-
-
-def encoder_workload(fleet: Fleet) -> Workload:
-    """As the operator sees it."""
-    found = fleet.namespace.stateful_set("encoder")
-    workload = child_of(
-        "StatefulSet", fleet.namespace.core.api_client.sanitize_for_serialization(found)
-    ).workload
-    assert workload is not None
-    return workload
 
 
 def encoders(fleet: Fleet) -> list[Any]:

@@ -10,11 +10,13 @@ from typing import Any
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.conditions import Facts, status_of
+from mmd_operator.facts import Facts
+from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling import PoolScaling
+from mmd_operator.status import status_of
 
 from .bodies import NEW, pod
 
@@ -61,11 +63,11 @@ def observed() -> Observed:
 
 
 def scaling(words: Words) -> PoolScaling:
-    return PoolScaling(None, words, OperatorMetrics(), "default")  # type: ignore[arg-type]  # in Shadow mode nothing moves
+    return PoolScaling(None, words, OperatorMetrics(), "default", PendingGrowth())  # type: ignore[arg-type]  # in Shadow mode nothing moves
 
 
 def tick(made: PoolScaling, after: float, deployment: MultimodalDeploymentSpec) -> bool:
-    _, changed = asyncio.run(made.tick(NOW + after, deployment, observed(), NEW))
+    _, changed = asyncio.run(made.tick(NOW + after, deployment, observed, NEW))
     return changed
 
 

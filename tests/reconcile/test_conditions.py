@@ -7,18 +7,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from mmd_operator.conditions import (
-    ConditionState,
-    Facts,
-    Scaling,
-    current_conditions,
-    dated,
-    pools_of,
-    status_of,
-)
+from mmd_operator.conditions import ConditionState, current_conditions, dated
+from mmd_operator.facts import Facts, Scaling
 from mmd_operator.observed import Observed, child_of
 from mmd_operator.problems import Problem
 from mmd_operator.rollout import Step
+from mmd_operator.status import pools_of, status_of
 
 from .bodies import NEW, OLD, pod, workload
 
@@ -234,6 +228,7 @@ def test_the_status_of_a_pool_counts_all_revisions_and_the_pods_that_leave():
         pod(name="demo-decode-0", deleting=True),
         pod(name="demo-decode-1", drain="2026-01-01T00:00:00Z"),
         pod(name="demo-decode-2"),
+        pod(name="demo-decode-3"),
         pod("prefill", name="demo-prefill-0", deleting=True),
     )
     seen = observed(pods=leaving)

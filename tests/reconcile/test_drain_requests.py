@@ -8,9 +8,11 @@ from typing import Any, cast
 from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.autoscaling import PoolFacts, ScaleActions
 from mmd_operator.contest import FREE_REPAIRS
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.events import Events
+from mmd_operator.growth import PendingGrowth
+from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import child_of
-from mmd_operator.scaling import Events, PoolScaling
+from mmd_operator.scaling_actions import PoolActions
 
 from .bodies import NEW, pod, workload
 
@@ -34,11 +36,11 @@ async def after(
 ) -> tuple[list[str], Events]:
     """Requests and Events when pods should drain in so many ticks."""
     cluster, events = Cluster(), cast(Events, [])
-    scaling = PoolScaling(cast(Any, cluster), cast(Any, None), OperatorMetrics(), "default")
+    actions = PoolActions(cast(Any, cluster), OperatorMetrics(), "default", PendingGrowth(), Counts())
     pods = [pod(name=name, ready=True) for name in names]
     for tick in range(ticks):
         decision = SimpleNamespace(pool="decode", replicas=1, current=2, at=1000 + tick * every_seconds)
-        await scaling._carry_out(
+        await actions.carry_out(
             ScaleActions(drain=names), DECODE, PoolFacts(2), pods, cast(Any, decision), events
         )
     return cluster.asked, events

@@ -11,12 +11,14 @@ from mmd_api.status import ConditionType, ScalingDecision
 from mmd_operator.autoscaling.coordinate import COUPLING, share_gpu_budget
 from mmd_operator.autoscaling.decide import REPORTS, RULES
 from mmd_operator.autoscaling.decision import LIMITS, AppliedRule
-from mmd_operator.conditions import Facts, Scaling, current_conditions, dated, status_of
+from mmd_operator.conditions import current_conditions, dated
 from mmd_operator.explain import CONDITIONS, lines
+from mmd_operator.facts import Facts, Scaling
 from mmd_operator.observed import Observed, child_of
 from mmd_operator.plan import plan_objects
 from mmd_operator.rollout import STEPS, Step, next_step
 from mmd_operator.sentences import sentence_of
+from mmd_operator.status import status_of
 from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
 
 from .answering_pods import Words, scaling, spec, status, tick

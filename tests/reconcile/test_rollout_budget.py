@@ -106,3 +106,9 @@ def test_pools_grow_by_what_pods_that_are_ending_no_longer_hold():
 def test_pods_that_are_ending_are_counted_before_a_new_revision_starts():
     beside = step(15, {"prefill": 1, "decode": 1}, ending={"decode": 4, "prefill": 2})
     assert sizes(beside) == {"prefill": 1, "decode": 2}
+
+
+@pytest.mark.parametrize(("budget", "grown"), [(12, {"decode": 4}), (11, {})])
+def test_a_pool_grows_by_what_pools_that_are_created_now_leave(budget: int, grown: dict[str, int]):
+    found = step(budget, {}, {"decode": 3}, serving="new", ending={"decode": 1})
+    assert {name.split("-")[1]: n for name, n in found.sizes.items()} == grown

@@ -166,3 +166,10 @@ def test_a_pool_of_the_same_revision_that_left_the_spec_stays_until_the_rest_is_
     old = pod("prefill", NEW, name=f"demo-prefill-{NEW}-0", ready=True, inputs="before")
     assert not step(observed(NATS, *pools(NEW), gateway(NEW), pods=[old]), spec).remove
     assert removed(step(observed(NATS, *pools(NEW), gateway(NEW)), spec)) == {f"demo-encoder-{NEW}"}
+
+
+def test_an_effect_is_as_long_as_the_status_allows():
+    older = [workload("StatefulSet", "decode", f"{n:010d}") for n in range(60)]
+    found = step(observed(NATS, *pools(NEW), *older, gateway(NEW)))
+    (effect,) = [e for e in found.effects if e.step == "remove_unused_objects"]
+    assert len(effect.message) == 1024

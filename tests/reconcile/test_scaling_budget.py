@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmd_operator.autoscaling import ScaleActions
+from mmd_operator.gpu_budget import serving_budget
 from mmd_operator.observed import Observed, child_of
-from mmd_operator.scaling import growth_within, serving_budget
+from mmd_operator.scaling_limits import growth_within
 from tests.support.deployments import deployment
 
 from .bodies import NEW, OLD, pod, workload
@@ -48,5 +49,7 @@ def test_pods_that_are_ending_are_not_there_for_growth():
     ],
 )
 def test_a_pool_grows_by_what_is_free_and_leaves_the_rest_to_the_next(free, wanted, size, left):
-    actions, remaining = growth_within(free, ScaleActions(replicas=wanted), PREFILL)
+    actions, remaining = growth_within(
+        free, ScaleActions(replicas=wanted), PREFILL, Observed({PREFILL.key: PREFILL})
+    )
     assert (actions.replicas, remaining) == (size, left)

@@ -7,7 +7,7 @@ import pytest
 from mmd_operator.autoscaling import ScaleActions
 from mmd_operator.observed import Observed, PodView, child_of
 from mmd_operator.replacement import Replacement, replacement
-from mmd_operator.scaling import without_loss
+from mmd_operator.scaling_limits import without_loss
 
 from .bodies import NEW, pod, workload
 
@@ -84,3 +84,20 @@ def test_the_last_ready_pod_leaves_where_those_that_stay_wait_for_a_gpu():
 def test_a_pool_that_shrinks_to_zero_loses_its_last_ready_pod():
     wanted = ScaleActions(drain=(f"{SET}-0",))
     assert decided(wanted, one(0, ready=True))[0] == wanted
+
+
+def test_no_ready_pod_leaves_beside_one_that_is_not_while_pods_are_replaced():
+    old = one(0, "old", ready=True)
+    allowed, _ = decided(ScaleActions(replicas=1), old, one(1, ready=True), unplaced(2))
+    assert allowed == ScaleActions()
+
+
+def test_the_last_ready_pod_does_not_leave_with_one_that_is_not():
+    assert decided(ScaleActions(replicas=1), one(0), one(1, ready=True), one(2))[0] == ScaleActions()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_pods_leave_where_one_that_stays_is_ready_or_none_was(ready: bool):
+    pods = one(0), one(1, ready=ready), one(2, ready=ready)
+    wanted = ScaleActions(replicas=2)
+    assert decided(wanted, *pods)[0] == wanted

@@ -53,8 +53,9 @@ def test_a_restarted_operator_uses_it_until_a_fresh_load_arrives():
     assert signal.seconds == pytest.approx(2.0)
     assert status(anew)["pools"]["encoder"]["throughput"]["videoMilli"] == 350_000
 
-    unknown = scaling(Words())
-    unknown._report_fetcher.queued = 700.0  # type: ignore[attr-defined]
+    words = Words()
+    words.queued = 700.0
+    unknown = scaling(words)
     tick(unknown, 10, deployment)
     assert "no throughput measured for video" in unknown.decisions["encoder"].missing
 

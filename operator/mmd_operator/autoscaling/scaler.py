@@ -42,21 +42,26 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """A pool now: its wanted size and its pods."""
+    """A pool now: its wanted size and its pods. `surge`: how many of `replicas` only join the others while these are replaced."""
 
     replicas: int
     pods: tuple[PodFacts, ...] = ()
     drain_seconds: float = 120.0
+    surge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleActions:
-    """What to do to a pool now: pods to ask to drain, a size to set, drained pods to replace, pods that drain for too long."""
+    """What to do to a pool now: pods to ask to drain, a size to set, drained pods to replace, pods that drain for too long.
+
+    `keep_surge`: the present size, surge included, is that of the pool from now on.
+    """
 
     drain: tuple[str, ...] = ()
     replicas: int | None = None
     renew: tuple[str, ...] = ()
     overdue: tuple[str, ...] = ()
+    keep_surge: bool = False
 
 
 class Scaler:
@@ -88,7 +93,7 @@ class Scaler:
         self._gateways = {name: kept for name, kept in self._gateways.items() if name in gateways}
         samples = {
             name: PoolSamples(
-                replicas=facts.replicas,
+                replicas=facts.replicas - facts.surge,
                 pods=tuple(self._sample(now, self.policy.pools[name], pod) for pod in facts.pods),
                 demand=self._demand(self.policy.pools[name].roles, gateways),
                 latency=self._latency(),
@@ -100,10 +105,13 @@ class Scaler:
         return decided
 
     def actions(self, now: float, decision: Decision, facts: PoolFacts) -> ScaleActions:
-        """The actions that bring a pool towards a decision. The same facts give the same actions: they can be repeated."""
-        if not decision.act:
+        """The actions that bring a pool towards a decision. The same facts give the same actions: they can be repeated.
+
+        A surge leaves in Shadow mode too: no autoscaler wanted it.
+        """
+        if not decision.act and not facts.surge:
             return ScaleActions()
-        target = decision.replicas
+        target = decision.in_force
         rules = self.policy.pools[decision.pool]
         states = {pod.name: self._sample(now, rules, pod).state for pod in facts.pods}
         pods = {pod.ordinal: pod for pod in facts.pods}
@@ -136,6 +144,7 @@ class Scaler:
             overdue=tuple(
                 name for name in overdue if any(p.name == name and p.ordinal >= keep for p in leaving)
             ),
+            keep_surge=bool(facts.surge) and target == facts.replicas,
         )
 
     def _sample(self, now: float, rules: PoolPolicy, pod: PodFacts) -> PodSample:

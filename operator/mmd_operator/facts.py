@@ -1,0 +1,74 @@
+"""What a pass found out about a deployment: what its conditions and its status are made from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmd_api.contract.pools import PoolName
+from mmd_api.status import PinnedRevision, PoolThroughput, ScalingDecision
+from mmd_operator.observed import Observed, Workload
+from mmd_operator.problems import Problem
+from mmd_operator.rollout import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The autoscaler's part of the status. `decisions`: that hold now; `changes`: the last of size; `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
+
+    decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    changes: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
+    pools: tuple[PoolName, ...] = ()
+    shadow: tuple[PoolName, ...] = ()
+    missing: tuple[str, ...] = ()
+    limited: tuple[str, ...] = ()
+    limit: str | None = None
+    bottleneck: PoolName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a pass found out. `problems` are gathered, the worst first; `step` is None where no plan could be made."""
+
+    name: str
+    namespace: str
+    pools: tuple[PoolName, ...]
+    managed_nats: bool
+    observed: Observed
+    problems: tuple[Problem, ...]
+    step: Step | None
+    paused: bool = False
+    unknown_fields: tuple[str, ...] = ()
+    scaling: Scaling = field(default_factory=Scaling)
+    pinned: tuple[PinnedRevision, ...] = ()
+    waiting: str = ""
+    """What pods wait for that is not a problem yet."""
+
+    @property
+    def gateway(self) -> Workload | None:
+        """The gateway's Deployment."""
+        child = self.observed.children.get(("Deployment", f"{self.name}-gateway"))
+        return child.workload if child else None
+
+    @property
+    def serving(self) -> str | None:
+        """The revision that serves."""
+        if self.step is not None:
+            return self.step.serving
+        return self.gateway.template_revision if self.gateway else None
+
+    def workloads(self, pool: PoolName) -> dict[str | None, Workload]:
+        """StatefulSets of a pool by revision."""
+        return {
+            child.revision: child.workload
+            for child in self.observed.children.values()
+            if child.kind == "StatefulSet"
+            and child.component == pool
+            and child.workload
+            and not child.deleting
+        }
+
+    def serving_workload(self, pool: PoolName) -> Workload | None:
+        """A pool's StatefulSet in the revision that serves."""
+        return self.workloads(pool).get(self.serving)

@@ -1,0 +1,118 @@
+"""Carries out the actions of the autoscaler: drains, resizes and renews pods. `autoscaling` decides which, `scaling_limits` what of them may
+be done now.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_operator.apply import UNSEEN_SECONDS
+from mmd_operator.autoscaling import Decision, PoolFacts, ScaleActions
+from mmd_operator.cluster import Cluster
+from mmd_operator.contest import Contests
+from mmd_operator.events import Events
+from mmd_operator.growth import PendingGrowth
+from mmd_operator.metrics import Counts, OperatorMetrics
+from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.problems import contested
+
+
+class PoolActions:
+    """Acts on the pools of one deployment.
+
+    By pool, `_draining`: since when, by uid of the pod; `_overdue`: pods with an Event about it; `_changes`: the decision that began the
+    present change of size.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: OperatorMetrics,
+        namespace: str,
+        growth: PendingGrowth,
+        counts: Counts,
+    ) -> None:
+        self._cluster, self._metrics, self._namespace = cluster, metrics, namespace
+        self._growth, self._counts = growth, counts
+        self._drain_requests = Contests()
+        self._asked_at: dict[str, float] = {}  # Unix seconds at which a pod was asked to drain, by uid
+        self._draining: dict[PoolName, dict[str, float]] = {name: {} for name in POOL_NAMES}
+        self._overdue: dict[PoolName, set[str]] = {name: set() for name in POOL_NAMES}
+        self._changes: dict[PoolName, Decision] = {}
+
+    def watch_drains(self, observed: Observed, now: float) -> None:
+        """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        present = {pod.uid for pod in observed.pods}
+        self._asked_at = {uid: at for uid, at in self._asked_at.items() if uid in present}
+        for name, draining in self._draining.items():
+            pods = observed.pods_of(name)
+            for uid in draining.keys() - {pod.uid for pod in pods}:
+                requested = draining.pop(uid)
+                self._counts.drains[name, "ended"] += 1
+                self._metrics.drain_seconds.labels(name).observe(max(0.0, now - requested))
+            draining |= {
+                pod.uid: pod.drain_requested_at for pod in pods if pod.drain_requested_at is not None
+            }
+
+    async def carry_out(
+        self,
+        actions: ScaleActions,
+        child: Child,
+        facts: PoolFacts,
+        pods: list[PodView],
+        decision: Decision,
+        events: Events,
+    ) -> None:
+        """Bring one pool towards a decision. `pods`: those of `child`; `events` gets what to report.
+
+        Raises:
+            BusyError, RefusedError: an action could not be carried out; the others wait for the next tick.
+        """
+        pool = decision.pool
+        uids = {pod.name: pod.uid for pod in pods}
+        if decision.replicas != decision.current:
+            self._changes[pool] = decision
+        begun = self._changes.get(pool)
+        why = begun if begun is not None and begun.replicas == decision.replicas else decision
+        if actions.replicas is not None:
+            with self._growth.writing(child.name, actions.replicas):
+                await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
+            sizes = f"from {facts.replicas} to {actions.replicas} pods"
+            events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
+        elif actions.keep_surge:
+            await self._cluster.release_replicas(self._namespace, child.name, facts.replicas)
+            words = f"keeps all {facts.replicas} pods after the replacement"
+            events.append(("Scaled", f"StatefulSet {child.name} {words}; {why}"))
+        for name in actions.drain:
+            if decision.at - self._asked_at.get(uids[name], 0.0) < UNSEEN_SECONDS:
+                continue  # the watch may not show the annotation yet
+            if self._drain_requests.pause(uids[name], decision.at) > 0:
+                continue  # another client keeps removing the annotation
+            await self._cluster.ask_to_drain(self._namespace, name, uids[name], datetime.now(UTC))
+            self._drain_requests.repaired(uids[name], decision.at, None)
+            self._asked_at[uids[name]] = decision.at
+            self._counts.drains[pool, "begun"] += 1
+            events.append(
+                (
+                    "Draining",
+                    f"pod {name} is draining: it finishes its requests and accepts no new ones; {why}",
+                )
+            )
+            if rival := self._drain_requests.against(uids[name], decision.at):
+                problem = contested(pool, f"the annotation {DRAIN_ANNOTATION} of pod {name}", rival)
+                events.append((problem.reason, f"{problem.seen}; {problem.remedy}"))
+        for name in actions.renew:
+            await self._cluster.delete_pod(self._namespace, name, uids[name])
+            self._counts.drains[pool, "renewed"] += 1
+            events.append(("Renewed", f"drained pod {name} is needed again and is being replaced"))
+        for name in actions.overdue:
+            if name not in self._overdue[pool]:
+                self._overdue[pool].add(name)
+                self._counts.drains[pool, "overdue"] += 1
+                message = (
+                    f"pod {name} did not finish draining within {facts.drain_seconds:.0f} s and is removed"
+                )
+                events.append(("DrainDeadlineExceeded", message))
+        self._overdue[pool] &= uids.keys() | set(actions.overdue)

@@ -1,0 +1,299 @@
+"""A deployment on an API server that answers when a test lets it, and a watch that shows what the test lets it show."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mmd_api.resource import API_VERSION, KIND
+from mmd_operator.cluster import BusyError, RefusedError
+from mmd_operator.context import PassContext
+from mmd_operator.finalizer import FINALIZER
+from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.observed import Observed, PodView, child_of
+from mmd_operator.pod_client import ReportFetcher
+from mmd_operator.reconcile_pass import ReconcilePass
+from mmd_operator.resources.naming import REVISION_LABEL
+
+from .bodies import UID, pod
+
+AUTOSCALING = {
+    "minReplicas": 1,
+    "maxReplicas": 4,
+    "maxScaleUpPercent": 1000,
+    "maxScaleDownPercent": 100,
+    "scaleDownStabilizationSeconds": 0,
+    "scaleDownCooldownSeconds": 0,
+    "panicWindowSeconds": 0,
+}
+TICK_SECONDS = 2.0
+
+
+class LaggingCluster:
+    """The API server. While `holds`, every write waits for `release` before it has an effect, and again before it is answered.
+
+    `outcomes`: of the next writes, in this order: "done", "refused", "lost" (neither carried out nor answered) or "unanswered".
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[str, str], dict[str, Any]] = {}
+        self.holds = False
+        self.waiting: list[asyncio.Future[None]] = []
+        self.outcomes: deque[str] = deque()
+        self._shown: dict[tuple[str, str], dict[str, Any]] = {}
+        self._shared: asyncio.Future[None] | None = None
+        self._version = 0
+
+    async def turn(self, *, shared: bool = False) -> None:
+        """Wait until the test lets this call go on, with others that share their turn."""
+        if not self.holds:
+            return
+        if shared and self._shared is not None and not self._shared.done():
+            await asyncio.shield(self._shared)
+            return
+        waits = asyncio.get_running_loop().create_future()
+        self.waiting.append(waits)
+        if shared:
+            self._shared = waits
+        await waits
+
+    def release(self, number: int) -> None:
+        """Let one of the calls that wait go on."""
+        if self.waiting:
+            self.waiting.pop(number % len(self.waiting)).set_result(None)
+
+    def show(self) -> None:
+        """The watch catches up."""
+        self._shown = copy.deepcopy(self.stored)
+
+    def observe(self) -> Observed:
+        """What the watch shows: every pod of a size that it shows is Ready."""
+        children = [child_of(kind, body) for (kind, _), body in self._shown.items()]
+        pods: list[PodView] = []
+        for child in children:
+            if child.workload is not None and child.component is not None:
+                revision, name = child.workload.template_revision, child.name
+                pods += [
+                    replace(
+                        pod(
+                            child.component,
+                            revision,
+                            name=f"{name}-{n}",
+                            ready=True,
+                            gpus=child.workload.gpus,
+                            inputs=child.workload.inputs,
+                        ),
+                        address=f"{name}-{n}",
+                    )
+                    for n in range(child.workload.replicas)
+                ]
+        return Observed({child.key: child for child in children}, tuple(pods))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all sizes as they are stored."""
+        sets = (child_of(kind, body) for (kind, _), body in self.stored.items() if kind == "StatefulSet")
+        return sum(child.workload.replicas * child.workload.gpus for child in sets if child.workload)
+
+    def size(self, pool: str) -> int:
+        """Replicas of a pool over all revisions."""
+        found = [
+            body
+            for (kind, name), body in self.stored.items()
+            if kind == "StatefulSet" and f"-{pool}-" in name
+        ]
+        return sum(body["spec"]["replicas"] for body in found)
+
+    async def get(self, kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.stored.get((kind, name)))
+
+    async def apply(self, manifest: dict[str, Any], _namespace: str) -> dict[str, Any]:
+        key = manifest["kind"], manifest["metadata"]["name"]
+
+        def change() -> None:
+            body = copy.deepcopy(manifest)
+            before = self.stored.get(key, {})
+            size = before.get("spec", {}).get("replicas")
+            if key[0] == "StatefulSet" and size is not None:
+                body["spec"].setdefault("replicas", size)
+            body["metadata"] |= {"uid": f"uid-of-{key}", "namespace": "default"}
+            before = copy.deepcopy(before)
+            before.get("metadata", {}).pop("resourceVersion", None)
+            before.pop("status", None)
+            if body != before:
+                self._store(key, body)
+
+        await self._write(change)
+        return copy.deepcopy(self.stored[key])
+
+    async def scale(self, kind: str, _namespace: str, name: str, replicas: int, *_: str) -> None:
+        def change() -> None:
+            body = copy.deepcopy(self.stored[kind, name])
+            body["spec"]["replicas"] = replicas
+            self._store((kind, name), body)
+
+        await self._write(change)
+
+    async def delete(self, kind: str, _namespace: str, name: str, _uid: str) -> None:
+        await self._write(lambda: self.stored.pop((kind, name), None))
+
+    async def apply_status(self, _namespace: str, _name: str, status: dict[str, Any]) -> dict[str, Any]:
+        return status
+
+    async def release_replicas(self, *_: object) -> None:
+        pass
+
+    async def ask_to_drain(self, *_: object) -> None:
+        pass
+
+    async def warnings_about(self, *_: object) -> list[Any]:
+        return []
+
+    async def _write(self, change: Any) -> None:
+        await self.turn()
+        outcome = self.outcomes.popleft() if self.outcomes else "done"
+        if outcome == "refused":
+            raise RefusedError("quota exceeded")
+        if outcome != "lost":
+            change()
+        await self.turn()
+        if outcome != "done":
+            raise BusyError("no answer")
+
+    def _store(self, key: tuple[str, str], body: dict[str, Any]) -> None:
+        self._version += 1
+        body["metadata"]["resourceVersion"] = str(self._version)
+        if size := body["spec"].get("replicas") if "template" in body.get("spec", {}) else None:
+            body["status"] = {"replicas": size, "readyReplicas": size, "updatedReplicas": size}
+        self.stored[key] = body
+
+
+class Reports(ReportFetcher):
+    """Workers and gateways that answer over such a cluster. `queued`: work that waits in each encoder."""
+
+    def __init__(self, cluster: LaggingCluster) -> None:
+        self._cluster = cluster
+        self.queued = 0.0
+
+    async def get(self, address: str, port: int, path: str, max_bytes: int) -> bytes:
+        await self._cluster.turn(shared=True)
+        ((_, found),) = [
+            (key, body)
+            for key, body in self._cluster._shown.items()
+            if address.startswith(f"{key[1]}-") and "template" in body.get("spec", {})
+        ] or [(None, None)]
+        if found is None:
+            return b""
+        revision = found["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
+        report: dict[str, Any] = {"pod": address, "revision": revision}
+        if "gateway" in address:
+            ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
+            report |= {"queue": {"age_seconds": 0.0, "waiting_work": {}}, "ttft": ttft}
+        else:
+            load: dict[str, Any] = {}
+            if "encoder" in address:
+                load = {
+                    "encode_queued_work": {"video": self.queued},
+                    "encode_work_per_second": {"video": 100.0},
+                    "encode_busy_fraction": 1.0 if self.queued else 0.0,
+                }
+            report |= {"state": "ready", "load": load}
+        return json.dumps(report).encode()
+
+
+class Race:
+    """One deployment whose passes and ticks run at the same time. Its encoder scales, its decode pool has a fixed size."""
+
+    def __init__(self, budget: int, decode: int = 1) -> None:
+        self.cluster = LaggingCluster()
+        self.reports = Reports(self.cluster)
+        metrics = OperatorMetrics()
+        events = SimpleNamespace(report=lambda *_, **__: None)
+        context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
+        self.body: dict[str, Any] = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {
+                "name": "demo",
+                "namespace": "default",
+                "uid": UID,
+                "generation": 1,
+                "resourceVersion": "1",
+                "finalizers": [FINALIZER],
+            },
+            "spec": {
+                "model": {"id": "builtin/demo", "dtype": "Float32"},
+                "nats": {"managed": False, "url": "nats://nats.example:4222"},
+                "encoder": {"gpus": 1, "autoscaling": AUTOSCALING},
+                "prefill": {"gpus": 1, "replicas": 1},
+                "decode": {"gpus": 1, "replicas": decode},
+                "gpuBudget": budget,
+                "transfer": {"kv": {"backend": "Gloo"}},
+            },
+        }
+        self._pass = ReconcilePass(context, self.reports, self.cluster.observe, self.body)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._now = time.time()
+
+    def change(self, **spec: Any) -> None:
+        """A new generation of the spec."""
+        self.body = copy.deepcopy(self.body)
+        self.body["spec"] |= spec
+        self.body["metadata"]["generation"] += 1
+
+    async def begin(self, what: str) -> None:
+        """A pass or a tick begins unless one is running, and goes on until it waits for the API server or for a report."""
+        if what not in self._running or self._running[what].done():
+            self._running[what] = asyncio.create_task(
+                self._run_pass() if what == "pass" else self._run_tick()
+            )
+        await self.quiet()
+
+    async def release(self, number: int = 0) -> None:
+        """One call goes on."""
+        self.cluster.release(number)
+        await self.quiet()
+
+    async def quiet(self) -> None:
+        """Wait until every task waits for a call."""
+        for _ in range(30):
+            await asyncio.sleep(0)
+
+    async def settle(self, rounds: int = 3) -> None:
+        """Passes and ticks, one after another, on a watch that does not lag."""
+        self.cluster.holds = False
+        while self.cluster.waiting:
+            await self.release()
+        for _ in range(rounds):
+            for what in ("pass", "tick"):
+                self.cluster.show()
+                await self.begin(what)
+                await self._running[what]
+        self.cluster.show()
+
+    async def end(self) -> None:
+        """Cancel what still runs."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _run_pass(self) -> None:
+        with suppress(BusyError, RefusedError):
+            await self._pass.run(self.body, failing=False)
+
+    async def _run_tick(self) -> None:
+        self._now += TICK_SECONDS
+        deployment = self._pass.deployment
+        gateway = self.cluster.observe().children.get(("Deployment", "demo-gateway"))
+        if deployment is None or gateway is None or gateway.workload is None:
+            return
+        serving = str(gateway.workload.template_revision)
+        with suppress(BusyError, RefusedError):
+            await self._pass.scaling.tick(self._now, deployment.spec, self._pass.observe, serving)

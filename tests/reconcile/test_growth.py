@@ -1,0 +1,218 @@
+"""How long growth that the watch does not show counts against the GPU budget, and against whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.autoscaling import ScaleActions
+from mmd_operator.cluster import BusyError, RefusedError
+from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown, serving_budget
+from mmd_operator.gpu_share import gpu_share
+from mmd_operator.growth import LONGEST_LAG_SECONDS, PendingGrowth
+from mmd_operator.observed import Observed, PoolGrowth, child_of
+from mmd_operator.rollout import next_step
+from mmd_operator.scaling_limits import growth_within
+from tests.support.deployments import deployment
+
+from .bodies import NEW, OLD, UID, pod, workload
+
+
+def stateful_set(pool: str = "prefill", revision: str = NEW, replicas: int = 2, uid: str = "u"):
+    return child_of(
+        "StatefulSet", workload("StatefulSet", pool, revision, replicas=replicas, gpus=2, uid=uid)
+    )
+
+
+PREFILL = stateful_set()
+DECODE = stateful_set("decode")
+SEEN = Observed({child.key: child for child in (PREFILL, DECODE)})
+TO_FOUR = PoolGrowth(4, 2, NEW, PREFILL.uid)
+CREATED = PoolGrowth(3, 2, NEW, None)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def written(growth: PendingGrowth, one: PoolGrowth = TO_FOUR, error: Exception | None = None) -> None:
+    """Decided, and written, which ends with an error if there is one."""
+    try:
+        with growth.deciding({PREFILL.name: one}), growth.writing(PREFILL.name, one.replicas):
+            if error is not None:
+                raise error
+    except (BusyError, RefusedError):
+        pass
+
+
+def test_growth_counts_from_the_decision_on():
+    growth = PendingGrowth()
+    with growth.deciding({PREFILL.name: TO_FOUR}):
+        assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+    assert growth.unseen(SEEN) == {}, "it was never written"
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"), [(None, True), (BusyError("no answer"), True), (RefusedError("quota"), False)]
+)
+def test_a_written_size_counts_unless_it_was_refused(error: Exception | None, counts: bool):
+    growth = PendingGrowth()
+    written(growth, error=error)
+    assert growth.unseen(SEEN) == ({PREFILL.name: TO_FOUR} if counts else {})
+
+
+def test_a_refused_size_leaves_the_one_that_was_written_before():
+    growth = PendingGrowth()
+    written(growth)
+    written(growth, replace(TO_FOUR, replicas=5), RefusedError("quota"))
+    assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+
+
+@pytest.mark.parametrize(
+    ("shown", "counts"),
+    [
+        (stateful_set(replicas=3), True),
+        (stateful_set(replicas=4), False),
+        (stateful_set(replicas=5), False),
+        (stateful_set(uid="another"), False),
+        (None, False),
+    ],
+)
+def test_a_written_size_counts_until_the_watch_shows_it_or_that_the_pool_is_gone(shown, counts: bool):
+    growth = PendingGrowth()
+    written(growth)
+    seen = Observed({shown.key: shown} if shown else {})
+    assert bool(growth.unseen(seen)) == counts
+    assert bool(growth.unseen(SEEN)) == counts, "it does not come back"
+
+
+def test_a_pool_that_is_created_counts_until_the_watch_shows_it():
+    growth = PendingGrowth()
+    written(growth, CREATED)
+    assert growth.unseen(Observed()) == {PREFILL.name: CREATED}
+    assert growth.unseen(SEEN) == {}
+
+
+def test_a_smaller_size_that_is_written_later_replaces_it():
+    growth = PendingGrowth()
+    written(growth)
+    with growth.writing(PREFILL.name, 2):
+        pass
+    assert growth.unseen(SEEN) == {}
+
+
+def test_a_size_that_is_no_growth_is_not_recorded_while_another_is_decided():
+    growth = PendingGrowth()
+    with growth.deciding({PREFILL.name: TO_FOUR}), growth.writing(PREFILL.name, 2):
+        pass
+    with growth.deciding({DECODE.name: TO_FOUR}), growth.writing(PREFILL.name, 2):
+        pass
+    assert growth.unseen(SEEN) == {}
+
+
+def test_a_smaller_size_that_was_written_at_the_same_time_does_not_replace_it():
+    growth = PendingGrowth(Clock())
+    with growth.writing(PREFILL.name, 2):
+        written(growth)
+    assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+
+
+def test_the_largest_of_several_counts():
+    growth = PendingGrowth()
+    written(growth)
+    five = replace(TO_FOUR, replicas=5)
+    with growth.deciding({PREFILL.name: five}), growth.deciding({PREFILL.name: replace(five, replicas=3)}):
+        assert growth.unseen(SEEN) == {PREFILL.name: five}
+
+
+def test_a_size_that_the_watch_never_shows_is_forgotten():
+    growth = PendingGrowth(clock := Clock())
+    written(growth)
+    clock.now += LONGEST_LAG_SECONDS - 1
+    assert growth.unseen(SEEN)
+    clock.now += 1
+    assert not growth.unseen(SEEN)
+
+
+def test_a_pool_that_is_deleted_is_forgotten():
+    growth = PendingGrowth()
+    written(growth, CREATED)
+    growth.forget(PREFILL.name)
+    assert not growth.unseen(Observed())
+
+
+@pytest.mark.parametrize(("pods", "growing"), [(0, 4), (2, 4), (3, 2), (4, 0)])
+def test_a_pod_that_the_watch_shows_before_the_size_counts_once(pods: int, growing: int):
+    found = tuple(pod("prefill", NEW, name=f"{PREFILL.name}-{n}", gpus=2) for n in range(pods))
+    seen = replace(SEEN, pods=found, growth={PREFILL.name: TO_FOUR})
+    assert gpus_growing(seen, PREFILL.name) == growing
+    assert gpus_held(seen) == 12
+    assert gpus_held(seen, NEW) == 12
+    assert gpus_held(seen, OLD) == 0
+
+
+def test_growth_to_fewer_pods_than_there_are_holds_nothing():
+    found = tuple(pod("prefill", NEW, name=f"{PREFILL.name}-{n}", gpus=2) for n in range(5))
+    assert gpus_growing(replace(SEEN, pods=found, growth={PREFILL.name: TO_FOUR}), PREFILL.name) == 0
+
+
+def test_growth_is_not_there_for_others_and_is_there_for_the_pool_that_has_it():
+    seen = replace(SEEN, growth={PREFILL.name: TO_FOUR})
+    assert grown(PREFILL, 4, seen, 0) == (4, 0)
+    assert grown(PREFILL, 5, seen, 2) == (5, 0)
+    assert grown(PREFILL, 3, seen, 1) == (3, 1)
+    assert grown(DECODE, 3, seen, 1) == (2, 1)
+    assert growth_within(0, ScaleActions(replicas=4), PREFILL, seen) == (ScaleActions(replicas=4), 0)
+    assert growth_within(0, ScaleActions(replicas=4), DECODE, seen) == (ScaleActions(), 0)
+
+
+SPEC = deployment(
+    {
+        "model": {"id": "builtin/demo", "dtype": "Float32"},
+        "prefill": {"gpus": 2, "replicas": 2},
+        "decode": {"gpus": 2, "replicas": 2},
+        "gpuBudget": 16,
+    }
+).spec
+
+
+def test_a_new_revision_gets_what_growth_of_the_serving_one_leaves():
+    assert not gpu_share(SPEC, "cccccccccc", NEW, SEEN).sizes
+    growing = replace(SEEN, growth={PREFILL.name: TO_FOUR})
+    assert gpu_share(SPEC, "cccccccccc", NEW, growing).sizes == {"prefill": 1, "decode": 1}
+    own = replace(SEEN, growth={f"demo-prefill-{OLD}": replace(TO_FOUR, revision=OLD, uid=None)})
+    assert not gpu_share(SPEC, OLD, NEW, own).sizes, "its own growth is part of its share"
+
+
+def test_the_autoscaler_may_want_what_a_new_revision_leaves():
+    assert serving_budget(SPEC, SEEN, NEW) == 16
+    other = PoolGrowth(3, 2, OLD, None)
+    assert serving_budget(SPEC, replace(SEEN, growth={f"demo-prefill-{OLD}": other}), NEW) == 10
+    assert serving_budget(SPEC, replace(SEEN, growth={PREFILL.name: TO_FOUR}), NEW) == 16
+    older = stateful_set(revision=OLD)
+    assert serving_budget(SPEC, replace(SEEN, children={**SEEN.children, older.key: older}), NEW) == 12
+
+
+def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
+    spec = SPEC.model_copy(
+        update={"gpu_budget": 6, "prefill": SPEC.prefill.model_copy(update={"replicas": 1})}
+    )
+    revision = pipeline_revision(spec)
+    body = workload("StatefulSet", "prefill", revision, gpus=2, inputs="new")
+    prefill, decode = child_of("StatefulSet", body), stateful_set("decode", revision, replicas=1)
+    gateway = child_of("Deployment", workload("Deployment", "gateway", None, template=revision))
+    old = pod("prefill", revision, name=f"{prefill.name}-0", ready=True, inputs="old", gpus=2)
+    growing = {prefill.name: PoolGrowth(2, 2, revision, prefill.uid)}
+    seen = Observed({c.key: c for c in (prefill, decode, gateway)}, (old,), growing)
+    planned = [
+        {"kind": "Deployment", "metadata": {"name": "demo-gateway", "labels": {}}, "spec": {"replicas": 1}}
+    ]
+    step = next_step(spec, revision, planned, seen, UID)
+    assert step.replace[prefill.name].delete == ()
+    assert step.growth == growing

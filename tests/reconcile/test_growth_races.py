@@ -1,0 +1,114 @@
+"""A pass and a tick of the autoscaler that run at the same time, on a watch that lags: no free GPU is given to both."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.deployments import ANOTHER_MODEL
+
+from .lagging_cluster import Race
+
+BUSY = 700.0
+
+
+async def test_a_free_gpu_is_not_given_to_two_pools_before_the_watch_shows_the_first():
+    race = await begun(budget=4)
+    await race.begin("tick")
+    assert race.cluster.size("encoder") == 2
+    race.change(decode={"gpus": 1, "replicas": 2})
+    await race.begin("pass")
+    assert race.cluster.gpus == 4
+
+
+async def test_a_free_gpu_is_not_given_to_two_pools_before_the_first_is_written():
+    race = await begun(budget=4)
+    race.change(decode={"gpus": 1, "replicas": 2})
+    race.cluster.holds = True
+    await race.begin("tick")
+    await race.release()
+    assert race.cluster.size("encoder") == 1, "decided and not written yet"
+    await race.begin("pass")
+    while race.cluster.waiting:
+        await race.release()
+    assert race.cluster.gpus == 4
+
+
+async def test_a_new_revision_does_not_take_gpus_that_the_autoscaler_has_just_given_away():
+    race = await begun(budget=6)
+    await race.begin("tick")
+    assert race.cluster.size("encoder") == 4
+    race.change(**ANOTHER_MODEL)
+    await race.begin("pass")
+    assert race.cluster.gpus == 6
+
+
+async def test_the_autoscaler_does_not_take_gpus_that_a_new_revision_has_just_got():
+    race = await begun(budget=6)
+    race.change(**ANOTHER_MODEL)
+    race.cluster.holds = True
+    await race.begin("tick")
+    await race.begin("pass")
+    for _ in range(20):
+        await race.release(-1)  # the pass overtakes the tick, whose reports are on their way
+    race.cluster.show()
+    while race.cluster.waiting:
+        await race.release()
+    assert race.cluster.gpus == 6
+
+
+async def begun(budget: int) -> Race:
+    """Three pods serve, and the encoder has more work than it can do."""
+    race = Race(budget)
+    await race.settle()
+    assert race.cluster.gpus == 3
+    race.reports.queued = BUSY
+    return race
+
+
+CHANGES = st.sampled_from(["busy", "idle", "decode", "model"])
+ANSWERS = st.sampled_from(["refused", "lost", "unanswered"])
+EVENTS = st.sampled_from(["pass", "tick"]) | st.just("show") | CHANGES | ANSWERS
+CALLS = st.lists(st.integers(0, 3), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(spare=st.integers(0, 4), events=st.lists(st.tuples(EVENTS, CALLS), min_size=5, max_size=25))
+@example(
+    spare=1,
+    events=[("tick", [0]), ("decode", []), ("pass", [0, 0, 0, 0]), ("show", [0, 0])],
+)
+def test_passes_and_ticks_at_once_keep_to_the_budget(spare: int, events: list[tuple[str, list[int]]]):
+    asyncio.run(race_through(spare, events))
+
+
+async def race_through(spare: int, events: list[tuple[str, list[int]]]) -> None:
+    """Each event, and then the calls that go on: by their place among those that wait."""
+    race = await begun(3 + spare)
+    race.cluster.holds = True
+    decode, dtypes = 1, ["BFloat16", "Float32"]
+    for event, calls in events:
+        match event:
+            case "pass" | "tick":
+                await race.begin(event)
+            case "show":
+                race.cluster.show()
+            case "busy" | "idle":
+                race.reports.queued = BUSY if event == "busy" else 0.0
+            case "decode":
+                decode = 3 - decode
+                race.change(decode={"gpus": 1, "replicas": decode})
+            case "model":
+                race.change(model={"id": "builtin/demo", "dtype": dtypes[0]})
+                dtypes.reverse()
+            case outcome:
+                race.cluster.outcomes.append(outcome)
+        for call in calls:
+            await race.release(call)
+            assert race.cluster.gpus <= 3 + spare
+    race.cluster.outcomes.clear()
+    await race.settle()
+    assert race.cluster.gpus <= 3 + spare
+    await race.end()

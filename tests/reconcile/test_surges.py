@@ -1,0 +1,169 @@
+"""The pod that joins the only one of a pool while that is replaced: it is not the pool's size unless the autoscaler wants it to be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.growth import PendingGrowth
+from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.observed import (
+    SCALER_FIELD_MANAGER,
+    SURGE_FIELD_MANAGER,
+    Observed,
+    child_of,
+)
+from mmd_operator.rollout import Step, next_step
+from mmd_operator.scaling import PoolScaling
+from tests.support.deployments import deployment
+
+from .bodies import UID, pod, workload
+
+NOW = 1767225600.0
+CREATED = "2026-01-01T00:00:00Z"
+LONG_AFTER = NOW + 901
+QUICK = {
+    "minReplicas": 1,
+    "maxReplicas": 2,
+    "scaleDownStabilizationSeconds": 0,
+    "scaleDownCooldownSeconds": 0,
+    "panicWindowSeconds": 0,
+}
+
+
+class Pool:
+    """A StatefulSet of an encoder that scales, by its size and who owns that; the API server takes its calls."""
+
+    def __init__(self, mode: str = "Active") -> None:
+        self.spec = deployment(
+            {
+                "model": {"id": "builtin/demo", "dtype": "Float32"},
+                "encoder": {"gpus": 0, "autoscaling": {**QUICK, "mode": mode}},
+                "prefill": {"gpus": 0},
+                "decode": {"gpus": 0},
+                "transfer": {"kv": {"backend": "Gloo"}},
+            }
+        ).spec
+        self.revision = pipeline_revision(self.spec)
+        self.name = f"demo-encoder-{self.revision}"
+        self.replicas, self.owners = 2, {SURGE_FIELD_MANAGER}
+        self.inputs = ["new", "new"]
+        self.unplaced: set[int] = set()
+        self.queued = 0.0
+        self._now = NOW
+        self._scaling = PoolScaling(
+            cast(Any, self), cast(Any, self), OperatorMetrics(), "default", PendingGrowth()
+        )
+
+    async def get(self, address: str, *_: object) -> bytes:
+        report: dict[str, Any] = {"pod": address, "revision": self.revision}
+        if "gateway" in address:
+            ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
+            report |= {"queue": {"age_seconds": 0.0, "waiting_work": {}}, "ttft": ttft}
+        else:
+            busy = {"encode_queued_work": {"video": self.queued}, "encode_work_per_second": {"video": 100.0}}
+            report |= {"state": "ready", "load": busy if "encoder" in address else {}}
+        return json.dumps(report).encode()
+
+    async def scale(self, _kind: str, _namespace: str, _name: str, replicas: int) -> None:
+        if replicas != self.replicas:
+            self.replicas, self.owners = replicas, {SCALER_FIELD_MANAGER}
+
+    async def release_replicas(self, _namespace: str, _name: str, replicas: int) -> None:
+        assert replicas == self.replicas
+        self.owners |= {SCALER_FIELD_MANAGER}
+
+    async def ask_to_drain(self, *_: object) -> None:
+        pass
+
+    def observed(self) -> Observed:
+        bodies = [
+            workload("StatefulSet", name, self.revision, replicas=size, inputs="new")
+            for name, size in (("encoder", self.replicas), ("prefill", 1), ("decode", 1))
+        ]
+        owned = {"fieldsV1": {"f:spec": {"f:replicas": {}}}}
+        bodies[0]["metadata"]["managedFields"] = [{"manager": o, **owned} for o in sorted(self.owners)]
+        children = [child_of("StatefulSet", body) for body in bodies]
+        children.append(
+            child_of("Deployment", workload("Deployment", "gateway", None, template=self.revision))
+        )
+        pods = [self._pod("encoder", n) for n in range(self.replicas)]
+        pods += [self._pod(name, 0) for name in ("prefill", "decode", "gateway")]
+        return Observed({child.key: child for child in children}, tuple(pods))
+
+    def _pod(self, component: str, ordinal: int) -> Any:
+        lacks = component == "encoder" and ordinal in self.unplaced
+        made = pod(
+            component,
+            self.revision,
+            name=f"demo-{component}-{self.revision}-{ordinal}",
+            ready=not lacks,
+            scheduling="no node" if lacks else None,
+            inputs=self.inputs[ordinal] if component == "encoder" else "new",
+            created=CREATED,
+        )
+        return replace(made, address=made.name)
+
+    async def tick(self, ticks: int = 1) -> None:
+        for _ in range(ticks):
+            self._now += 2
+            await self._scaling.tick(self._now, self.spec, self.observed, self.revision)
+
+    def step(self) -> Step:
+        planned = [
+            {
+                "kind": "Deployment",
+                "metadata": {"name": "demo-gateway", "labels": {}},
+                "spec": {"replicas": 1},
+            }
+        ]
+        return next_step(self.spec, self.revision, planned, self.observed(), UID, LONG_AFTER)
+
+    @property
+    def surged(self) -> bool:
+        child = self.observed().stateful_set(self.name)
+        assert child is not None
+        assert child.workload is not None
+        return child.workload.surged
+
+
+async def test_a_surge_that_the_autoscaler_wants_becomes_the_size_of_the_pool():
+    pool = Pool()
+    pool.queued = 700.0
+    await pool.tick()
+    assert (pool.replicas, pool.surged) == (2, False)
+
+
+async def test_a_pool_that_kept_its_surge_drops_no_more_than_one_below_its_size():
+    pool = Pool()
+    pool.queued = 700.0
+    await pool.tick()
+    pool.inputs, pool.unplaced = ["old", "old"], {1}
+    assert [gone.name for gone in pool.step().replace[pool.name].delete] == [f"{pool.name}-1"]
+    pool.inputs = ["old", "new"]
+    found = pool.step().replace[pool.name]
+    assert found.delete == ()
+    assert found.waiting == f"no node takes pod {pool.name}-1"
+
+
+async def test_a_surge_is_not_kept_for_a_rule_that_holds_the_size():
+    pool = Pool()
+    pool.unplaced = {0}  # no report: nothing is lowered
+    await pool.tick()
+    assert pool.surged
+
+
+@pytest.mark.parametrize("mode", ["Active", "Shadow"])
+async def test_a_surge_leaves_when_its_pool_is_replaced(mode: str):
+    pool = Pool(mode)
+    pool.inputs = ["old", "new"]
+    await pool.tick(20)
+    assert (pool.replicas, pool.surged) == (2, True)
+    pool.inputs = ["new", "new"]
+    pool.unplaced = {1}
+    await pool.tick(20)
+    assert (pool.replicas, pool.surged) == (1, False)
