@@ -211,7 +211,7 @@ class Supervisor:
         """Pods may share what is imported if all that libraries could read of their environments is the same."""
         own = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
         environment = {**self.interpreter.environment, **own}
-        server = ForkServer(environment, self.interpreter.python)
+        server = ForkServer(environment, self.interpreter.python, self.interpreter.imported)
         return self._servers.setdefault(frozenset(environment.items()), server)
 
     async def close(self) -> None:

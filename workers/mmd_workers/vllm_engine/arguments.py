@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,9 @@ from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model import source
 from mmd_workers.pod import Pod
 
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned to the same cores, pods would stall each other
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs on a thread of this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` and the KV pool are those of the first
-    "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "KMP_BLOCKTIME": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
 MODALITIES = ("image", "video", "audio")
-
-
-def prepare_environment() -> None:
-    """Set what vLLM reads when it is imported, unless it is set already."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def block_tokens(wanted: int, device: torch.device) -> int:

@@ -16,7 +16,7 @@ from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added, SequenceEngine
 from mmd_workers.sequences.stepped import SteppedHost
-from mmd_workers.vllm_engine.arguments import prepare_environment
+from mmd_workers.vllm_engine.environment import prepare_environment
 from mmd_workers.warmup import warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
