@@ -418,7 +418,7 @@ class DecodeService(SequenceOwner):
             await self._engine.attach(
                 inbound.sequence, request, commit.output_token_ids, commit.next_position
             )
-        except (MmdError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, its prefill pod has to know, and its blocks to be freed
             self._book.forget(inbound.sequence)
             await self._engine.abort(inbound.sequence)
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")

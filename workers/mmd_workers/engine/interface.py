@@ -82,6 +82,7 @@ class StepOutput:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     duration_seconds: float = 0.0
+    changed: bool = False  # nothing ran, but the next step may: a sequence gave its blocks back
 
 
 @dataclass(frozen=True, slots=True)

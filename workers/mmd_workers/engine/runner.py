@@ -154,8 +154,9 @@ class EngineRunner(Generic[E]):
                     continue
                 output = self._engine.step()
                 # An empty step means that every sequence waits for a feature or for blocks: only a command changes that.
-                standing = not (output.prefill_tokens or output.decode_sequences)
-                if not standing or output.failed or output.admitted:
+                idle = not (output.prefill_tokens or output.decode_sequences)
+                standing = idle and not output.changed
+                if not idle or output.failed or output.admitted:
                     self._post(output)
                 self.last_progress = time.monotonic()
         except (

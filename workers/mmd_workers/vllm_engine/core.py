@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from mmd_api.contract import answers
 from mmd_api.contract.errors import (
+    BadLogitsError,
     CapacityError,
     CountMismatchError,
     MmdError,
@@ -38,6 +39,8 @@ from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
+BAD_LOGITS = "the model computed logits that are not numbers; check its weights and spec.model.dtype"
+MOST_SUSPICIONS = 2  # attempts of a request that may end with their engine, where others ran beside it
 MAX_PREFIXES = 4096  # blocks whose identity is remembered
 AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
 
@@ -94,12 +97,15 @@ class VllmCore:
         self.device: torch.device = config.device_config.device or torch.device("cpu")
         self.max_model_len = int(config.model_config.max_model_len)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
+        self._chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._block_tokens = int(core.scheduler.block_size)
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._prefixes: OrderedDict[bytes, BlockHash] = (
             OrderedDict()
         )  # identity -> vLLM's hash of the block that ends it
+        self._failure: Exception | None = None  # of the step that ended this engine
+        self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
         self._prefill_tokens_per_second = self._step_seconds = 0.0
 
@@ -111,6 +117,10 @@ class VllmCore:
         return KvLayout(
             len(layers), [layer.num_kv_heads for layer in layers], [layer.head_dim for layer in layers], dtype
         )
+
+    def shut_down(self) -> None:
+        """End what vLLM has started. Once the engine's thread has ended."""
+        self._core.shutdown()
 
     def warm_up(self) -> None:
         """Generate two tokens, and forget them."""
@@ -131,7 +141,7 @@ class VllmCore:
     def cached_tokens(self, request: GenerateRequest) -> int:
         """Leading tokens whose KV is in the prefix cache now, but for the last token."""
         probe = self._builder.build("probe", request, request.output_token_ids, 1)
-        return int(self._manager.estimate_cached_tokens(probe))
+        return int(self._manager.get_computed_blocks(probe)[1])
 
     def add(self, name: str, request: GenerateRequest, *, stop_after_prefill: bool) -> None:
         """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared.
@@ -179,6 +189,7 @@ class VllmCore:
             self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             self._pool.free_blocks(reversed(sequence.blocks))
             self._shelf.release(name)
+            self._reported.pop(name, None)
 
     def _check_new(self, name: str) -> None:
         if name in self._sequences or name in self._reservations:
@@ -230,10 +241,16 @@ class VllmCore:
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
         needed, free = self._blocks_for(prompt_tokens + 1), self._pool.get_num_free_blocks()
+        # One spare block for each sequence that grows, so that an admission does not preempt an older one at once.
+        growing = there
+        if growing and needed + growing > free:
+            raise OverloadedError(
+                f"{needed} KV blocks and {growing} spare ones are needed, {free} of {self._pool.num_gpu_blocks - 1} are available; try "
+                "another decode worker, or give the pool more memory"
+            )
         if needed > free:
             raise OverloadedError(
-                f"{needed} KV blocks are needed, but only {free} of {self._pool.num_gpu_blocks - 1} are available; retry when a sequence "
-                "has finished, or give the pool more memory"
+                f"{needed} KV blocks are needed, {free} are available; try another decode worker, or give the pool more memory"
             )
         blocks = self._pool.get_new_blocks(needed)
         self._kv.clear([block.block_id for block in blocks])
@@ -272,10 +289,11 @@ class VllmCore:
             raise CountMismatchError(
                 f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known"
             )
+        self._check_fits(known, 1)
         left = request.sampling.max_tokens - len(output_token_ids)
         made = self._builder.build(name, request, output_token_ids, left)
-        del self._reservations[name]
         self._adopt(made, reservation.blocks, known - 1)
+        del self._reservations[name]
         self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)
         self._scheduler.add_request(made)
 
@@ -299,11 +317,17 @@ class VllmCore:
         Raises:
             Exception: vLLM failed; its state is unknown then.
         """
+        if self._failure is not None:
+            raise self._failure
         begun = time.perf_counter()
         self._plan = None
         self._shelf.short.clear()
-        outputs, executed = self._core.step()
-        self._core.post_step(executed)
+        try:
+            outputs, executed = self._core.step()
+            self._core.post_step(executed)
+        except Exception as error:
+            self._failure = error
+            return StepOutput(failed=self._culprits(error), changed=True)
         output = StepOutput()
         self._note_plan(output)
         for made in outputs.values():
@@ -313,6 +337,22 @@ class VllmCore:
         output.duration_seconds = time.perf_counter() - begun
         self._measure(output)
         return output
+
+    def _culprits(self, error: Exception) -> list[tuple[str, Exception]]:
+        """Requests that must not be placed again, on a pod that would end as well: one that ran alone, or that has ended pods before.
+
+        Those beside them are placed again when this engine ends, with its next step.
+        """
+        names = list(self._plan.num_scheduled_tokens) if self._plan is not None else []
+        suspects = [(name, self._sequences[name].source) for name in names if name in self._sequences]
+        return [
+            (
+                name,
+                StepFailedError(f"vLLM failed on this request: {type(error).__name__}: {str(error)[:300]}"),
+            )
+            for name, source in suspects
+            if len(suspects) == 1 or source.attempt >= MOST_SUSPICIONS
+        ]
 
     def _planned(self, plan: SchedulerOutput) -> None:
         """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""
@@ -326,7 +366,9 @@ class VllmCore:
 
     def _note_plan(self, output: StepOutput) -> None:
         """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
-        output.admitted |= self._shelf.short
+        for name, tokens in self._shelf.short.items():
+            if self._reported.get(name) != tokens:
+                output.admitted[name] = self._reported[name] = tokens
         if (plan := self._plan) is None:
             return
         for new in plan.scheduled_new_reqs:
@@ -343,6 +385,7 @@ class VllmCore:
                 output.prefill_tokens += tokens
         for name in plan.preempted_req_ids or ():
             self._preemptions += 1
+            output.changed = True
             if (sequence := self._sequences.get(name)) is not None and sequence.attached:
                 self.abort(name)
                 output.failed.append((name, self._preempted(sequence)))
@@ -372,6 +415,10 @@ class VllmCore:
         name = made.request_id
         if (sequence := self._sequences.get(name)) is None:
             return
+        if made.num_nans_in_logits:
+            self.abort(name)
+            output.failed.append((name, BadLogitsError(BAD_LOGITS)))
+            return
         for number, token in enumerate(made.new_token_ids):
             last = number == len(made.new_token_ids) - 1
             reason = self._finish_reason(sequence, made.finish_reason) if last else None
@@ -395,12 +442,13 @@ class VllmCore:
             return "stop"
         if reason is not FinishReason.LENGTH:
             return None
-        known = sequence.first + sequence.made + 1
-        goes_on = sequence.stop_after_prefill and known < sequence.source.sampling.max_tokens
+        outputs = sequence.first + sequence.made + 1
+        room = len(sequence.source.token_ids) + outputs < self.max_model_len
+        goes_on = sequence.stop_after_prefill and room and outputs < sequence.source.sampling.max_tokens
         return None if goes_on else "length"
 
     def _announce(self, output: StepOutput) -> None:
-        """Ranges of prompts whose KV has been computed."""
+        """Ranges of prompts whose KV has been computed, or found in the prefix cache: none is longer than a chunk."""
         if (plan := self._plan) is None:
             return
         for name in plan.num_scheduled_tokens:
@@ -410,9 +458,10 @@ class VllmCore:
             prompt = len(sequence.request.prompt_token_ids or ())
             ready = prompt if sequence.made else min(prompt, int(sequence.request.num_computed_tokens))
             sequence.computed = ready
-            if ready > sequence.announced:
-                output.kv_ready.append(KvReady(name, sequence.announced, ready, ready == prompt))
-                sequence.announced = ready
+            while sequence.announced < ready:
+                end = min(ready, sequence.announced + self._chunk_tokens)
+                output.kv_ready.append(KvReady(name, sequence.announced, end, end == prompt))
+                sequence.announced = end
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 

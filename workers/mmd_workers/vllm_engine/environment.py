@@ -8,6 +8,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned to the same cores, pods would stall each other
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs on a thread of this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` and the KV pool are those of the first
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "KMP_BLOCKTIME": "1",
@@ -16,6 +17,5 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads when it is imported, unless it is set already."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    """Set what vLLM reads when it is imported. Another value would change what this engine relies on."""
+    os.environ.update(ENVIRONMENT)

@@ -94,6 +94,7 @@ class VllmHost(SteppedHost):
         super().__init__(pod)
         self._device = device
         self._engine: VllmEngine | None = None
+        self._core: VllmCore | None = None
 
     @property
     def engine(self) -> VllmEngine:
@@ -109,7 +110,7 @@ class VllmHost(SteppedHost):
             MemoryBudgetError: the pool does not hold one request of full length.
         """
         with self._pod.startup.phase("engine"):
-            core = await asyncio.to_thread(self._make_core)
+            core = self._core = await asyncio.to_thread(self._make_core)
         self._max_model_len = core.max_model_len
         self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
 
@@ -130,6 +131,12 @@ class VllmHost(SteppedHost):
             raise UnsupportedModelError(
                 f"spec.engine.type: vLLM cannot serve this model here: {_reason(error)}"
             ) from error
+
+    async def stop(self) -> None:
+        """End the engine's thread after its current step, and what vLLM has started."""
+        await super().stop()
+        if self._core is not None:
+            await asyncio.to_thread(self._core.shut_down)
 
     async def warm_up(self) -> None:
         """Generate one token."""
