@@ -7,6 +7,7 @@ is pinned.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -78,9 +79,11 @@ class VllmCore:
         kv: PagedKv | None,
         identity_tokens: int,
         feature_row_bytes: int,
+        num_threads: int,
     ) -> None:
         """`kv`: where sequences move between pods. `identity_tokens`: tokens of the blocks whose identities are advertised.
-        `feature_row_bytes`: of one token of a feature."""
+        `feature_row_bytes`: of one token of a feature. `num_threads`: of OpenMP, for the thread that steps.
+        """
         assert isinstance(core.scheduler, Scheduler)
         self._core = core
         self._scheduler = core.scheduler
@@ -93,6 +96,8 @@ class VllmCore:
         self._kv = kv
         self._identity_tokens = identity_tokens
         self.feature_row_bytes = feature_row_bytes
+        self._num_threads = num_threads
+        self._stepping: int | None = None  # the thread that has stepped
         config = core.vllm_config
         self.device: torch.device = config.device_config.device or torch.device("cpu")
         self.max_model_len = int(config.model_config.max_model_len)
@@ -319,13 +324,16 @@ class VllmCore:
         """
         if self._failure is not None:
             raise self._failure
+        if self._stepping != threading.get_ident():
+            self._stepping = threading.get_ident()
+            set_num_threads(self._num_threads)
         begun = time.perf_counter()
         self._plan = None
         self._shelf.short.clear()
         try:
             outputs, executed = self._core.step()
             self._core.post_step(executed)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the next step raises it
             self._failure = error
             return StepOutput(failed=self._culprits(error), changed=True)
         output = StepOutput()
@@ -544,6 +552,12 @@ class VllmCore:
             )
         elif output.decode_sequences:
             self._step_seconds = average(self._step_seconds, output.duration_seconds)
+
+
+def set_num_threads(count: int) -> None:
+    """Set OpenMP's number of threads for the calling thread, which torch does at its first parallel operation: attention that is planned
+    for one number and run with another fails. vLLM replaces torch's own function by one that does nothing."""
+    torch._C.set_num_threads(count)
 
 
 def _failure(made: EngineCoreOutput) -> MmdError:

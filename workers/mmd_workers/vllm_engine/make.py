@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
@@ -12,7 +14,7 @@ from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine.arguments import engine_arguments
-from mmd_workers.vllm_engine.core import VllmCore
+from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.requests import RequestBuilder
@@ -26,6 +28,8 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
         Exception: vLLM cannot serve this model, or not here.
     """
     spec = pod.spec
+    threads = pod.settings.threads or os.cpu_count() or 1
+    set_num_threads(threads)
     folder = source.resolve(spec.model, weights=True)
     config = source.load_config(folder)
     adapter = adapter_for(config)
@@ -50,4 +54,5 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
         PagedKv(layers, int(core.scheduler.block_size)) if moves else None,
         spec.decode.kv_block_tokens,
         row,
+        threads,
     )
