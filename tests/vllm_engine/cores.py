@@ -221,12 +221,12 @@ def ask(
 
 
 def native(
-    asked: Question, tokens: int, prompt: LoweredPrompt | None = None
+    asked: Question, tokens: int, prompt: LoweredPrompt | None = None, params: SamplingParams | None = None
 ) -> tuple[list[int], list[float | None]]:
-    """Greedy tokens of the native engine, and their log probabilities."""
+    """Tokens of the native engine, greedy ones unless `params` differ, and their log probabilities."""
     engine = engine_oracle.make_engine(asked.served.language, blocks=64, block_tokens=BLOCK, chunk_tokens=128)
     lowered = prompt or zoo.lowered(asked.served, asked.layout, asked.media)
-    engine.add(SequenceInput("a", lowered, SamplingParams(tokens, logprobs=0, ignore_eos=True)))
+    engine.add(SequenceInput("a", lowered, params or SamplingParams(tokens, logprobs=0, ignore_eos=True)))
     made = [token for output in engine_oracle.run(engine).steps for token in output.tokens]
     return [token.token_id for token in made], [token.logprob for token in made]
 
@@ -242,12 +242,18 @@ def assert_empty(core: VllmCore) -> None:
     assert not core._shelf._users
 
 
+def forget(core: VllmCore) -> None:
+    """Empty the prefix cache, and vLLM's cache of features, which outlives requests."""
+    while core.has_work():
+        core.step()
+    assert core._manager.reset_prefix_cache()
+    core._core.reset_encoder_cache()
+
+
 def clear(cores: Iterable[VllmCore]) -> None:
-    """Forget all sequences and prefixes of cores that several tests use."""
+    """Forget all sequences, prefixes and features of cores that several tests use."""
     for core in cores:
         for name in [*core._sequences, *core._reservations]:
             core.abort(name)
-        while core.has_work():
-            core.step()
-        assert core._manager.reset_prefix_cache()
+        forget(core)
         core._prefixes.clear()

@@ -40,7 +40,7 @@ def block_tokens(wanted: int, device: torch.device) -> int:
 
 def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: str) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs` for this pod."""
-    from mmd_workers.vllm_engine import features, weights
+    from mmd_workers.vllm_engine import draws, features, weights
 
     spec, config = pod.spec, source.load_config(folder)
     size = block_tokens(spec.decode.kv_block_tokens, device)
@@ -51,6 +51,7 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
         "model_loader_extra_config": {weights.SUPPRESSED: _placeholders(config)},
+        "logits_processors": [draws.NativeDraws],
         "dtype": str(source.resolve_dtype(spec.model, config)).removeprefix("torch."),
         "max_model_len": longest,
         "block_size": size,

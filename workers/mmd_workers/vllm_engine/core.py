@@ -11,9 +11,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -83,6 +85,8 @@ class VllmCore:
         self._scheduler = core.scheduler
         self._manager = core.scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
+        self._allocate = self._manager.allocate_slots
+        self._manager.allocate_slots = self._allocate_prompt
         self._shelf = shelf
         shelf.on_plan = self._planned
         self._plan: SchedulerOutput | None = None  # of the step that runs
@@ -135,7 +139,7 @@ class VllmCore:
     def cached_tokens(self, request: GenerateRequest) -> int:
         """Leading tokens whose KV is in the prefix cache now, but for the last token."""
         probe = self._builder.build("probe", request, request.output_token_ids, 1)
-        return int(self._manager.estimate_cached_tokens(probe))
+        return int(self._manager.get_computed_blocks(probe)[1])
 
     def add(self, name: str, request: GenerateRequest, *, stop_after_prefill: bool) -> None:
         """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared.
@@ -341,12 +345,24 @@ class VllmCore:
         self._measure(output)
         return output
 
+    def _allocate_prompt(self, request: Request, num_new_tokens: int, **options: Any) -> KVCacheBlocks | None:
+        """In place of vLLM's own: a prompt gets all of its blocks when it is admitted, so that it never runs dry.
+
+        Otherwise prompts that are admitted side by side, since each fits alone, preempt each other; and as their blocks are kept for
+        `read_kv`, none of them could ever go on.
+        """
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            computed = request.num_computed_tokens + options.get("num_new_computed_tokens", 0)
+            left = int(request.num_tokens) - int(computed) - num_new_tokens
+            options["num_lookahead_tokens"] = max(left, options.get("num_lookahead_tokens", 0))
+        return self._allocate(request, num_new_tokens, **options)
+
     def _planned(self, plan: SchedulerOutput) -> None:
         """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""
         self._plan = plan
-        for name in plan.num_scheduled_tokens:
+        for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is not None and sequence.stop_after_prefill:
-                self._keep_blocks(sequence)
+                self._keep_blocks(sequence, int(sequence.request.num_computed_tokens) + tokens)
 
     def _note_plan(self, output: StepOutput) -> None:
         """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
@@ -367,24 +383,34 @@ class VllmCore:
                 output.prefill_tokens += tokens
         for name in plan.preempted_req_ids or ():
             self._preemptions += 1
-            if (sequence := self._sequences.get(name)) is not None and sequence.attached:
+            sequence = self._sequences.get(name)
+            if sequence is not None and (sequence.attached or not self._fits_again(sequence)):
                 self.abort(name)
                 output.failed.append((name, self._preempted(sequence)))
 
+    def _fits_again(self, sequence: _Sequence) -> bool:
+        """Whether a preempted sequence can be computed again beside the blocks that are kept of it, but for those that it finds cached."""
+        kept = len(sequence.blocks)
+        if self._manager.enable_caching:
+            kept -= sequence.announced // self._block_tokens
+        return kept + self._blocks_for(int(sequence.request.num_tokens)) < self._pool.num_gpu_blocks
+
     def _preempted(self, sequence: _Sequence) -> PreemptedError:
-        """A sequence whose KV came from another pod goes back there: its media are not here."""
+        """It cannot be computed again here: its media are not here, where its KV came from another pod, or the pool is too small."""
         return PreemptedError(
             f"the pool of {self._pool.num_gpu_blocks - 1} KV blocks is full, and this request is the newest; it continues on another pod "
             f"after its {sequence.first + sequence.made} tokens"
         )
 
-    def _keep_blocks(self, sequence: _Sequence) -> None:
-        """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at a preemption and at the end.
+    def _keep_blocks(self, sequence: _Sequence, tokens: int) -> None:
+        """Refer to the blocks of a prefilling sequence's first tokens until `abort`, besides vLLM, which frees them at a preemption and at
+        the end.
 
         Where vLLM computes a token again after a preemption, what was announced of the block before stays what is read.
         """
         ours = sequence.blocks
-        for index, block in enumerate(self._manager.get_blocks(sequence.request.request_id).blocks[0]):
+        blocks = self._manager.get_blocks(sequence.request.request_id).blocks[0]
+        for index, block in enumerate(blocks[: self._blocks_for(tokens)]):
             if index < len(ours) and (
                 ours[index] is block or (index + 1) * self._block_tokens <= sequence.announced
             ):

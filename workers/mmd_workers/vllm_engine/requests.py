@@ -16,8 +16,9 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
-from mmd_workers.engine.sampler import uniform
+from mmd_workers.engine import interface
 from mmd_workers.model.prompt import Feature
+from mmd_workers.vllm_engine.draws import DRAW
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 ON_HOST = MultiModalSharedField(
@@ -57,18 +58,18 @@ class RequestBuilder:
         )
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
-        """Draws depend on the seed and on the index of the first token that is made here: pods that go on with a sequence do not repeat
-        the draws of those before."""
+        """For vLLM every request is greedy: what is drawn is drawn by `NativeDraws`."""
         wanted = request.sampling
+        draw = interface.SamplingParams(
+            wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed
+        )
         return SamplingParams(
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            seed=int(uniform(wanted.seed, first) * 2**53) if wanted.temperature > 0 else None,
+            temperature=0.0,
             logprobs=wanted.logprobs,
             max_tokens=max_tokens,
             ignore_eos=wanted.ignore_eos,
             stop_token_ids=None if wanted.ignore_eos else self._eos,
+            extra_args={DRAW: (draw, first)} if wanted.temperature > 0 else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
