@@ -386,15 +386,19 @@ def test_an_aborted_prefill_keeps_nothing_although_blocks_are_still_to_be_read(c
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_prompts_with_late_features_do_not_take_each_others_blocks(llava, prefix_cache):
-    core = make(llava, blocks=7, max_model_len=7 * BLOCK, prefix_cache=prefix_cache)
-    asked = {n: question(llava, n + LONG, zoo.image(100, 64, 1), LONG) for n in "ab"}
+    asked = {n: question(llava, n + LONG, zoo.image(100, 64, 1), 3 * LONG) for n in "ab"}
+    tokens = len(asked["a"].request.token_ids)
+    each, before = -(-tokens // BLOCK), -(-asked["a"].request.features[0].ranges[0][0] // BLOCK)
+    core = make(llava, blocks=each + before, max_model_len=each * BLOCK + 1, prefix_cache=prefix_cache)
     for name, one in asked.items():
         core.add(name, one.request, stop_after_prefill=True)
     outcome = Outcome()
     for _ in range(4):
         outcome.take(core.step())
-    for name, one in asked.items():
-        supply(core, name, one)
+    supply(core, "b", asked["b"])
+    for _ in range(2):
+        outcome.take(core.step())
+    supply(core, "a", asked["a"])
     for name, one in asked.items():
         step(core, outcome, until=lambda o, n=name: o.tokens.get(n))
         assert outcome.tokens[name] == one.answer(1)

@@ -393,7 +393,8 @@ class VllmCore:
         kept = len(sequence.blocks)
         if self._manager.enable_caching:
             kept -= sequence.announced // self._block_tokens
-        return kept + self._blocks_for(int(sequence.request.num_tokens)) < self._pool.num_gpu_blocks
+        blocks = int(self._pool.num_gpu_blocks) - 1
+        return kept + self._blocks_for(int(sequence.request.num_tokens)) <= blocks
 
     def _preempted(self, sequence: _Sequence) -> PreemptedError:
         """It cannot be computed again here: its media are not here, where its KV came from another pod, or the pool is too small."""
