@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KUBE := .cache/kubernetes/kube
+VLLM := .cache/vllm
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test mutants lint bench vllm crds e2e clean
@@ -25,6 +26,11 @@ demo: install ## Start the whole pipeline on this machine and query it with an i
 test: install ## Run all tests that need no cluster (the first run builds the API server with Go, which takes minutes)
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@if test -e $(VLLM)/.installed; then \
+		echo "$(VLLM)/bin/python -m pytest tests/vllm_engine" && $(VLLM)/bin/python -m pytest tests/vllm_engine; \
+	else \
+		echo "tests/vllm_engine is skipped: vLLM is not installed; run 'make vllm'" && test -z "$$CI"; \
+	fi
 
 mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)
 	$(BIN)/python -m bench.mutants $(MUTANTS)
@@ -39,7 +45,7 @@ bench: install ## Benchmark the role layouts against transformers; writes the re
 	$(BIN)/python -m bench.layouts
 
 vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for spec.engine.type VLLM
-	$(BIN)/python images/install_vllm.py .cache/vllm
+	$(BIN)/python images/install_vllm.py $(VLLM)
 
 crds: install ## Generate the CRD, the reference, the pages of metrics and messages, and the dashboards from the code
 	$(BIN)/python -m mmd_api.generate

@@ -272,6 +272,7 @@ def _qwen_vl(r: Recipe, version: str) -> Built:
     text = r.text(rope_parameters=mrope(r.size.hidden))
     if version == "3":
         text["head_dim"] = r.size.hidden // 4
+        text["rope_parameters"]["mrope_interleaved"] = True  # as published: vLLM reads it
     config = getattr(hf, stem + "Config")(
         text_config=text,
         vision_config=qwen_vision(r, version),
@@ -397,6 +398,10 @@ def _smolvlm(r: Recipe) -> Built:
     return _idefics(r, "SmolVLM")
 
 
+LINE_BREAKS = ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]
+"""Tokens of Gemma's vocabulary, for which vLLM looks."""
+
+
 def _gemma3(r: Recipe) -> Built:
     r.names = {
         "image_token": "<image_soft_token>",
@@ -405,6 +410,7 @@ def _gemma3(r: Recipe) -> Built:
     }
     r.embedding_std = 0.02
     r.make_tokenizer()
+    r.tokenizer.add_tokens(LINE_BREAKS)
     layers = ["sliding_attention", "full_attention"] * r.size.layers
     text = r.text(
         head_dim=r.size.hidden // 4,
@@ -433,6 +439,7 @@ def _paligemma(r: Recipe) -> Built:
     r.names = {"image_token": "<image>"}
     r.embedding_std = 0.02
     r.make_tokenizer()
+    r.tokenizer.add_tokens(LINE_BREAKS)
     r.tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
     config = hf.PaliGemmaConfig(
         text_config=hf.GemmaConfig(**r.text(head_dim=r.size.hidden // 4)),

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from mmd_api.contract.pools import MODALITIES
 from mmd_workers import memory
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model import source
+from mmd_workers.model.adapters import adapter_for
 from mmd_workers.pod import Pod
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
-MODALITIES = ("image", "video", "audio")
 
 
 def block_tokens(wanted: int, device: torch.device) -> int:
@@ -34,6 +35,7 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
         "model": str(folder),
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
+        "model_loader_extra_config": {weights.SUPPRESSED: _placeholders(config)},
         "dtype": str(source.resolve_dtype(spec.model, config)).removeprefix("torch."),
         "max_model_len": longest,
         "block_size": size,
@@ -60,6 +62,13 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
         },
         **_memory(pod, folder, device, config, longest, size),
     }
+
+
+def _placeholders(config: Any) -> list[int]:
+    """Tokens that stand for media: they must never be sampled."""
+    adapter, vocabulary = adapter_for(config), config.get_text_config().vocab_size
+    found = {adapter.placeholder_id(modality) for modality in MODALITIES}
+    return sorted(i for i in found if i is not None and i < vocabulary)
 
 
 def _memory(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from vllm.model_executor.models.interfaces import supports_mrope
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -99,6 +100,11 @@ class VllmCore:
         self._num_threads = num_threads
         self._stepping: int | None = None  # the thread that has stepped
         config = core.vllm_config
+        self._vocabulary = int(config.model_config.get_vocab_size())
+        self._feature_width = feature_row_bytes // config.model_config.dtype.itemsize
+        driver = getattr(core.model_executor, "driver_worker", None)  # none where workers are other processes
+        model = driver.worker.model_runner.get_model() if driver is not None else None
+        self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
         self.max_model_len = int(config.model_config.max_model_len)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
@@ -153,6 +159,7 @@ class VllmCore:
 
         Raises:
             CapacityError: it can never fit into the context or the KV pool.
+            StepFailedError: the model cannot run it.
             ValueError: the id is in use, or nothing is left to generate.
         """
         self._check_new(name)
@@ -163,7 +170,9 @@ class VllmCore:
                 f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
+        self._check_layout(request)
         made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
+        self._check_runs(made)
         self._sequences[name] = _Sequence(request, made, len(outputs), stop_after_prefill)
         for ref in request.features:
             self._shelf.share(ref.feature_id, name)
@@ -173,7 +182,7 @@ class VllmCore:
         """Give a sequence the feature of its medium; nothing happens if it is no longer here.
 
         Raises:
-            CountMismatchError: the feature has another number of tokens than the prompt's layout.
+            CountMismatchError: the feature has another number of tokens than the prompt's layout, or another width than the model's.
         """
         if (sequence := self._sequences.get(name)) is None:
             return
@@ -183,7 +192,13 @@ class VllmCore:
                 f"medium {medium} has {ref.num_tokens} placeholders, its feature {feature.num_tokens} rows; encoder and language model "
                 "serve different models or settings"
             )
-        self._shelf.put(ref.feature_id, name, joined(feature))
+        rows = joined(feature)
+        if rows.shape != (ref.num_tokens, self._feature_width):
+            raise CountMismatchError(
+                f"medium {medium} has a feature of {list(rows.shape)} numbers instead of {[ref.num_tokens, self._feature_width]}; encoder "
+                "and language model serve different models"
+            )
+        self._shelf.put(ref.feature_id, name, rows)
         self._shelf.short.pop(name, None)
 
     def abort(self, name: str) -> None:
@@ -199,6 +214,40 @@ class VllmCore:
     def _check_new(self, name: str) -> None:
         if name in self._sequences or name in self._reservations:
             raise ValueError(f"sequence id {name} is in use")
+
+    def _check_layout(self, request: GenerateRequest) -> None:
+        """What would end the engine in its step, and after it the pod that the request is placed on next."""
+        length = len(request.token_ids)
+        ids = [*request.token_ids, *request.output_token_ids]
+        if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise StepFailedError(f"a token of the prompt is not one of the model's {self._vocabulary}")
+        for ref in request.features:
+            ends = [0, *(end for start, count in ref.ranges for end in (start, start + count))]
+            if (
+                not ref.ranges
+                or sum(count for _, count in ref.ranges) != ref.num_tokens
+                or ends != sorted(ends)
+                or ends[-1] > length
+            ):
+                raise StepFailedError(
+                    f"the placeholders of a {ref.modality} do not fit into the prompt of {length} tokens; gateway and language model serve "
+                    "different models or versions"
+                )
+
+    def _check_runs(self, request: Request) -> None:
+        """Compute rotary positions as the model does in its first step, where a request that lacks a fact would end the engine."""
+        if (model := self._model) is None:
+            return
+        tokens = request.prompt_token_ids or []
+        try:
+            positions, _ = model.get_mrope_input_positions(tokens, request.mm_features)
+            if positions.shape[-1] != len(tokens):
+                raise ValueError(f"{positions.shape[-1]} positions for {len(tokens)} tokens")
+        except Exception as error:
+            raise StepFailedError(
+                f"vLLM cannot place the media of this prompt: {type(error).__name__}: {error}; gateway and language model serve different "
+                "models or versions"
+            ) from error
 
     def _check_fits(self, prompt_tokens: int, more: int) -> None:
         if prompt_tokens >= self.max_model_len:
@@ -287,6 +336,7 @@ class VllmCore:
         Raises:
             KeyError: nothing is reserved under this id.
             CountMismatchError: KV of some token has not been written. The reservation stays.
+            StepFailedError: the model cannot run it. The reservation stays.
         """
         reservation = self._reservations[name]
         known = len(request.token_ids) + len(output_token_ids)
@@ -295,8 +345,10 @@ class VllmCore:
                 f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known"
             )
         self._check_fits(known, 1)
+        self._check_layout(request)
         left = request.sampling.max_tokens - len(output_token_ids)
         made = self._builder.build(name, request, output_token_ids, left)
+        self._check_runs(made)
         self._adopt(made, reservation.blocks, known - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)

@@ -9,7 +9,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from mmd_api.contract.pools import MODALITIES
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.pod import Pod
@@ -17,7 +16,7 @@ from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
-from mmd_workers.vllm_engine.requests import RequestBuilder
+from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 
 
 def make_core(pod: Pod, device: torch.device) -> VllmCore:
@@ -36,12 +35,10 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
     engine_id = pod.settings.incarnation
     arguments = EngineArgs(**engine_arguments(pod, folder, device, engine_id)).create_engine_config()
     core = EngineCore(arguments, Executor.get_class(arguments), log_stats=False)
-    placeholders = {adapter.placeholder_id(modality) for modality in MODALITIES}
-    vocabulary = arguments.model_config.get_vocab_size()
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),
-        sorted(i for i in placeholders if i is not None and i < vocabulary),
         core.request_block_hasher,
+        getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
     )
     moves = pod.spec.prefill is not None
     layers = arguments.compilation_config.static_forward_context

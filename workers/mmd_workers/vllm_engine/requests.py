@@ -25,7 +25,8 @@ ON_HOST = MultiModalSharedField(
     batch_size=1, keep_on_cpu=True
 )  # else vLLM drops it once the medium is computed
 FACTS = {"video_second_per_grid": "second_per_grid_ts"}  # as transformers and vLLM call them
-NEVER = -1e9  # added to the logit of what must not be sampled
+FRAMES = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types for whose videos vLLM looks for the token that opens a frame, from the placeholder's offset on: it must not be behind that."""
 
 
 class RequestBuilder:
@@ -34,12 +35,13 @@ class RequestBuilder:
     def __init__(
         self,
         eos_token_ids: frozenset[int],
-        suppress_token_ids: Sequence[int],
         block_hasher: Callable[[Request], list[Any]] | None,
+        frame_token_id: int | None = None,
     ) -> None:
+        """`frame_token_id`: opens a frame of a video, where vLLM looks for it."""
         self._eos = sorted(eos_token_ids)
-        self._suppress = dict.fromkeys(suppress_token_ids, NEVER)
         self._block_hasher = block_hasher
+        self._frame_token_id = frame_token_id
 
     def build(
         self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
@@ -51,7 +53,7 @@ class RequestBuilder:
             sampling_params=self._sampling(request, len(output_token_ids), max_tokens),
             pooling_params=None,
             arrival_time=request.arrived,
-            mm_features=[self._medium(ref) for ref in in_order(request.features)],
+            mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
             block_hasher=self._block_hasher,
         )
 
@@ -70,23 +72,24 @@ class RequestBuilder:
             max_tokens=max_tokens,
             ignore_eos=wanted.ignore_eos,
             stop_token_ids=None if wanted.ignore_eos else self._eos,
-            logit_bias=self._suppress or None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=draw_of(draws, first),
         )
 
-    def _medium(self, ref: FeatureRef) -> MultiModalFeatureSpec:
+    def _medium(self, ref: FeatureRef, token_ids: Sequence[int]) -> MultiModalFeatureSpec:
         """Where a medium is and what the model must know of its shape, without its pixels."""
         shape = {
             FACTS.get(name, name): MultiModalFieldElem(data=_fact(value), field=ON_HOST)
             for name, value in ref.geometry.items()
         }
+        before = ref.ranges[0][0] - 1
+        opened = ref.modality == "video" and before >= 0 and token_ids[before] == self._frame_token_id
         return MultiModalFeatureSpec(
             data=MultiModalKwargsItem(shape),
             modality=ref.modality,
             identifier=ref.feature_id,
-            mm_position=placeholder(ref.ranges),
+            mm_position=placeholder(ref.ranges, before if opened else None),
             mm_hash=ref.feature_id,
         )
 
@@ -96,11 +99,13 @@ def in_order(features: Sequence[FeatureRef]) -> list[FeatureRef]:
     return sorted(features, key=lambda ref: ref.ranges[0][0])
 
 
-def placeholder(ranges: Sequence[Sequence[int]]) -> PlaceholderRange:
-    """A medium's runs of placeholders ([start, length]) as one range, with a mask where text stands between them."""
-    offset = ranges[0][0]
+def placeholder(ranges: Sequence[Sequence[int]], offset: int | None = None) -> PlaceholderRange:
+    """A medium's runs of placeholders ([start, length]) as one range, from `offset` on if that is before them, with a mask where text
+    stands between them."""
+    if offset is None:
+        offset = ranges[0][0]
     length = sum(ranges[-1]) - offset
-    if len(ranges) == 1:
+    if len(ranges) == 1 and offset == ranges[0][0]:
         return PlaceholderRange(offset=offset, length=length)
     mask = torch.zeros(length, dtype=torch.bool)
     for start, count in ranges:

@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 LOAD_FORMAT = "mmd"
+SUPPRESSED = "suppressed_token_ids"  # in the loader's extra configuration
 RENAMED: dict[str, list[tuple[str, str]]] = {
     "llava": [(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.")],
     "qwen2_5_omni": [(r"^(?!thinker\.)", "thinker.")],
@@ -36,10 +37,12 @@ def as_published(config: Any) -> Any:
 
 @register_model_loader(LOAD_FORMAT)
 class Loader(DefaultModelLoader):
-    """vLLM's own loader, with names that it knows."""
+    """vLLM's own loader, with names that it knows, for a model without a tower that samples no placeholder."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(replace(load_config, load_format="auto"))
+        extra = dict(load_config.model_loader_extra_config)
+        self._suppressed = list(extra.pop(SUPPRESSED, ()))
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -50,3 +53,39 @@ class Loader(DefaultModelLoader):
             for pattern, replacement in patterns:
                 name = re.sub(pattern, replacement, name)
             yield name, tensor
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load them, and change what vLLM's model does otherwise."""
+        super().load_weights(model, model_config)
+        _take_deepstack(model, model_config)
+        _suppress(model, self._suppressed)
+
+
+def _suppress(model: Any, token_ids: list[int]) -> None:
+    """Placeholders must not be sampled, and the distribution is the one without them: vLLM's bias of a request leaves it as it was."""
+    compute_logits = model.compute_logits
+
+    def suppressed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits: torch.Tensor | None = compute_logits(*args, **kwargs)
+        if logits is not None:
+            logits[:, token_ids] = -torch.inf
+        return logits
+
+    if token_ids:
+        model.compute_logits = suppressed
+
+
+def _take_deepstack(model: Any, model_config: ModelConfig) -> None:
+    """Let a model add the deepstack levels of features to its layers. vLLM turns that off where it loads no tower."""
+    levels = getattr(getattr(model_config.hf_config, "vision_config", None), "deepstack_visual_indexes", None)
+    if not levels or getattr(model, "use_deepstack", True):
+        return
+    parameter = next(model.parameters())
+    hidden = model_config.hf_config.get_text_config().hidden_size
+    model.use_deepstack = True
+    model.deepstack_num_level = len(levels)
+    model.multiscale_dim = model.visual_dim * len(levels)
+    model.deepstack_input_embeds = [  # a row at first: the model makes them longer as it needs
+        torch.zeros(1, hidden, device=parameter.device, dtype=model_config.dtype) for _ in levels
+    ]
+    model.deepstack_input_embeds_num_tokens = 0

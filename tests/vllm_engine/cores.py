@@ -1,0 +1,260 @@
+"""Cores with small random models, requests for them, and stepping until something has happened."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from examples import random_model
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
+from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
+from mmd_workers.model.source import load_config
+from mmd_workers.pod import Pod
+from mmd_workers.vllm_engine.arguments import engine_arguments
+from mmd_workers.vllm_engine.environment import prepare_environment
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
+from tests.support import engine_oracle
+from tests.support import model_zoo as zoo
+
+prepare_environment()
+
+from mmd_workers.vllm_engine import make as making  # noqa: E402
+from mmd_workers.vllm_engine.core import VllmCore  # noqa: E402
+
+CPU = torch.device("cpu")
+WIDE = 128  # vLLM's attention on CPUs needs heads of 32 numbers or more
+BLOCK = 32
+CHUNK = 64
+_numbers = itertools.count()
+
+
+def checkpoint(arch: str, folder: Path, layers: int = 2) -> Path:
+    """A checkpoint with random weights that vLLM can run."""
+    return random_model.build(
+        arch, folder / f"{arch}-{layers}", size=random_model.Size(hidden=WIDE, layers=layers)
+    )
+
+
+def make(
+    folder: Path,
+    *,
+    blocks: int = 64,
+    max_model_len: int = 512,
+    chunk_tokens: int = CHUNK,
+    max_sequences: int = 16,
+    prefix_cache: bool = True,
+) -> VllmCore:
+    """A core as a pod makes one, except that its KV pool may be smaller than a spec allows."""
+    pool = {"kvCacheMebibytes": 16, "gpus": 0}
+    spec = MultimodalDeploymentSpec.model_validate(
+        {
+            "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
+            "engine": {"type": "VLLM"},
+            "prefill": {**pool, "chunkTokens": chunk_tokens, "prefixCache": prefix_cache},
+            "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
+            "transfer": {"kv": {"backend": "Gloo"}},
+        }
+    )
+    settings = SimpleNamespace(incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, threads=1)
+    nothing: Any = SimpleNamespace()
+    pod = Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    text = load_config(folder).get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    block_bytes = BLOCK * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * 4
+    pool_bytes = {"kv_cache_memory_bytes": (blocks + 1) * block_bytes}  # vLLM keeps one block for itself
+    smaller = lambda *given: engine_arguments(*given) | pool_bytes  # noqa: E731
+    with mock.patch.object(making, "engine_arguments", smaller):
+        return making.make_core(pod, CPU)
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Question:
+    """A request, the features of its media, and what `generate` answers to it."""
+
+    request: GenerateRequest
+    features: list[Feature]
+    served: zoo.Served
+    messages: list[dict[str, Any]]
+    media: list[zoo.Medium]
+    layout: PromptLayout
+
+    def answer(self, tokens: int) -> list[int]:
+        """The greedy tokens of the whole model."""
+        inputs = zoo.hf_inputs(self.served, self.messages, self.media, self.layout)
+        return zoo.generate(self.served, inputs, tokens)
+
+    def with_(self, **sampling: Any) -> GenerateRequest:
+        """The request with other sampling."""
+        return replace(self.request, sampling=replace(self.request.sampling, **sampling))
+
+    def after(self, outputs: Sequence[int]) -> GenerateRequest:
+        """The request with tokens that were generated already."""
+        return replace(self.request, output_token_ids=list(outputs))
+
+
+@functools.cache
+def served(folder: Path) -> zoo.Served:
+    """The native roles of a checkpoint and the whole model."""
+    return zoo.serve(folder)
+
+
+def question(folder: Path, *parts: str | zoo.Medium, max_tokens: int = 12) -> Question:
+    """One user message of text and media."""
+    roles = served(folder)
+    messages = zoo.conversation(*parts)
+    media = [part for part in parts if isinstance(part, zoo.Medium)]
+    layout = roles.frontend.layout(messages, [medium.info for medium in media])
+    features = []
+    for medium, laid in zip(media, layout.media, strict=True):
+        assert roles.encoder is not None
+        taken = zoo.decoded(medium, laid.sampling.frame_indices, laid.sampling.num_samples)
+        features += roles.encoder.encode([roles.encoder.process(taken, laid)])
+    refs = [reference(medium, laid) for medium, laid in zip(media, layout.media, strict=True)]
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest("r", 0, "", list(layout.token_ids), refs, sampling, [], 0.0, 0.0)
+    return Question(request, features, roles, messages, media, layout)
+
+
+def reference(medium: zoo.Medium, laid: MediumLayout) -> FeatureRef:
+    """What the gateway writes of a medium."""
+    return FeatureRef(
+        feature_id=medium.info.digest,
+        digest=medium.info.digest,
+        modality=laid.modality,
+        num_bytes=medium.info.num_bytes,
+        num_tokens=laid.num_tokens,
+        ranges=[list(span) for span in laid.ranges],
+        geometry=laid.geometry,
+        sampling={},
+        work=laid.work,
+    )
+
+
+def text_request(token_ids: Sequence[int], max_tokens: int = 8, **sampling: Any) -> GenerateRequest:
+    """A request without media."""
+    wanted = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest("r", 0, "", list(token_ids), [], replace(wanted, **sampling), [], 0.0, 0.0)
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What the steps of a core did."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[float | None]] = field(default_factory=dict)
+    top: dict[str, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
+    reasons: dict[str, str | None] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
+    ready: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    admitted: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[StepOutput] = field(default_factory=list)
+
+    def take(self, output: StepOutput) -> None:
+        self.steps.append(output)
+        for token in output.tokens:
+            mine = self.tokens.setdefault(token.sequence_id, [])
+            mine.append(token.token_id)
+            self.logprobs.setdefault(token.sequence_id, []).append(token.logprob)
+            self.top.setdefault(token.sequence_id, []).append(token.top_logprobs)
+            self.reasons[token.sequence_id] = token.finish_reason
+        for event in output.kv_ready:
+            spans = self.ready.setdefault(event.sequence_id, [])
+            assert event.start == (spans[-1][1] if spans else 0)
+            spans.append((event.start, event.end))
+        for name, cached in output.admitted.items():
+            self.admitted.setdefault(name, []).append(cached)
+        self.failed.update(dict(output.failed))
+
+
+def step(
+    core: VllmCore, outcome: Outcome | None = None, until: Callable[[Outcome], Any] | None = None
+) -> Outcome:
+    """Step until `until` holds, or nothing is left to do; a core that stands still fails."""
+    outcome = outcome or Outcome()
+    for _ in range(500):
+        if until is not None and until(outcome):
+            return outcome
+        if not core.has_work():
+            assert until is None, "nothing is left to do"
+            return outcome
+        output = core.step()
+        outcome.take(output)
+        moved = output.prefill_tokens or output.decode_sequences or output.failed or output.tokens
+        assert moved or until is not None or not core.has_work(), "the core stands still"
+    raise AssertionError("the core does not finish")
+
+
+def supply(core: VllmCore, name: str, asked: Question) -> None:
+    """Give a sequence all of its features."""
+    for number, feature in enumerate(asked.features):
+        core.fill(name, number, feature)
+
+
+def run(core: VllmCore, asked: Question, request: GenerateRequest | None = None, name: str = "a") -> Outcome:
+    """What a core does for a question alone."""
+    core.add(name, request or asked.request, stop_after_prefill=False)
+    supply(core, name, asked)
+    outcome = step(core)
+    assert not outcome.failed, outcome.failed
+    return outcome
+
+
+def ask(
+    core: VllmCore, asked: Question, request: GenerateRequest | None = None, name: str = "a"
+) -> list[int]:
+    """The tokens that a core generates for a question alone."""
+    return run(core, asked, request, name).tokens[name]
+
+
+def native(
+    asked: Question, tokens: int, prompt: LoweredPrompt | None = None, params: SamplingParams | None = None
+) -> tuple[list[int], list[float | None]]:
+    """Tokens of the native engine, greedy ones unless `params` differ, and their log probabilities."""
+    engine = engine_oracle.make_engine(asked.served.language, blocks=64, block_tokens=BLOCK, chunk_tokens=128)
+    lowered = prompt or zoo.lowered(asked.served, asked.layout, asked.media)
+    engine.add(SequenceInput("a", lowered, params or SamplingParams(tokens, logprobs=0, ignore_eos=True)))
+    made = [token for output in engine_oracle.run(engine).steps for token in output.tokens]
+    return [token.token_id for token in made], [token.logprob for token in made]
+
+
+def assert_empty(core: VllmCore) -> None:
+    """Nothing is held for any sequence."""
+    stats = core.stats()
+    assert (stats.blocks_free, stats.blocks_reserved) == (stats.blocks_total, 0)
+    assert (stats.waiting_sequences, stats.running_sequences) == (0, 0)
+    assert (stats.held_sequences, stats.reserved_sequences) == (0, 0)
+    assert (stats.waiting_tokens, stats.blocked_tokens) == (0, 0)
+    assert not core._shelf._features
+    assert not core._shelf._users
+
+
+def forget(core: VllmCore) -> None:
+    """Empty the prefix cache, and vLLM's cache of features, which outlives requests."""
+    while core.has_work():
+        core.step()
+    assert core._manager.reset_prefix_cache()
+    core._core.reset_encoder_cache()
+
+
+def clear(cores: Iterable[VllmCore]) -> None:
+    """Forget all sequences, prefixes and features of cores that several tests use."""
+    for core in cores:
+        for name in [*core._sequences, *core._reservations]:
+            core.abort(name)
+        forget(core)
+        core._prefixes.clear()

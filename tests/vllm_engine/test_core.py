@@ -1,0 +1,568 @@
+"""vLLM's engine core as an engine of the pools, with real cores of small random models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmd_api.contract.errors import (
+    BadLogitsError,
+    CapacityError,
+    CountMismatchError,
+    OverloadedError,
+    PreemptedError,
+    StepFailedError,
+)
+from mmd_workers.engine.blocks import extend_identities
+from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.features.references import media_spans
+from mmd_workers.model.prompt import Feature
+from tests.support import engine_oracle
+from tests.support import model_zoo as zoo
+
+from .cores import (
+    BLOCK,
+    CHUNK,
+    Outcome,
+    ask,
+    assert_empty,
+    checkpoint,
+    clear,
+    forget,
+    make,
+    native,
+    question,
+    run,
+    served,
+    step,
+    supply,
+    text_request,
+)
+
+LONG = "tell me which of these is the larger one, and what else you see there, and then all the rest of it"
+TOKENS = 12
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Each `generate` is asked before vLLM changes what it needs: llava and qwen2_5_vl are vLLM's own classes."""
+    folder = tmp_path_factory.mktemp("models")
+    return {arch: checkpoint(arch, folder) for arch in ("llava", "qwen2_5_vl")}
+
+
+@pytest.fixture(scope="session")
+def llava(models):
+    return models["llava"]
+
+
+@pytest.fixture(scope="session")
+def shared(llava):
+    """Two cores of one model with room for everything."""
+    return [make(llava), make(llava)]
+
+
+@pytest.fixture
+def core(shared):
+    yield shared[0]
+    clear(shared)
+
+
+@pytest.fixture
+def other(shared):
+    return shared[1]
+
+
+@pytest.fixture(scope="session")
+def asked(llava):
+    """A prompt with an image in the middle of it, two chunks long."""
+    return question(llava, "what is this? " + LONG, zoo.image(100, 64, 1), LONG)
+
+
+@pytest.fixture(scope="session")
+def answer(asked):
+    return asked.answer(TOKENS)
+
+
+def prompt_of(blocks, seed=0, more=5):
+    return engine_oracle.prompt_of(blocks * BLOCK + more, seed)
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [LONG],
+        [zoo.image(100, 64, 1), LONG],
+        [LONG, zoo.image(100, 64, 1)],
+        [LONG, zoo.image(60, 60, 4), "and", zoo.image(150, 40, 5), LONG],
+        [zoo.image(60, 60, 4), zoo.image(60, 60, 4), "twice the same"],
+    ],
+    ids=["text", "image first", "image last", "images", "one image twice"],
+)
+def test_a_sequence_has_the_tokens_of_generate(core, llava, parts):
+    one = question(llava, *parts)
+    assert ask(core, one) == one.answer(TOKENS)
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("known", [1, 5, TOKENS - 1])
+def test_a_sequence_goes_on_after_known_output_tokens(core, asked, answer, known):
+    outcome = run(core, asked, asked.after(answer[:known]))
+    assert outcome.tokens["a"] == answer[known:]
+    assert [t.index for s in outcome.steps for t in s.tokens] == list(range(known, TOKENS))
+
+
+def test_sequences_side_by_side_answer_as_they_do_alone(core, llava, asked, answer):
+    texts = [question(llava, f"{n} {LONG}") for n in "abc"]
+    for number, one in enumerate([*texts, asked]):
+        core.add(str(number), one.request, stop_after_prefill=False)
+        supply(core, str(number), one)
+    outcome = step(core)
+    assert outcome.tokens["3"] == answer
+    assert [outcome.tokens[str(n)] for n in range(3)] == [one.answer(TOKENS) for one in texts]
+
+
+def test_two_sequences_share_the_feature_that_one_brought(core, asked, answer):
+    core.add("a", asked.request, stop_after_prefill=False)
+    supply(core, "a", asked)
+    core.add("b", asked.request, stop_after_prefill=False)
+    core.abort("a")
+    outcome = step(core)
+    assert outcome.tokens["b"] == answer
+    assert_empty(core)
+
+
+def test_max_tokens_stop_tokens_and_the_context_end_an_answer(core, asked, answer):
+    assert run(core, asked, asked.with_(max_tokens=3)).reasons["a"] == "length"
+    core._builder._eos, eos = [answer[4]], core._builder._eos
+    try:
+        stopped = run(core, asked, asked.with_(ignore_eos=False))
+        assert (stopped.tokens["a"], stopped.reasons["a"]) == (answer[: answer.index(answer[4]) + 1], "stop")
+        assert ask(core, asked) == answer
+    finally:
+        core._builder._eos = eos
+    prompt = engine_oracle.prompt_of(core.max_model_len - 3, 1)
+    core.add("b", text_request(prompt, max_tokens=50), stop_after_prefill=False)
+    outcome = step(core)
+    assert (len(outcome.tokens["b"]), outcome.reasons["b"]) == (3, "length")
+    assert_empty(core)
+
+
+def test_log_probabilities_are_those_of_the_native_engine(core, asked):
+    tokens, logprobs = native(asked, TOKENS)
+    outcome = run(core, asked, asked.with_(logprobs=4))
+    assert outcome.tokens["a"] == tokens
+    assert outcome.logprobs["a"] == pytest.approx(logprobs, abs=1e-4)
+    banned = set(asked.served.language.suppress_token_ids)
+    for chosen, top in zip(logprobs, outcome.top["a"], strict=True):
+        assert len(top) == 4
+        assert not banned & {token for token, _ in top}
+        assert top[0][1] == pytest.approx(chosen, abs=1e-4)
+
+
+def test_placeholders_are_never_sampled(core, llava):
+    banned = set(served(llava).language.suppress_token_ids)
+    assert banned
+    for seed in range(4):
+        request = text_request(prompt_of(1, seed), 64, temperature=2.0, seed=seed)
+        core.add(str(seed), request, stop_after_prefill=False)
+    outcome = step(core)
+    assert not banned & {token for tokens in outcome.tokens.values() for token in tokens}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.6}], ids=["all", "top k", "top p"])
+def test_seeded_draws_are_those_of_the_native_engine_and_go_on_elsewhere(core, other, asked, sampling):
+    params = SamplingParams(TOKENS, temperature=1.5, seed=7, ignore_eos=True, **sampling)
+    expected = native(asked, TOKENS, params=params)[0]
+    drawn = asked.with_(temperature=1.5, seed=7, **sampling)
+    assert ask(core, asked, drawn) == expected
+    assert ask(core, asked, drawn) == expected, "also where the prefix is cached"
+    assert ask(other, asked, replace(drawn, output_token_ids=expected[:5])) == expected[5:]
+    assert ask(core, asked, asked.with_(temperature=1.5, seed=8, **sampling)) != expected
+
+
+def test_draws_of_one_request_do_not_depend_on_the_others(core, asked, llava):
+    drawn = asked.with_(temperature=1.5, seed=7)
+    alone = ask(core, asked, drawn)
+    forget(core)
+    for number in range(3):
+        core.add(f"greedy {number}", text_request(prompt_of(3, number), 3 + number), stop_after_prefill=False)
+        core.add(f"{number}", drawn, stop_after_prefill=False)
+        supply(core, f"{number}", asked)
+        core.step()
+    outcome = step(core)
+    assert [outcome.tokens[f"{number}"][-4:] for number in range(3)] == [alone[-4:]] * 3
+
+
+# --- features -----------------------------------------------------------------------------------------------------
+
+
+def test_a_late_feature_delays_nobody_else_and_text_before_it_is_computed(core, asked, answer, llava):
+    text = question(llava, LONG)
+    core.add("late", asked.request, stop_after_prefill=False)
+    core.add("text", text.request, stop_after_prefill=False)
+    outcome = step(core, until=lambda o: len(o.tokens.get("text", ())) == TOKENS)
+    assert outcome.tokens["text"] == text.answer(TOKENS)
+    start = asked.request.features[0].ranges[0][0]
+    assert core._sequences["late"].request.num_computed_tokens == start
+    stats = core.stats()
+    assert stats.waiting_tokens == stats.blocked_tokens == len(asked.request.token_ids) - start
+    supply(core, "late", asked)
+    assert core.stats().blocked_tokens == 0
+    assert step(core).tokens["late"] == answer
+    assert_empty(core)
+
+
+def test_a_step_is_empty_while_all_wait_for_features(core, asked):
+    core.add("a", asked.request, stop_after_prefill=False)
+    core.add("b", asked.request, stop_after_prefill=False)
+    for _ in range(6):
+        output = core.step()
+    assert core.has_work()
+    assert (output.prefill_tokens, output.decode_sequences, output.failed) == (0, 0, [])
+    for name in "ab":
+        core.abort(name)
+    assert_empty(core)
+
+
+def test_a_medium_whose_prefix_was_evicted_is_reported_and_waits(core, asked, answer):
+    assert ask(core, asked) == answer
+    assert core.cached_tokens(asked.request) > sum(asked.request.features[0].ranges[-1])
+    forget(core)
+    core.add("b", asked.request, stop_after_prefill=False)
+    outcome = Outcome()
+    for _ in range(6):
+        outcome.take(core.step())
+    start = asked.request.features[0].ranges[0][0]
+    assert outcome.admitted["b"]
+    assert max(outcome.admitted["b"]) <= start, "prefill supplies a medium that is not covered"
+    assert not outcome.failed
+    supply(core, "b", asked)
+    assert step(core).tokens["b"] == answer
+
+
+def test_a_cached_prefix_needs_no_feature(core, asked, answer):
+    assert ask(core, asked) == answer
+    core.add("b", asked.request, stop_after_prefill=False)
+    outcome = step(core)
+    assert outcome.tokens["b"] == answer
+    assert outcome.admitted["b"] == [core.cached_tokens(asked.request)]
+    assert core.stats().prefix_hit_tokens >= core.cached_tokens(asked.request)
+
+
+def test_a_feature_of_another_size_fails_alone(core, asked, answer, llava):
+    (feature,) = asked.features
+    rows = feature.tensors["embeddings"]
+    core.add("a", asked.request, stop_after_prefill=False)
+    for wrong in (rows[:-1], rows[:, :-1]):
+        with pytest.raises(CountMismatchError):
+            core.fill("a", 0, Feature("image", {"embeddings": wrong}))
+    supply(core, "a", asked)
+    assert step(core).tokens["a"] == answer
+
+
+@pytest.fixture(scope="session")
+def rotary(models):
+    return make(models["qwen2_5_vl"])
+
+
+def test_a_request_that_the_model_cannot_run_fails_alone(rotary, models):
+    one = question(models["qwen2_5_vl"], LONG, zoo.image(100, 64, 1), "tell me")
+    expected = one.answer(TOKENS)
+    ref = one.request.features[0]
+    for geometry in ({}, {"image_grid_thw": [7]}):
+        broken = replace(one.request, features=[replace(ref, geometry=geometry)])
+        with pytest.raises(StepFailedError):
+            rotary.add("broken", broken, stop_after_prefill=False)
+        rotary.reserve("broken", len(broken.token_ids), 5)
+        rotary._reservations["broken"].written = len(broken.token_ids)
+        with pytest.raises(StepFailedError):
+            rotary.attach("broken", broken, [1])
+        rotary.abort("broken")
+        assert_empty(rotary)
+    assert ask(rotary, one) == expected
+
+
+# --- KV -----------------------------------------------------------------------------------------------------------
+
+
+def hand_over(source, target, asked, outcome=None, name="a", decode=TOKENS):
+    """Prefill on one core and decode on another; the KV moves as it is announced."""
+    request = asked.request
+    source.add(name, request, stop_after_prefill=True)
+    supply(source, name, asked)
+    target.reserve(name, len(request.token_ids), decode)
+    outcome = outcome or Outcome()
+    step(source, outcome, until=lambda o: o.tokens.get(name))
+    for start, end in outcome.ready[name]:
+        target.write_kv(name, start, source.read_kv(name, start, end))
+    target.attach(name, request, outcome.tokens[name])
+    source.abort(name)
+    done = step(target)
+    assert not done.failed, done.failed
+    return outcome.tokens[name] + done.tokens[name]
+
+
+@pytest.mark.parametrize("more", [0, 1, BLOCK - 1, BLOCK, 2 * CHUNK + 3])
+def test_kv_that_moved_to_another_core_gives_the_tokens_of_one(core, other, llava, more):
+    one = question(llava, LONG)
+    base = one.request.token_ids
+    filler = prompt_of(8, 3)[: -len(base) % BLOCK + more]
+    request = replace(one.request, token_ids=filler + base)
+    core.add("alone", request, stop_after_prefill=False)
+    expected = step(core).tokens["alone"]
+    forget(core)
+    one.request = request
+    assert hand_over(core, other, one) == expected
+    assert_empty(core)
+    assert_empty(other)
+
+
+def test_kv_of_a_prompt_with_media_moves_whether_it_was_cached_or_not(core, other, asked, answer):
+    for _ in range(2):
+        outcome = Outcome()
+        assert hand_over(core, other, asked, outcome) == answer
+        forget(other)
+    assert core.cached_tokens(asked.request) > CHUNK
+    assert all(end - start <= CHUNK for start, end in outcome.ready["a"]), "a cached prefix travels in chunks"
+
+
+def test_a_reservation_is_refused_by_what_is_missing(llava):
+    core = make(llava, blocks=8, max_model_len=8 * BLOCK, max_sequences=2)
+    with pytest.raises(CapacityError):
+        core.reserve("a", 8 * BLOCK, 5)
+    core.reserve("a", 5 * BLOCK, 5)
+    with pytest.raises(OverloadedError):
+        core.reserve("b", 3 * BLOCK, 5)
+    core.reserve("b", 4, 5)
+    with pytest.raises(OverloadedError):
+        core.reserve("c", 4, 5)
+    with pytest.raises(ValueError, match="in use"):
+        core.reserve("a", 4, 5)
+    assert core.stats().blocks_reserved == 7
+    assert core.stats().reserved_sequences == 2
+    for name in "ab":
+        core.abort(name)
+    assert_empty(core)
+
+
+def test_kv_with_a_gap_or_another_geometry_is_refused_and_the_reservation_stays(core, other, asked):
+    core.add("a", asked.request, stop_after_prefill=True)
+    supply(core, "a", asked)
+    outcome = step(core, until=lambda o: o.tokens.get("a"))
+    tokens = len(asked.request.token_ids)
+    read = core.read_kv("a", 0, tokens)
+    other.reserve("a", tokens, 5)
+    with pytest.raises(CountMismatchError):
+        other.write_kv("a", 1, read)
+    with pytest.raises(CountMismatchError):
+        other.write_kv("a", 0, read[:-1])
+    with pytest.raises(CountMismatchError):
+        other.attach("a", asked.request, outcome.tokens["a"])
+    other.write_kv("a", 0, read)
+    other.attach("a", asked.request, outcome.tokens["a"])
+    assert step(other).tokens["a"]
+    core.abort("a")
+    assert_empty(core)
+
+
+def test_an_aborted_prefill_keeps_nothing_although_blocks_are_still_to_be_read(core, asked):
+    core.add("a", asked.request, stop_after_prefill=True)
+    supply(core, "a", asked)
+    step(core, until=lambda o: o.ready.get("a"))
+    assert not core._sequences["a"].made, "it is in the middle of its prompt"
+    core.abort("a")
+    with pytest.raises(KeyError):
+        core.read_kv("a", 0, 1)
+    step(core)
+    assert_empty(core)
+
+
+# --- a pool that is too small -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_prompts_with_late_features_that_would_fill_the_pool_both_go_on(llava, prefix_cache):
+    asked = {n: question(llava, n + LONG, zoo.image(100, 64, 1), 3 * LONG) for n in "ab"}
+    tokens = len(asked["a"].request.token_ids)
+    each, before = -(-tokens // BLOCK), -(-asked["a"].request.features[0].ranges[0][0] // BLOCK)
+    core = make(llava, blocks=each + before, max_model_len=each * BLOCK + 1, prefix_cache=prefix_cache)
+    for name, one in asked.items():
+        core.add(name, one.request, stop_after_prefill=True)
+    outcome = Outcome()
+    for _ in range(4):
+        outcome.take(core.step())
+    supply(core, "b", asked["b"])
+    for _ in range(2):
+        outcome.take(core.step())
+    supply(core, "a", asked["a"])
+    for name, one in asked.items():
+        step(core, outcome, until=lambda o, n=name: o.tokens.get(n))
+        assert outcome.tokens[name] == one.answer(1)
+        core.abort(name)
+    step(core)
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_preempted_prefill_gives_its_blocks_back_and_is_readable_once_it_goes_on(
+    llava, other, asked, answer, prefix_cache
+):
+    core = make(
+        llava, blocks=8, max_model_len=8 * BLOCK, prefix_cache=prefix_cache
+    )  # all of which `d` takes in the end
+    tokens = len(asked.request.token_ids)
+    other.add("a", asked.request, stop_after_prefill=True)
+    supply(other, "a", asked)
+    step(other, until=lambda o: o.tokens.get("a"))
+    alone = other.read_kv("a", 0, tokens)
+    other.abort("a")
+    core.add("d", text_request(prompt_of(1, 5), 200), stop_after_prefill=False)
+    core.step()
+    core.add("a", asked.request, stop_after_prefill=True)
+    outcome = step(core, until=lambda o: core.stats().preemptions)
+    announced = outcome.ready["a"][-1][1]
+    assert announced == asked.request.features[0].ranges[0][0]
+    assert core.read_kv("a", 0, announced) is None
+    step(core, outcome, until=lambda o: o.reasons.get("d"))
+    supply(core, "a", asked)
+    step(core, outcome, until=lambda o: o.tokens.get("a"))
+    assert [start for start, _ in outcome.ready["a"]] == sorted({start for start, _ in outcome.ready["a"]}), (
+        "once"
+    )
+    assert outcome.ready["a"][-1][1] == tokens
+    for layer, expected in zip(core.read_kv("a", 0, tokens), alone, strict=True):
+        assert (layer - expected).abs().max() < 1e-4
+    assert outcome.tokens["a"] == answer[:1]
+    assert not outcome.failed
+    core.abort("a")
+    step(core)
+    assert_empty(core)
+
+
+def test_a_preempted_attached_sequence_fails_retryably_and_frees_all(llava, other):
+    core = make(llava, blocks=7, max_model_len=6 * BLOCK)
+    names = "ab"
+    for seed, name in enumerate(names):
+        prompt = prompt_of(2, seed, more=0)
+        request = text_request(prompt, 100)
+        other.add(name, request, stop_after_prefill=True)
+        made = step(other, until=lambda o, n=name: o.tokens.get(n))
+        core.reserve(name, len(prompt), 100)
+        core.write_kv(name, 0, other.read_kv(name, 0, len(prompt)))
+        core.attach(name, request, made.tokens[name])
+        other.abort(name)
+    outcome = step(core)
+    ((name, error),) = outcome.failed.items()
+    assert name == "b"
+    assert isinstance(error, PreemptedError)
+    assert error.retryable
+    assert core.stats().preemptions == 1
+    assert len(outcome.tokens["a"]) == 99
+    assert_empty(core)
+
+
+def test_a_reservation_leaves_a_block_to_each_sequence_that_grows(llava, other):
+    core = make(llava, blocks=8, max_model_len=6 * BLOCK)
+    prompt = prompt_of(1, 3, more=0)
+    request = text_request(prompt, 2 * BLOCK)
+    other.add("old", request, stop_after_prefill=True)
+    made = step(other, until=lambda o: o.tokens.get("old"))
+    core.reserve("old", len(prompt), 2 * BLOCK)
+    core.write_kv("old", 0, other.read_kv("old", 0, len(prompt)))
+    core.attach("old", request, made.tokens["old"])
+    other.abort("old")
+    core.step()
+    with pytest.raises(OverloadedError, match="spare"):
+        core.reserve("young", 6 * BLOCK - 6, 5)
+    core.reserve("young", 5 * BLOCK - 6, 5)
+    outcome = step(core)
+    assert not outcome.failed
+    assert outcome.reasons["old"] == "length"
+    core.abort("young")
+    assert_empty(core)
+
+
+def test_a_prompt_that_fills_the_context_ends_with_its_first_token(core, llava):
+    tokens = prompt_of(core.max_model_len // BLOCK, 7, more=0)[: core.max_model_len - 1]
+    core.add("full", text_request(tokens, 9), stop_after_prefill=True)
+    outcome = step(core, until=lambda o: o.tokens.get("full"))
+    assert outcome.reasons["full"] == "length"
+    core.abort("full")
+    step(core)
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("wrong", ["a token", "rows", "a range", "no range"])
+def test_a_request_whose_layout_is_wrong_fails_alone(core, asked, wrong):
+    (ref,) = asked.request.features
+    request = {
+        "a token": replace(asked.request, token_ids=[*asked.request.token_ids[:-1], 10**6]),
+        "rows": replace(asked.request, features=[replace(ref, num_tokens=ref.num_tokens + 1)]),
+        "a range": replace(asked.request, features=[replace(ref, ranges=[[10**5, ref.num_tokens]])]),
+        "no range": replace(asked.request, features=[replace(ref, ranges=[])]),
+    }[wrong]
+    with pytest.raises(StepFailedError):
+        core.add("a", request, stop_after_prefill=False)
+    core.reserve("b", len(request.token_ids), 5)
+    core._reservations["b"].written = len(request.token_ids)
+    with pytest.raises(StepFailedError):
+        core.attach("b", request, [1])
+    core.abort("b")
+    assert_empty(core)
+
+
+def test_logits_that_are_not_numbers_fail_the_request_and_no_other(core, asked, answer):
+    core.add("bad", asked.request, stop_after_prefill=False)
+    for number, feature in enumerate(asked.features):
+        broken = {name: tensor * float("nan") for name, tensor in feature.tensors.items()}
+        core.fill("bad", number, Feature(feature.modality, broken))
+    outcome = step(core)
+    assert isinstance(outcome.failed["bad"], BadLogitsError)
+    assert not outcome.tokens.get("bad")
+    core._scheduler.encoder_cache_manager.reset()
+    core._manager.reset_prefix_cache()
+    core.add("good", asked.request, stop_after_prefill=False)
+    supply(core, "good", asked)
+    assert step(core).tokens["good"] == answer
+    assert_empty(core)
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_stats_add_up(core, asked):
+    total = core.stats().blocks_total
+    core.add("held", text_request(prompt_of(2, 1)), stop_after_prefill=True)
+    step(core, until=lambda o: o.tokens.get("held"))
+    core.step()
+    core.reserve("reserved", 40, 5)
+    core.add("late", asked.request, stop_after_prefill=False)
+    core.add("runs", text_request(prompt_of(1, 2), 50), stop_after_prefill=False)
+    for _ in range(4):
+        core.step()
+    stats = core.stats()
+    assert (stats.held_sequences, stats.reserved_sequences) == (1, 1)
+    assert stats.waiting_sequences + stats.running_sequences == 2
+    assert stats.blocks_reserved == 2
+    start = asked.request.features[0].ranges[0][0]
+    used = 3 + -(-start // BLOCK) + 2  # held, late (its text) and runs
+    assert stats.blocks_total - stats.blocks_free - stats.blocks_reserved == used
+    assert stats.blocks_total == total
+    assert stats.blocked_tokens == len(asked.request.token_ids) - start
+    assert stats.prefill_tokens_per_second > 0
+    assert stats.step_seconds > 0
+
+
+def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_evicted(core, asked):
+    ask(core, asked)
+    expected: list[bytes] = []
+    tokens = asked.request.token_ids
+    extend_identities(expected, tokens, media_spans(asked.request), 16, len(tokens) // BLOCK * (BLOCK // 16))
+    assert set(core.prefix_blocks(64)) == {identity.hex() for identity in expected}
+    assert len(core.prefix_blocks(3)) == 3
+    forget(core)
+    assert core.prefix_blocks(64) == []
