@@ -31,7 +31,7 @@ ARCHITECTURES = [
     "qwen2_5_omni",
     "audioflamingo3",
 ]
-OTHER_POSITIONS = [("qwen2_5_vl", "video"), ("demo", "video")]
+OTHER_POSITIONS = [("qwen2_5_vl", "video")]
 """vLLM counts the text after a video from the last time of a frame on, this transformers from the last row or column."""
 CAUSAL_IMAGES = [("gemma3", "image"), ("gemma3", "images")]
 """vLLM's attention on CPUs is causal within an image, too, where the model's looks at the whole image."""
