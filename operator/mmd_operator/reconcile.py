@@ -130,6 +130,7 @@ class Reconciler:
         if serving is None or not work.scaling.needed(deployment.spec, observed, serving):
             work.scaling.suspend()
             return
+        await work.verify_growth()
         events, changed = await work.scaling.tick(time.time(), deployment.spec, work.observe, serving)
         if changed:
             self.wake.set()

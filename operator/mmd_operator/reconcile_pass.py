@@ -16,7 +16,7 @@ from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
 from mmd_operator.growth import PendingGrowth
-from mmd_operator.observed import Body, Observed
+from mmd_operator.observed import Body, Child, Observed, child_of
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import ReportFetcher
@@ -75,6 +75,18 @@ class ReconcilePass:
         observed = self._observe()
         return replace(observed, growth=self._growth.unseen(observed))
 
+    async def verify_growth(self) -> None:
+        """Look up sizes that the watch has not shown for long.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        await self._growth.verify(self._observe(), self._stateful_set)
+
+    async def _stateful_set(self, name: str) -> Child | None:
+        found = await self._context.cluster.get("StatefulSet", self._context.namespace, name)
+        return None if found is None else child_of("StatefulSet", found)
+
     async def run(self, body: Body, *, failing: bool) -> float:
         """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
         if await self.removal.namespace_ends(failing=failing):
@@ -123,6 +135,7 @@ class ReconcilePass:
         deployment: MultimodalDeployment,
         planned: list[Manifest],
     ) -> float:
+        await self.verify_growth()
         spec, uid, observed = deployment.spec, body["metadata"]["uid"], self.observe()
         secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
         applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]

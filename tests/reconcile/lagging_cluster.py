@@ -216,7 +216,7 @@ class Race:
         self.reports = Reports(self.cluster)
         metrics = OperatorMetrics()
         events = SimpleNamespace(report=lambda *_, **__: None)
-        context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
+        self._context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
         self.body: dict[str, Any] = {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -238,9 +238,15 @@ class Race:
                 "transfer": {"kv": {"backend": "Gloo"}},
             },
         }
-        self._pass = ReconcilePass(context, self.reports, self.cluster.observe, self.body)
+        self._skipped = 0.0
+        self.restart()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._now = time.time()
+
+    def time_passes(self, seconds: float) -> None:
+        """What was written grows older, and the next tick comes as much later."""
+        self._skipped += seconds
+        self._now += seconds
 
     def change(self, **spec: Any) -> None:
         """A new generation of the spec."""
@@ -255,6 +261,16 @@ class Race:
                 self._run_pass() if what == "pass" else self._run_tick()
             )
         await self.quiet()
+
+    async def finish(self, what: str) -> None:
+        """A pass or a tick, to its end."""
+        await self.begin(what)
+        await self._running[what]
+
+    def restart(self) -> None:
+        """Another process takes over: it knows what the watch shows."""
+        self._pass = ReconcilePass(self._context, self.reports, self.cluster.observe, self.body)
+        self._pass._growth._clock = lambda: time.monotonic() + self._skipped
 
     async def release(self, number: int = 0) -> None:
         """One call goes on."""
@@ -274,8 +290,7 @@ class Race:
         for _ in range(rounds):
             for what in ("pass", "tick"):
                 self.cluster.show()
-                await self.begin(what)
-                await self._running[what]
+                await self.finish(what)
         self.cluster.show()
 
     async def end(self) -> None:
@@ -296,4 +311,5 @@ class Race:
             return
         serving = str(gateway.workload.template_revision)
         with suppress(BusyError, RefusedError):
+            await self._pass.verify_growth()
             await self._pass.scaling.tick(self._now, deployment.spec, self._pass.observe, serving)

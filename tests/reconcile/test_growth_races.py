@@ -59,6 +59,40 @@ async def test_the_autoscaler_does_not_take_gpus_that_a_new_revision_has_just_go
     assert race.cluster.gpus == 6
 
 
+async def test_a_new_revision_counts_however_long_the_watch_lags():
+    race = await begun(budget=6)
+    race.change(**ANOTHER_MODEL)
+    await race.finish("pass")
+    for _ in range(3):
+        race.time_passes(61)
+        await race.finish("pass")
+        await race.finish("tick")
+    assert race.cluster.gpus == 6
+
+
+async def test_growth_of_the_autoscaler_counts_after_it_is_idle_again():
+    race = await begun(budget=6)
+    await race.finish("tick")
+    assert race.cluster.gpus == 6
+    race.reports.queued = 0.0
+    race.time_passes(61)
+    await race.finish("tick")
+    race.change(decode={"gpus": 1, "replicas": 2})
+    await race.finish("pass")
+    assert race.cluster.gpus == 6
+
+
+async def test_a_pool_that_was_created_without_an_answer_counts_when_it_is_found():
+    race = await begun(budget=6)
+    race.change(**ANOTHER_MODEL)
+    await race.finish("pass")
+    assert race.cluster.gpus == 6
+    race.restart()
+    await race.finish("pass")
+    await race.finish("tick")
+    assert race.cluster.gpus == 6
+
+
 async def begun(budget: int) -> Race:
     """Three pods serve, and the encoder has more work than it can do."""
     race = Race(budget)
