@@ -7,6 +7,7 @@ import copy
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -267,6 +268,23 @@ class Race:
         await self.begin(what)
         await self._running[what]
 
+    async def change_during_reports(self, change: Callable[[], None]) -> None:
+        """A tick, in which something changes after the pods were asked for their reports and before they answer."""
+        self.cluster.holds = True
+        await self.begin("tick")
+        assert self.cluster.waiting
+        change()
+        self.cluster.holds = False
+        while self.cluster.waiting:
+            await self.release()
+        await self._running["tick"]
+
+    def serve(self, revision: str) -> None:
+        """The gateway's template becomes that of another revision, and the watch shows it."""
+        gateway = self.cluster.stored["Deployment", "demo-gateway"]
+        gateway["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] = revision
+        self.cluster.show()
+
     def restart(self) -> None:
         """Another process takes over: it knows what the watch shows."""
         self._pass = ReconcilePass(self._context, self.reports, self.cluster.observe, self.body)
@@ -305,11 +323,6 @@ class Race:
 
     async def _run_tick(self) -> None:
         self._now += TICK_SECONDS
-        deployment = self._pass.deployment
-        gateway = self.cluster.observe().children.get(("Deployment", "demo-gateway"))
-        if deployment is None or gateway is None or gateway.workload is None:
-            return
-        serving = str(gateway.workload.template_revision)
         with suppress(BusyError, RefusedError):
             await self._pass.verify_growth()
-            await self._pass.scaling.tick(self._now, deployment.spec, self._pass.observe, serving)
+            await self._pass.scaling.tick(self._now, lambda: self._pass.scaled(self.body))

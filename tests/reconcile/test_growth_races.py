@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,28 @@ async def test_the_autoscaler_does_not_take_gpus_that_a_new_revision_has_just_go
     while race.cluster.waiting:
         await race.release()
     assert race.cluster.gpus == 6
+
+
+async def test_a_budget_that_is_lowered_while_reports_are_collected_holds():
+    race = await begun(budget=6)
+    await race.change_during_reports(lambda: race.change(gpuBudget=3))
+    assert race.cluster.gpus == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda race: race.change(paused=True),
+        lambda race: race.body["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"),
+        lambda race: race.body["metadata"].update(uid="another"),
+        lambda race: race.serve("aaaaaaaaaa"),
+    ],
+    ids=["paused", "deleted", "another deployment", "another revision"],
+)
+async def test_nothing_is_scaled_after_a_change_while_reports_are_collected(change):
+    race = await begun(budget=6)
+    await race.change_during_reports(lambda: change(race))
+    assert race.cluster.gpus == 3
 
 
 async def test_a_new_revision_counts_however_long_the_watch_lags():

@@ -18,7 +18,7 @@ from mmd_operator.observed import (
     child_of,
 )
 from mmd_operator.rollout import Step, next_step
-from mmd_operator.scaling import PoolScaling
+from mmd_operator.scaling import PoolScaling, ScalingView
 from tests.support.deployments import deployment
 
 from .bodies import UID, pod, workload
@@ -111,7 +111,10 @@ class Pool:
     async def tick(self, ticks: int = 1) -> None:
         for _ in range(ticks):
             self._now += 2
-            await self._scaling.tick(self._now, self.spec, self.observed, self.revision)
+            await self._scaling.tick(self._now, self.view)
+
+    def view(self) -> ScalingView:
+        return ScalingView(self.spec, self.revision, self.observed())
 
     def step(self) -> Step:
         planned = [
