@@ -47,6 +47,7 @@ class PendingGrowth:
         self._clock = clock
         self._decided: list[dict[str, PoolGrowth]] = []  # each being carried out
         self._written: dict[str, tuple[_Written, ...]] = {}
+        self._writing: list[str] = []
 
     @contextmanager
     def deciding(self, growth: Mapping[str, PoolGrowth]) -> Iterator[None]:
@@ -65,6 +66,7 @@ class PendingGrowth:
         growth = decided[name] if decided is not None else None
         began = self._clock()
         answered = refused = False
+        self._writing.append(name)
         try:
             yield
             answered = True
@@ -72,6 +74,7 @@ class PendingGrowth:
             refused = isinstance(error, RefusedError) or error.undone
             raise
         finally:
+            self._writing.remove(name)
             if decided is not None:
                 decided.pop(name, None)
             if answered:  # what was answered before this write began is replaced by it
@@ -125,6 +128,13 @@ class PendingGrowth:
                 if name not in found or found[name].replicas < one.replicas:
                     found[name] = one
         return found
+
+    def forbids(self, name: str, replicas: int) -> bool:
+        """Whether a size may not be written now: another is being written, or the StatefulSet was given a larger one that the watch does
+        not show yet, whose pods would leave without draining."""
+        decided = (d[name].replicas for d in self._decided if name in d)
+        given = max((*decided, *(w.growth.replicas for w in self._of(name))), default=0)
+        return name in self._writing or given > replicas
 
     def forget(self, name: str) -> None:
         """The StatefulSet is being deleted."""

@@ -48,6 +48,7 @@ class LaggingCluster:
         self.holds = False
         self.waiting: list[asyncio.Future[None]] = []
         self.outcomes: deque[str] = deque()
+        self.shrunk: list[str] = []  # no pod here drains, so nothing may become smaller
         self._shown: dict[tuple[str, str], dict[str, Any]] = {}
         self._shared: asyncio.Future[None] | None = None
         self._version = 0
@@ -137,6 +138,8 @@ class LaggingCluster:
     async def scale(self, kind: str, _namespace: str, name: str, replicas: int, *_: str) -> None:
         def change() -> None:
             body = copy.deepcopy(self.stored[kind, name])
+            if replicas < body["spec"]["replicas"]:
+                self.shrunk.append(name)
             body["spec"]["replicas"] = replicas
             self._store((kind, name), body)
 

@@ -299,7 +299,8 @@ def test_the_autoscaler_may_want_what_a_new_revision_leaves():
     assert serving_budget(SPEC, replace(SEEN, children={**SEEN.children, older.key: older}), NEW) == 12
 
 
-def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_growth(size: int):
     spec = SPEC.model_copy(
         update={"gpu_budget": 6, "prefill": SPEC.prefill.model_copy(update={"replicas": 1})}
     )
@@ -308,11 +309,31 @@ def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
     prefill, decode = child_of("StatefulSet", body), stateful_set("decode", revision, replicas=1)
     gateway = child_of("Deployment", workload("Deployment", "gateway", None, template=revision))
     old = pod("prefill", revision, name=f"{prefill.name}-0", ready=True, inputs="old", gpus=2)
-    growing = {prefill.name: PoolGrowth(2, 2, revision, prefill.uid)}
+    growing = {prefill.name: PoolGrowth(size, 2, revision, prefill.uid)}
     seen = Observed({c.key: c for c in (prefill, decode, gateway)}, (old,), growing)
     planned = [
         {"kind": "Deployment", "metadata": {"name": "demo-gateway", "labels": {}}, "spec": {"replicas": 1}}
     ]
     step = next_step(spec, revision, planned, seen, UID)
     assert step.replace[prefill.name].delete == ()
-    assert step.growth == growing
+    assert step.replace[prefill.name].waiting == f"its growth to {size} pods has not been observed"
+    assert step.sizes == {}, "no surge beside growth: it would make the pool smaller than that"
+
+
+@pytest.mark.parametrize(("decided", "to"), [(3, 2), (2, 3), (3, 3)])
+def test_no_size_below_one_that_was_given_may_be_written(decided: int, to: int):
+    growth = PendingGrowth()
+    assert not growth.forbids(PREFILL.name, 1)
+    written(growth, replace(TO_FOUR, replicas=to))
+    with growth.deciding({PREFILL.name: replace(TO_FOUR, replicas=decided)}):
+        assert growth.forbids(PREFILL.name, 2)
+        assert not growth.forbids(PREFILL.name, 3)
+        assert not growth.forbids(DECODE.name, 2)
+
+
+def test_no_size_may_be_written_while_another_is():
+    growth = PendingGrowth()
+    with growth.writing(PREFILL.name, 2):
+        assert growth.forbids(PREFILL.name, 4)
+        assert not growth.forbids(DECODE.name, 4)
+    assert not growth.forbids(PREFILL.name, 4)

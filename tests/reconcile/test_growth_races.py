@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.deployments import ANOTHER_MODEL
 
-from .lagging_cluster import Race
+from .lagging_cluster import AUTOSCALING, Race
 
 BUSY = 700.0
 
@@ -80,6 +80,32 @@ async def test_nothing_is_scaled_after_a_change_while_reports_are_collected(chan
     race = await begun(budget=6)
     await race.change_during_reports(lambda: change(race))
     assert race.cluster.gpus == 3
+
+
+@pytest.mark.parametrize(("minimum", "size"), [(1, 4), (2, 4), (5, 5)])
+async def test_a_pass_does_not_undo_growth_that_the_watch_does_not_show(minimum: int, size: int):
+    race = await begun(budget=12)
+    await race.finish("tick")
+    assert race.cluster.size("encoder") == 4
+    race.change(encoder={"gpus": 1, "autoscaling": AUTOSCALING | {"minReplicas": minimum, "maxReplicas": 5}})
+    await race.finish("pass")
+    assert race.cluster.size("encoder") == size
+
+
+@pytest.mark.parametrize("order", [("pass", "tick"), ("tick", "pass")])
+@pytest.mark.parametrize("released", [0, -1])
+async def test_two_sizes_that_are_written_at_once_drop_no_pod(order: tuple[str, str], released: int):
+    race = await begun(budget=12)
+    race.change(encoder={"gpus": 1, "autoscaling": AUTOSCALING | {"minReplicas": 2}})
+    race.cluster.holds = True
+    for what in order:
+        await race.begin(what)
+    while race.cluster.waiting:
+        await race.release(released)
+    assert race.cluster.shrunk == []
+    race.cluster.holds = False
+    await race.finish("tick")
+    assert race.cluster.size("encoder") == 4
 
 
 async def test_a_new_revision_counts_however_long_the_watch_lags():
@@ -165,6 +191,7 @@ async def race_through(spare: int, events: list[tuple[str, list[int]]]) -> None:
         for call in calls:
             await race.release(call)
             assert race.cluster.gpus <= 3 + spare
+            assert race.cluster.shrunk == []
     race.cluster.outcomes.clear()
     await race.settle()
     assert race.cluster.gpus <= 3 + spare
