@@ -87,7 +87,7 @@ class PoolScaling:
         self._record.remember(status)
 
     def needed(self, view: ScalingView) -> bool:
-        """Whether there is anything to decide or to drain."""
+        """Whether there is anything to decide or to drain, or a surge that leaves or becomes part of the size."""
         for name in POOL_NAMES:
             pool: Pool | None = getattr(view.spec, name)
             child = stateful_set(view.observed, name, view.revision)
@@ -95,8 +95,10 @@ class PoolScaling:
                 continue
             if pool.autoscaling is not None:
                 return True
-            if child.workload.replicas > pool.min_replicas or any(
-                p.drain_requested_at for p in view.observed.pods_of(name)
+            if (
+                child.workload.surged
+                or child.workload.replicas > pool.min_replicas
+                or any(p.drain_requested_at for p in view.observed.pods_of(name))
             ):
                 return True
         return False

@@ -40,15 +40,7 @@ class Pool:
     """A StatefulSet of an encoder that scales, by its size and who owns that; the API server takes its calls."""
 
     def __init__(self, mode: str = "Active", most: int = 2) -> None:
-        self.spec = deployment(
-            {
-                "model": {"id": "builtin/demo", "dtype": "Float32"},
-                "encoder": {"gpus": 0, "autoscaling": {**QUICK, "mode": mode, "maxReplicas": most}},
-                "prefill": {"gpus": 0},
-                "decode": {"gpus": 0},
-                "transfer": {"kv": {"backend": "Gloo"}},
-            }
-        ).spec
+        self.resize({"autoscaling": {**QUICK, "mode": mode, "maxReplicas": most}})
         self.revision = pipeline_revision(self.spec)
         self.name = f"demo-encoder-{self.revision}"
         self.replicas, self.owners = 2, {SURGE_FIELD_MANAGER}
@@ -127,6 +119,18 @@ class Pool:
             self._now += 2
             await self._scaling.tick(self._now, self.view)
 
+    def resize(self, encoder: dict[str, Any]) -> None:
+        """The spec gets another size of the pool."""
+        self.spec = deployment(
+            {
+                "model": {"id": "builtin/demo", "dtype": "Float32"},
+                "encoder": {"gpus": 0, **encoder},
+                "prefill": {"gpus": 0},
+                "decode": {"gpus": 0},
+                "transfer": {"kv": {"backend": "Gloo"}},
+            }
+        ).spec
+
     def view(self) -> ScalingView:
         return ScalingView(self.spec, self.revision, self.observed())
 
@@ -202,3 +206,24 @@ async def test_a_surge_that_does_not_start_is_not_kept_because_another_pod_is_wa
     pool._now, pool.queued = LONG_AFTER, 50.0
     await pool.tick(2)
     assert pool.surged
+
+
+@pytest.mark.parametrize("inputs", ["old", "new"])
+async def test_a_surge_becomes_the_size_of_a_fixed_pool_that_is_made_as_large(inputs: str):
+    pool = Pool()
+    pool.inputs = [inputs, "new"]
+    pool.resize({"replicas": 2})
+    assert pool.step().sizes == {}
+    assert pool._scaling.needed(pool.view())
+    await pool.tick()
+    assert (pool.replicas, pool.surged) == (2, False)
+    assert not pool._scaling.needed(pool.view())
+
+
+async def test_a_surge_leaves_a_fixed_pool_whose_size_stays():
+    pool = Pool()
+    pool.resize({"replicas": 1})
+    pool.unplaced = {1}
+    assert pool._scaling.needed(pool.view())
+    await pool.tick()
+    assert (pool.replicas, pool.surged) == (1, False)
