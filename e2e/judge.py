@@ -65,7 +65,8 @@ def judge(
             sent.setdefault(line["question"], []).append(line)
         elif "ended" in line:
             ended[line["question"], line["attempt"]] = line
-    kills = [s for s in struck if s.component == "gateway" and s.killed]
+    gateways = [s for s in struck if s.component == "gateway"]
+    kills, deletions = [s for s in gateways if s.killed], [s for s in gateways if not s.killed]
     result = Judgement(questions=len(sent))
     total = next((line["questions"] for line in lines if "questions" in line), None)
     if total is None or total != len(sent):
@@ -80,7 +81,9 @@ def judge(
             continue
         *broken, last = [end for end in ends if end is not None]
         unexplained = [
-            end for end in broken if not any(_explains(kill, without_gateway, end) for kill in kills)
+            end
+            for end in broken
+            if not any(_explains(kill, deletions, without_gateway, end) for kill in kills)
         ]
         if unexplained or last["error"] or last["ends"] == 0:
             result.lost.append((unexplained or [last])[0])
@@ -130,21 +133,26 @@ def longest_after(answers: Iterable[Line], moment: float) -> float:
     return max((a["ended"] - moment for a in answers if a["began"] <= moment <= a["ended"]), default=0.0)
 
 
-def _explains(kill: Struck, without_gateway: Sequence[Span], end: Line) -> bool:
+def _explains(kill: Struck, deletions: Sequence[Struck], without_gateway: Sequence[Span], end: Line) -> bool:
     """Whether a killed gateway may have broken this connection.
 
     A stream that was in flight ends with the process of its gateway, whatever is deleted since, and its client notices soon. A stream
-    of another gateway, which may drain since it was deleted, breaks by none of that. A request that found no gateway is refused until
-    nodes no longer route to the dead one, or until one is Ready again if this kill left none.
+    of another gateway, which may drain since it was deleted, breaks by none of that, and no stream that began after the kill: the
+    container that replaces the killed one has the name of the same pod. A request that found no gateway is refused until nodes no
+    longer route to the dead one, or until one is Ready again if this kill left none; where one was deleted during the request, that
+    may have been its gateway.
     """
     if not end["broken"] or end["ended"] + 1 < kill.began:
         return False
-    if (end["tokens"] or end["gateway"]) and end["gateway"] != kill.pod:
+    if end["tokens"] or end["gateway"]:
+        if end["gateway"] != kill.pod or end["began"] > kill.ended:
+            return False
+    elif any(end["began"] <= deletion.ended and deletion.began <= end["ended"] for deletion in deletions):
         return False
     routed = kill.ended + RETURN_SECONDS
     if end["tokens"]:
         noticed = kill.ended + (NOTICE_SECONDS if end["kind"] == PACED else RETURN_SECONDS)
-        return bool(end["began"] <= kill.ended and end["ended"] <= noticed)
+        return bool(end["ended"] <= noticed)
     began = (kill.began - LOOK_SECONDS, kill.ended + LOOK_SECONDS)
     outages = [to + RETURN_SECONDS for since, to in without_gateway if began[0] <= since <= began[1]]
     return bool(end["ended"] <= max([routed, *outages]))

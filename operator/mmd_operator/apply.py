@@ -105,6 +105,7 @@ class Applier:
                     return "Contested" if problem else "Unchanged", problem
                 found = await self._cluster.get(kind, self._namespace, name)
                 if found is not None and fingerprint(found) == record.fingerprint:
+                    self._growth.confirmed(child_of(kind, found), child)
                     record.version_before, record.at, record.seen = version, now, False
                     return "Unseen", None  # the watch lags; nothing has changed
                 child = self._adoptable(kind, found) if found is not None else None
@@ -185,6 +186,7 @@ class Applier:
             found = await self._cluster.get(kind, self._namespace, name)
             if found is not None:
                 child = self._adoptable(kind, found)
+                self._growth.confirmed(child, None)
         elif child.owner_uid not in (self._uid, None):
             raise _NotOursError
         if child is not None and _only_builder_changed(manifest, child):
@@ -198,6 +200,7 @@ class Applier:
         if child is None and sized:
             with self._growth.writing(name, body["spec"]["replicas"]):
                 after = await self._applied(body, child)
+            self._growth.confirmed(child_of(kind, after), None)
             await self._cluster.release_replicas(self._namespace, name, body["spec"]["replicas"])
         else:
             after = await self._applied(body, child)

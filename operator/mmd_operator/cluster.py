@@ -92,11 +92,15 @@ class RefusedError(Exception):
 
 
 class BusyError(Exception):
-    """It cannot be done now (409, 429, 5xx, out of reach): come back, after `retry_seconds` where the API server asked for that."""
+    """It cannot be done now (409, 429, 5xx, out of reach): come back, after `retry_seconds` where the API server asked for that.
 
-    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+    `undone`: the API server answered that it changed nothing; else the write may have been carried out.
+    """
+
+    def __init__(self, message: str, retry_seconds: float | None = None, *, undone: bool = False) -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds
+        self.undone = undone
 
 
 class ExpiredError(BusyError):
@@ -366,7 +370,9 @@ class Cluster:
             if error.status == 410:
                 raise ExpiredError(words_of(error), _retry_after(error)) from error
             if error.status in (409, 429) or (error.status or 500) >= 500:
-                raise BusyError(words_of(error), _retry_after(error)) from error
+                raise BusyError(
+                    words_of(error), _retry_after(error), undone=error.status in (409, 429)
+                ) from error
             raise RefusedError(words_of(error)) from error
         except UNREACHABLE as error:
             raise BusyError(f"cannot reach the API server: {error!r}") from error

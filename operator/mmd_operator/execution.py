@@ -73,6 +73,8 @@ class Execution:
                 before = present.workload.replicas if present and present.workload else 0
                 if replicas < before:
                     continue  # its pods drain first: see `scaling`
+                if self._growth.forbids(name, replicas):
+                    continue
                 surge = name in step.replace and step.replace[name].replicas is not None
                 manager = SURGE_FIELD_MANAGER if surge else SCALER_FIELD_MANAGER
                 problems += await self._resizes.resize(

@@ -120,17 +120,13 @@ class Reconciler:
         body, work = self.body, self._pass
         if body is None or not work.has_read or body["metadata"]["uid"] != work.uid:
             return
-        work.scaling.watch_drains(observed := self._observe(), time.time())
-        deployment = work.deployment
-        if deployment is None or deployment.spec.paused or "deletionTimestamp" in body["metadata"]:
+        work.scaling.watch_drains(self._observe(), time.time())
+        view = work.scaled(body)
+        if view is None or not work.scaling.needed(view):
             work.scaling.suspend()
             return
-        gateway = observed.children.get(("Deployment", f"{self.name}-gateway"))
-        serving = gateway.workload.template_revision if gateway and gateway.workload else None
-        if serving is None or not work.scaling.needed(deployment.spec, observed, serving):
-            work.scaling.suspend()
-            return
-        events, changed = await work.scaling.tick(time.time(), deployment.spec, work.observe, serving)
+        await work.verify_growth()
+        events, changed = await work.scaling.tick(time.time(), lambda: work.scaled(self.body))
         if changed:
             self.wake.set()
         for reason, message in events:

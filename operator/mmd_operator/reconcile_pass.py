@@ -16,7 +16,7 @@ from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
 from mmd_operator.growth import PendingGrowth
-from mmd_operator.observed import Body, Observed
+from mmd_operator.observed import Body, Child, Observed, child_of
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import ReportFetcher
@@ -26,7 +26,7 @@ from mmd_operator.reading import Reading, read
 from mmd_operator.removal import Removal
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step, next_step
-from mmd_operator.scaling import PoolScaling
+from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
 from mmd_operator.status_writer import StatusWriter
 
@@ -50,6 +50,7 @@ class ReconcilePass:
         self.status = StatusWriter(context)
         self._context = context
         self._observe = observe
+        self._reading: tuple[object, Reading] | None = None
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
@@ -65,15 +66,34 @@ class ReconcilePass:
         """Whether a pass has read the spec."""
         return self._planned is not None
 
-    @property
-    def deployment(self) -> MultimodalDeployment | None:
-        """The deployment as the last pass read it."""
-        return self._planned[1].deployment if self._planned is not None else None
+    def scaled(self, body: Body | None) -> ScalingView | None:
+        """What the autoscaler decides from. `body`: the deployment now. None while nothing of it may be scaled."""
+        if body is None or body["metadata"]["uid"] != self.uid or "deletionTimestamp" in body["metadata"]:
+            return None
+        deployment = self._reading_of(body).deployment
+        observed = self.observe()
+        gateway = observed.children.get(("Deployment", f"{self._context.name}-gateway"))
+        serving = gateway.workload.template_revision if gateway and gateway.workload else None
+        if deployment is None or deployment.spec.paused or serving is None:
+            return None
+        return ScalingView(deployment.spec, serving, observed)
 
     def observe(self) -> Observed:
         """What the watch shows, and the growth that was decided and that it does not show yet."""
         observed = self._observe()
         return replace(observed, growth=self._growth.unseen(observed))
+
+    async def verify_growth(self) -> None:
+        """Look up sizes that the watch has not shown for long.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        await self._growth.verify(self._observe(), self._stateful_set)
+
+    async def _stateful_set(self, name: str) -> Child | None:
+        found = await self._context.cluster.get("StatefulSet", self._context.namespace, name)
+        return None if found is None else child_of("StatefulSet", found)
 
     async def run(self, body: Body, *, failing: bool) -> float:
         """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
@@ -100,13 +120,20 @@ class ReconcilePass:
         pins = tuple((pin.revision, pin.identity, pin.image) for pin in self._pins.status)
         key = (body["metadata"].get("generation"), pins)
         if self._planned is None or self._planned[0] != key:
-            reading = read(body)
+            reading = self._reading_of(body)
             objects: list[Manifest] = []
             if (deployment := reading.deployment) is not None:
                 pinned = self._pins.of(pipeline_revision(deployment.spec))
                 objects = plan_objects(deployment, self._context.namespace, pinned)
             self._planned = (key, reading, objects)
         return self._planned[1], self._planned[2]
+
+    def _reading_of(self, body: Body) -> Reading:
+        """The spec of a deployment; read only for a new generation."""
+        generation = body["metadata"].get("generation")
+        if self._reading is None or self._reading[0] != generation:
+            self._reading = generation, read(body)
+        return self._reading[1]
 
     async def _report_faults(self, body: Body, reading: Reading, observed: Observed) -> None:
         """Report why no plan can be made; existing objects stay unchanged."""
@@ -123,6 +150,7 @@ class ReconcilePass:
         deployment: MultimodalDeployment,
         planned: list[Manifest],
     ) -> float:
+        await self.verify_growth()
         spec, uid, observed = deployment.spec, body["metadata"]["uid"], self.observe()
         secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
         applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]

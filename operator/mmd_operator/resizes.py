@@ -9,7 +9,7 @@ from mmd_operator.cluster import RefusedError
 from mmd_operator.contest import Contests
 from mmd_operator.context import PassContext
 from mmd_operator.growth import PendingGrowth
-from mmd_operator.observed import SCALER_FIELD_MANAGER, Body, Child, ObjectKey
+from mmd_operator.observed import SCALER_FIELD_MANAGER, Body, Child, ObjectKey, child_of
 from mmd_operator.problems import Problem, contested
 
 
@@ -52,6 +52,7 @@ class Resizes:
             if written is not None and written[1] == replicas:
                 found = await self._context.cluster.get(kind, self._context.namespace, name)
                 if found is not None and found["spec"].get("replicas") == replicas:
+                    self._growth.confirmed(child_of(kind, found), present)
                     self._sized[key] = (version, replicas, now)
                     return []  # the watch lags
             with self._growth.writing(name, replicas):

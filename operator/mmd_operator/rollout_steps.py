@@ -154,14 +154,15 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
             and child.revision in {state.revision, state.serving}
             and state.owns(child)
         ):
-            present = child.workload.replicas
+            shown, present = child.workload.replicas, _with_growth(child, state)
             wanted = wanted_replicas(pool, present)
             if child.revision == state.revision and str(child.component) in state.share.sizes:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
             size, free = grown(child, wanted, state.observed, free)
             if size < wanted:
                 short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
-            if size != present:
+            given = size == present and pool.autoscaling is not None  # by the autoscaler
+            if size != shown and not given and not shown < size < present:
                 sizes[child.name] = size
     waits_for = (
         f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
@@ -188,6 +189,8 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
             deadline = pool.scheduling_deadline_seconds
             room = None if free is None else free + gpus_growing(state.observed, child.name)
             one = replacement(child, wanted, state.observed, room, state.now, deadline)
+            if (size := _with_growth(child, state)) > child.workload.replicas and one.outdated:
+                one = Replacement(one.outdated, waiting=f"its growth to {size} pods has not been observed")
             if one.outdated:
                 found[child.name] = one
             if one.replicas is not None:
@@ -275,6 +278,13 @@ def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
         if child is not None and child.workload is not None and replicas > child.workload.replicas:
             growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
     return growth
+
+
+def _with_growth(child: Child, state: RolloutState) -> int:
+    """Replicas of a StatefulSet with its growth that the watch does not show yet."""
+    growth = state.observed.growth.get(child.name)
+    shown = child.workload.replicas if child.workload else 0
+    return max(shown, growth.replicas if growth else 0)
 
 
 def _free_gpus(state: RolloutState) -> int | None:

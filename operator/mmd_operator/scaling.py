@@ -7,7 +7,7 @@ The decisions are those of `autoscaling`; what a tick brings to them is in `scal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
@@ -33,6 +33,15 @@ from mmd_operator.scaling_limits import growth_within, without_loss
 from mmd_operator.scaling_record import ScalingRecord
 
 TICK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingView:
+    """What a tick decides from, of one moment: the spec, the revision that serves, and what is observed."""
+
+    spec: MultimodalDeploymentSpec
+    revision: str
+    observed: Observed
 
 
 class PoolScaling:
@@ -77,17 +86,19 @@ class PoolScaling:
         """Restore the last decisions and throughputs from the status after a start."""
         self._record.remember(status)
 
-    def needed(self, spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> bool:
-        """Whether there is anything to decide or to drain."""
+    def needed(self, view: ScalingView) -> bool:
+        """Whether there is anything to decide or to drain, or a surge that leaves or becomes part of the size."""
         for name in POOL_NAMES:
-            pool: Pool | None = getattr(spec, name)
-            child = stateful_set(observed, name, revision)
+            pool: Pool | None = getattr(view.spec, name)
+            child = stateful_set(view.observed, name, view.revision)
             if pool is None or child is None or child.workload is None:
                 continue
             if pool.autoscaling is not None:
                 return True
-            if child.workload.replicas > pool.min_replicas or any(
-                p.drain_requested_at for p in observed.pods_of(name)
+            if (
+                child.workload.surged
+                or child.workload.replicas > pool.min_replicas
+                or any(p.drain_requested_at for p in view.observed.pods_of(name))
             ):
                 return True
         return False
@@ -96,19 +107,25 @@ class PoolScaling:
         """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
         self._actions.watch_drains(observed, now)
 
-    async def tick(
-        self, now: float, spec: MultimodalDeploymentSpec, observe: Callable[[], Observed], revision: str
-    ) -> tuple[Events, bool]:
+    async def tick(self, now: float, look: Callable[[], ScalingView | None]) -> tuple[Events, bool]:
         """Collect reports, decide, act. Returns what to report as Events, and whether `report` changed.
 
-        Nothing is awaited from the observation that it decides from to the record of what it decided.
+        `look`: what is there now; None while nothing may be scaled. Nothing is awaited from the view that it decides from, which is of
+        after the collection, to the record of what it decided.
 
         Raises:
             BusyError, RefusedError: an action could not be carried out; the next tick tries again.
         """
+        if (before_reports := look()) is None:
+            return [], False
+        revision = before_reports.revision
+        scaler = self._scaler_for(before_reports.spec)
+        faults = await self._reports.collect(scaler, before_reports.observed, revision, now)
+        view = look()
+        if view is None or view.revision != revision:
+            return [], False  # the reports are of another revision, or nothing may be scaled any more
+        spec, observed = view.spec, view.observed
         scaler = self._scaler_for(spec)
-        faults = await self._reports.collect(scaler, observe(), revision, now)
-        observed = observe()
         sets = {
             name: child
             for name in scaler.policy.pools

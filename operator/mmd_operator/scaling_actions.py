@@ -76,7 +76,7 @@ class PoolActions:
             self._changes[pool] = decision
         begun = self._changes.get(pool)
         why = begun if begun is not None and begun.replicas == decision.replicas else decision
-        if actions.replicas is not None:
+        if actions.replicas is not None and not self._growth.forbids(child.name, actions.replicas):
             with self._growth.writing(child.name, actions.replicas):
                 await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
             sizes = f"from {facts.replicas} to {actions.replicas} pods"

@@ -124,3 +124,18 @@ def test_a_node_out_of_reach_means_deletion_by_force() -> None:
     while len(faults):
         faults.strike()
     assert len(pods.deleted) == len(faults.struck) - 1
+
+
+@pytest.mark.parametrize("kills", [["gateway"], ["decode", "operator"]])
+def test_a_storm_of_kills_kills_one_pod_of_each_component_it_names_and_does_nothing_else(
+    kills: list[str],
+) -> None:
+    for seed in range(10):
+        pods = Pods()
+        faults = Faults(seed, pods.kubectl, pods.kill, VICTIMS, pods.roll_out, kills)
+        assert len(faults) == len(kills)
+        while len(faults):
+            assert faults.strike()
+        assert sorted((s.component, s.killed) for s in faults.struck) == [(c, True) for c in kills]
+        assert len(pods.killed) == len(kills)
+        assert (pods.deleted, pods.rolled) == ([], 0)

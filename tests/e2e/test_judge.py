@@ -194,6 +194,34 @@ def test_a_deletion_after_a_kill_changes_nothing_about_whose_streams_may_break(
     assert verdict(sent(0), first, *again, struck=(KILLED, deletion)) == found
 
 
+@pytest.mark.parametrize(("began", "found"), [(104.0, {"cut": 1}), (111.0, {"lost": 1})])
+def test_a_stream_without_tokens_of_the_container_after_the_killed_one_is_lost(
+    began: float, found: dict[str, int]
+) -> None:
+    first = broken(0, began=began, ended=116.0, tokens=[], gateway="g-1")
+    again = (sent(0, 1, 117.0), ended(0, 1, began=117.0, ended=126.0))
+    deletion = Struck(113.0, 113.0, "gateway", "g-1", killed=False)
+    assert verdict(sent(0), first, *again, struck=(KILLED, deletion)) == found
+
+
+@pytest.mark.parametrize(
+    ("deleted_at", "component", "found"),
+    [
+        (113.0, "gateway", {"lost": 1}),
+        (110.0, "gateway", {"cut": 1}),
+        (117.0, "gateway", {"cut": 1}),
+        (113.0, "decode", {"cut": 1}),
+    ],
+)
+def test_a_request_without_headers_is_lost_where_a_gateway_was_deleted_meanwhile(
+    deleted_at: float, component: str, found: dict[str, int]
+) -> None:
+    first = broken(0, began=111.0, ended=116.0, tokens=[], gateway="")
+    again = (sent(0, 1, 117.0), ended(0, 1, began=117.0, ended=126.0))
+    deletion = Struck(deleted_at, deleted_at, component, "g-2", killed=False)
+    assert verdict(sent(0), first, *again, struck=(KILLED, deletion)) == found
+
+
 def test_a_timeout_is_not_excused_by_a_killed_gateway() -> None:
     lines = (sent(0), broken(0, broken=False), sent(0, 1), ended(0, 1))
     assert verdict(*lines, struck=(KILLED,)) == {"lost": 1}

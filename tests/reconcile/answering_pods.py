@@ -15,7 +15,7 @@ from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
 from mmd_operator.pod_client import ReportFetcher
-from mmd_operator.scaling import PoolScaling
+from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.status import status_of
 
 from .bodies import NEW, pod
@@ -67,7 +67,7 @@ def scaling(words: Words) -> PoolScaling:
 
 
 def tick(made: PoolScaling, after: float, deployment: MultimodalDeploymentSpec) -> bool:
-    _, changed = asyncio.run(made.tick(NOW + after, deployment, observed, NEW))
+    _, changed = asyncio.run(made.tick(NOW + after, lambda: ScalingView(deployment, NEW, observed())))
     return changed
 
 

@@ -7,6 +7,7 @@ import copy
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ class LaggingCluster:
         self.holds = False
         self.waiting: list[asyncio.Future[None]] = []
         self.outcomes: deque[str] = deque()
+        self.shrunk: list[str] = []  # no pod here drains, so nothing may become smaller
         self._shown: dict[tuple[str, str], dict[str, Any]] = {}
         self._shared: asyncio.Future[None] | None = None
         self._version = 0
@@ -136,6 +138,8 @@ class LaggingCluster:
     async def scale(self, kind: str, _namespace: str, name: str, replicas: int, *_: str) -> None:
         def change() -> None:
             body = copy.deepcopy(self.stored[kind, name])
+            if replicas < body["spec"]["replicas"]:
+                self.shrunk.append(name)
             body["spec"]["replicas"] = replicas
             self._store((kind, name), body)
 
@@ -216,7 +220,7 @@ class Race:
         self.reports = Reports(self.cluster)
         metrics = OperatorMetrics()
         events = SimpleNamespace(report=lambda *_, **__: None)
-        context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
+        self._context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
         self.body: dict[str, Any] = {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -238,9 +242,15 @@ class Race:
                 "transfer": {"kv": {"backend": "Gloo"}},
             },
         }
-        self._pass = ReconcilePass(context, self.reports, self.cluster.observe, self.body)
+        self._skipped = 0.0
+        self.restart()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._now = time.time()
+
+    def time_passes(self, seconds: float) -> None:
+        """What was written grows older, and the next tick comes as much later."""
+        self._skipped += seconds
+        self._now += seconds
 
     def change(self, **spec: Any) -> None:
         """A new generation of the spec."""
@@ -255,6 +265,33 @@ class Race:
                 self._run_pass() if what == "pass" else self._run_tick()
             )
         await self.quiet()
+
+    async def finish(self, what: str) -> None:
+        """A pass or a tick, to its end."""
+        await self.begin(what)
+        await self._running[what]
+
+    async def change_during_reports(self, change: Callable[[], None]) -> None:
+        """A tick, in which something changes after the pods were asked for their reports and before they answer."""
+        self.cluster.holds = True
+        await self.begin("tick")
+        assert self.cluster.waiting
+        change()
+        self.cluster.holds = False
+        while self.cluster.waiting:
+            await self.release()
+        await self._running["tick"]
+
+    def serve(self, revision: str) -> None:
+        """The gateway's template becomes that of another revision, and the watch shows it."""
+        gateway = self.cluster.stored["Deployment", "demo-gateway"]
+        gateway["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] = revision
+        self.cluster.show()
+
+    def restart(self) -> None:
+        """Another process takes over: it knows what the watch shows."""
+        self._pass = ReconcilePass(self._context, self.reports, self.cluster.observe, self.body)
+        self._pass._growth._clock = lambda: time.monotonic() + self._skipped
 
     async def release(self, number: int = 0) -> None:
         """One call goes on."""
@@ -274,8 +311,7 @@ class Race:
         for _ in range(rounds):
             for what in ("pass", "tick"):
                 self.cluster.show()
-                await self.begin(what)
-                await self._running[what]
+                await self.finish(what)
         self.cluster.show()
 
     async def end(self) -> None:
@@ -290,10 +326,6 @@ class Race:
 
     async def _run_tick(self) -> None:
         self._now += TICK_SECONDS
-        deployment = self._pass.deployment
-        gateway = self.cluster.observe().children.get(("Deployment", "demo-gateway"))
-        if deployment is None or gateway is None or gateway.workload is None:
-            return
-        serving = str(gateway.workload.template_revision)
         with suppress(BusyError, RefusedError):
-            await self._pass.scaling.tick(self._now, deployment.spec, self._pass.observe, serving)
+            await self._pass.verify_growth()
+            await self._pass.scaling.tick(self._now, lambda: self._pass.scaled(self.body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from mmd_operator.autoscaling import ScaleActions
 from mmd_operator.cluster import BusyError, RefusedError
 from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown, serving_budget
 from mmd_operator.gpu_share import gpu_share
-from mmd_operator.growth import LONGEST_LAG_SECONDS, PendingGrowth
-from mmd_operator.observed import Observed, PoolGrowth, child_of
+from mmd_operator.growth import UNANSWERED_SECONDS, VERIFY_SECONDS, PendingGrowth
+from mmd_operator.observed import Child, Observed, PoolGrowth, child_of
 from mmd_operator.rollout import next_step
 from mmd_operator.scaling_limits import growth_within
 from tests.support.deployments import deployment
@@ -59,7 +60,13 @@ def test_growth_counts_from_the_decision_on():
 
 
 @pytest.mark.parametrize(
-    ("error", "counts"), [(None, True), (BusyError("no answer"), True), (RefusedError("quota"), False)]
+    ("error", "counts"),
+    [
+        (None, True),
+        (BusyError("no answer"), True),
+        (BusyError("conflict", undone=True), False),
+        (RefusedError("quota"), False),
+    ],
 )
 def test_a_written_size_counts_unless_it_was_refused(error: Exception | None, counts: bool):
     growth = PendingGrowth()
@@ -131,13 +138,106 @@ def test_the_largest_of_several_counts():
         assert growth.unseen(SEEN) == {PREFILL.name: five}
 
 
-def test_a_size_that_the_watch_never_shows_is_forgotten():
+class ApiServer:
+    """Shows one StatefulSet, and counts how often it was asked."""
+
+    def __init__(self, child: Child | None) -> None:
+        self.child, self.calls = child, 0
+
+    async def get(self, _name: str) -> Child | None:
+        self.calls += 1
+        return self.child
+
+
+async def test_a_size_that_the_api_server_shows_counts_however_long_the_watch_lags():
+    growth = PendingGrowth(clock := Clock())
+    server = ApiServer(stateful_set(replicas=4))
+    written(growth)
+    for _ in range(20):
+        await growth.verify(SEEN, server.get)
+        assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+        clock.now += VERIFY_SECONDS / 2
+    assert server.calls == 9, "once in VERIFY_SECONDS"
+
+
+@pytest.mark.parametrize("child", [stateful_set(replicas=3), stateful_set(replicas=9, uid="another"), None])
+async def test_a_size_that_the_api_server_does_not_show_is_forgotten(child: Child | None):
     growth = PendingGrowth(clock := Clock())
     written(growth)
-    clock.now += LONGEST_LAG_SECONDS - 1
-    assert growth.unseen(SEEN)
-    clock.now += 1
+    clock.now += VERIFY_SECONDS
+    await growth.verify(SEEN, ApiServer(child).get)
     assert not growth.unseen(SEEN)
+
+
+async def test_a_size_that_was_not_answered_counts_until_it_cannot_be_carried_out_any_more():
+    growth = PendingGrowth(clock := Clock())
+    written(growth, error=BusyError("no answer"))
+    clock.now += UNANSWERED_SECONDS - 1
+    await growth.verify(SEEN, ApiServer(PREFILL).get)
+    assert growth.unseen(SEEN)
+    clock.now += VERIFY_SECONDS
+    await growth.verify(SEEN, ApiServer(PREFILL).get)
+    assert not growth.unseen(SEEN)
+
+
+async def test_a_size_that_is_written_during_the_look_up_counts():
+    growth = PendingGrowth(clock := Clock())
+    written(growth)
+    clock.now += VERIFY_SECONDS
+    five = replace(TO_FOUR, replicas=5)
+
+    async def get(_name: str) -> Child | None:
+        written(growth, five)
+        return PREFILL
+
+    await growth.verify(SEEN, get)
+    assert growth.unseen(SEEN) == {PREFILL.name: five}
+
+
+@pytest.mark.parametrize(("error", "size"), [(None, 3), (BusyError("no answer"), 4)])
+def test_a_larger_size_that_was_not_answered_counts_beside_one_that_was(error, size: int):
+    growth = PendingGrowth()
+    written(growth, error=error)
+    written(growth, replace(TO_FOUR, replicas=3))
+    assert growth.unseen(SEEN)[PREFILL.name].replicas == size
+
+
+def test_a_larger_size_that_was_answered_counts_beside_a_smaller_one_that_was_not():
+    growth = PendingGrowth()
+    written(growth)
+    written(growth, replace(TO_FOUR, replicas=3), BusyError("no answer"))
+    assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+
+
+@pytest.mark.parametrize("error", [None, RefusedError("quota")])
+def test_a_decision_counts_no_longer_once_it_is_written_and_shown_or_refused(error: Exception | None):
+    growth = PendingGrowth()
+    with growth.deciding({PREFILL.name: TO_FOUR}):
+        with suppress(RefusedError), growth.writing(PREFILL.name, 4):
+            if error is not None:
+                raise error
+        shown = stateful_set(replicas=2 if error else 4)
+        assert growth.unseen(Observed({shown.key: shown})) == {}
+
+
+def test_what_a_look_up_finds_counts_until_the_watch_shows_it():
+    growth = PendingGrowth()
+    growth.confirmed(found := stateful_set(replicas=4), PREFILL)
+    assert growth.unseen(SEEN) == {PREFILL.name: TO_FOUR}
+    assert growth.unseen(Observed({found.key: found})) == {}
+    growth.confirmed(found, found)
+    assert growth.unseen(SEEN) == {}, "the watch showed it before"
+
+
+@pytest.mark.parametrize("shown", [None, PREFILL])
+def test_a_pool_that_is_created_again_counts_before_the_watch_shows_that_the_first_is_gone(shown):
+    growth, again = PendingGrowth(), stateful_set(replicas=4, uid="another")
+    growth.confirmed(again, shown)
+    for seen in (SEEN, Observed()):
+        assert growth.unseen(seen) == {PREFILL.name: replace(TO_FOUR, uid=again.uid)}
+    smaller = stateful_set(replicas=3, uid="another")
+    assert growth.unseen(Observed({smaller.key: smaller}))
+    assert growth.unseen(Observed()) == {}, "it is gone"
 
 
 def test_a_pool_that_is_deleted_is_forgotten():
@@ -199,7 +299,8 @@ def test_the_autoscaler_may_want_what_a_new_revision_leaves():
     assert serving_budget(SPEC, replace(SEEN, children={**SEEN.children, older.key: older}), NEW) == 12
 
 
-def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_growth(size: int):
     spec = SPEC.model_copy(
         update={"gpu_budget": 6, "prefill": SPEC.prefill.model_copy(update={"replicas": 1})}
     )
@@ -208,11 +309,31 @@ def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_successor():
     prefill, decode = child_of("StatefulSet", body), stateful_set("decode", revision, replicas=1)
     gateway = child_of("Deployment", workload("Deployment", "gateway", None, template=revision))
     old = pod("prefill", revision, name=f"{prefill.name}-0", ready=True, inputs="old", gpus=2)
-    growing = {prefill.name: PoolGrowth(2, 2, revision, prefill.uid)}
+    growing = {prefill.name: PoolGrowth(size, 2, revision, prefill.uid)}
     seen = Observed({c.key: c for c in (prefill, decode, gateway)}, (old,), growing)
     planned = [
         {"kind": "Deployment", "metadata": {"name": "demo-gateway", "labels": {}}, "spec": {"replicas": 1}}
     ]
     step = next_step(spec, revision, planned, seen, UID)
     assert step.replace[prefill.name].delete == ()
-    assert step.growth == growing
+    assert step.replace[prefill.name].waiting == f"its growth to {size} pods has not been observed"
+    assert step.sizes == {}, "no surge beside growth: it would make the pool smaller than that"
+
+
+@pytest.mark.parametrize(("decided", "to"), [(3, 2), (2, 3), (3, 3)])
+def test_no_size_below_one_that_was_given_may_be_written(decided: int, to: int):
+    growth = PendingGrowth()
+    assert not growth.forbids(PREFILL.name, 1)
+    written(growth, replace(TO_FOUR, replicas=to))
+    with growth.deciding({PREFILL.name: replace(TO_FOUR, replicas=decided)}):
+        assert growth.forbids(PREFILL.name, 2)
+        assert not growth.forbids(PREFILL.name, 3)
+        assert not growth.forbids(DECODE.name, 2)
+
+
+def test_no_size_may_be_written_while_another_is():
+    growth = PendingGrowth()
+    with growth.writing(PREFILL.name, 2):
+        assert growth.forbids(PREFILL.name, 4)
+        assert not growth.forbids(DECODE.name, 4)
+    assert not growth.forbids(PREFILL.name, 4)

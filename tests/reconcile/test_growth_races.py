@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.deployments import ANOTHER_MODEL
 
-from .lagging_cluster import Race
+from .lagging_cluster import AUTOSCALING, Race
 
 BUSY = 700.0
 
@@ -56,6 +57,88 @@ async def test_the_autoscaler_does_not_take_gpus_that_a_new_revision_has_just_go
     race.cluster.show()
     while race.cluster.waiting:
         await race.release()
+    assert race.cluster.gpus == 6
+
+
+async def test_a_budget_that_is_lowered_while_reports_are_collected_holds():
+    race = await begun(budget=6)
+    await race.change_during_reports(lambda: race.change(gpuBudget=3))
+    assert race.cluster.gpus == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda race: race.change(paused=True),
+        lambda race: race.body["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"),
+        lambda race: race.body["metadata"].update(uid="another"),
+        lambda race: race.serve("aaaaaaaaaa"),
+    ],
+    ids=["paused", "deleted", "another deployment", "another revision"],
+)
+async def test_nothing_is_scaled_after_a_change_while_reports_are_collected(change):
+    race = await begun(budget=6)
+    await race.change_during_reports(lambda: change(race))
+    assert race.cluster.gpus == 3
+
+
+@pytest.mark.parametrize(("minimum", "size"), [(1, 4), (2, 4), (5, 5)])
+async def test_a_pass_does_not_undo_growth_that_the_watch_does_not_show(minimum: int, size: int):
+    race = await begun(budget=12)
+    await race.finish("tick")
+    assert race.cluster.size("encoder") == 4
+    race.change(encoder={"gpus": 1, "autoscaling": AUTOSCALING | {"minReplicas": minimum, "maxReplicas": 5}})
+    await race.finish("pass")
+    assert race.cluster.size("encoder") == size
+
+
+@pytest.mark.parametrize("order", [("pass", "tick"), ("tick", "pass")])
+@pytest.mark.parametrize("released", [0, -1])
+async def test_two_sizes_that_are_written_at_once_drop_no_pod(order: tuple[str, str], released: int):
+    race = await begun(budget=12)
+    race.change(encoder={"gpus": 1, "autoscaling": AUTOSCALING | {"minReplicas": 2}})
+    race.cluster.holds = True
+    for what in order:
+        await race.begin(what)
+    while race.cluster.waiting:
+        await race.release(released)
+    assert race.cluster.shrunk == []
+    race.cluster.holds = False
+    await race.finish("tick")
+    assert race.cluster.size("encoder") == 4
+
+
+async def test_a_new_revision_counts_however_long_the_watch_lags():
+    race = await begun(budget=6)
+    race.change(**ANOTHER_MODEL)
+    await race.finish("pass")
+    for _ in range(3):
+        race.time_passes(61)
+        await race.finish("pass")
+        await race.finish("tick")
+    assert race.cluster.gpus == 6
+
+
+async def test_growth_of_the_autoscaler_counts_after_it_is_idle_again():
+    race = await begun(budget=6)
+    await race.finish("tick")
+    assert race.cluster.gpus == 6
+    race.reports.queued = 0.0
+    race.time_passes(61)
+    await race.finish("tick")
+    race.change(decode={"gpus": 1, "replicas": 2})
+    await race.finish("pass")
+    assert race.cluster.gpus == 6
+
+
+async def test_a_pool_that_was_created_without_an_answer_counts_when_it_is_found():
+    race = await begun(budget=6)
+    race.change(**ANOTHER_MODEL)
+    await race.finish("pass")
+    assert race.cluster.gpus == 6
+    race.restart()
+    await race.finish("pass")
+    await race.finish("tick")
     assert race.cluster.gpus == 6
 
 
@@ -108,6 +191,7 @@ async def race_through(spare: int, events: list[tuple[str, list[int]]]) -> None:
         for call in calls:
             await race.release(call)
             assert race.cluster.gpus <= 3 + spare
+            assert race.cluster.shrunk == []
     race.cluster.outcomes.clear()
     await race.settle()
     assert race.cluster.gpus <= 3 + spare

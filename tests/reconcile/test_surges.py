@@ -17,8 +17,9 @@ from mmd_operator.observed import (
     Observed,
     child_of,
 )
+from mmd_operator.pod_client import NoAnswerError
 from mmd_operator.rollout import Step, next_step
-from mmd_operator.scaling import PoolScaling
+from mmd_operator.scaling import PoolScaling, ScalingView
 from tests.support.deployments import deployment
 
 from .bodies import UID, pod, workload
@@ -38,21 +39,15 @@ QUICK = {
 class Pool:
     """A StatefulSet of an encoder that scales, by its size and who owns that; the API server takes its calls."""
 
-    def __init__(self, mode: str = "Active") -> None:
-        self.spec = deployment(
-            {
-                "model": {"id": "builtin/demo", "dtype": "Float32"},
-                "encoder": {"gpus": 0, "autoscaling": {**QUICK, "mode": mode}},
-                "prefill": {"gpus": 0},
-                "decode": {"gpus": 0},
-                "transfer": {"kv": {"backend": "Gloo"}},
-            }
-        ).spec
+    def __init__(self, mode: str = "Active", most: int = 2) -> None:
+        self.resize({"autoscaling": {**QUICK, "mode": mode, "maxReplicas": most}})
         self.revision = pipeline_revision(self.spec)
         self.name = f"demo-encoder-{self.revision}"
         self.replicas, self.owners = 2, {SURGE_FIELD_MANAGER}
         self.inputs = ["new", "new"]
         self.unplaced: set[int] = set()
+        self.unready: set[int] = set()
+        self.decode_surge = False  # of a decode pool of one; no node takes it
         self.queued = 0.0
         self._now = NOW
         self._scaling = PoolScaling(
@@ -60,17 +55,22 @@ class Pool:
         )
 
     async def get(self, address: str, *_: object) -> bytes:
+        if "encoder" in address and int(address.rpartition("-")[2]) in self.unready:
+            raise NoAnswerError("does not answer")
         report: dict[str, Any] = {"pod": address, "revision": self.revision}
         if "gateway" in address:
             ttft = {"window_seconds": 30.0, "requests": 0, "seconds": 0.0}
             report |= {"queue": {"age_seconds": 0.0, "waiting_work": {}}, "ttft": ttft}
         else:
             busy = {"encode_queued_work": {"video": self.queued}, "encode_work_per_second": {"video": 100.0}}
-            report |= {"state": "ready", "load": busy if "encoder" in address else {}}
+            decodes = {"decode_running": 1, "decode_max_sequences": 100}
+            report |= {"state": "ready", "load": busy if "encoder" in address else decodes}
         return json.dumps(report).encode()
 
-    async def scale(self, _kind: str, _namespace: str, _name: str, replicas: int) -> None:
-        if replicas != self.replicas:
+    async def scale(self, _kind: str, _namespace: str, name: str, replicas: int) -> None:
+        if name != self.name:
+            self.decode_surge = replicas > 1
+        elif replicas != self.replicas:
             self.replicas, self.owners = replicas, {SCALER_FIELD_MANAGER}
 
     async def release_replicas(self, _namespace: str, _name: str, replicas: int) -> None:
@@ -83,27 +83,33 @@ class Pool:
     def observed(self) -> Observed:
         bodies = [
             workload("StatefulSet", name, self.revision, replicas=size, inputs="new")
-            for name, size in (("encoder", self.replicas), ("prefill", 1), ("decode", 1))
+            for name, size in (("encoder", self.replicas), ("prefill", 1), ("decode", 1 + self.decode_surge))
         ]
         owned = {"fieldsV1": {"f:spec": {"f:replicas": {}}}}
         bodies[0]["metadata"]["managedFields"] = [{"manager": o, **owned} for o in sorted(self.owners)]
+        bodies[2]["metadata"]["managedFields"] = [
+            {"manager": SURGE_FIELD_MANAGER, **owned}
+        ] * self.decode_surge
         children = [child_of("StatefulSet", body) for body in bodies]
         children.append(
             child_of("Deployment", workload("Deployment", "gateway", None, template=self.revision))
         )
         pods = [self._pod("encoder", n) for n in range(self.replicas)]
         pods += [self._pod(name, 0) for name in ("prefill", "decode", "gateway")]
+        if self.decode_surge:
+            pods = [replace(p, inputs="old") if p.component == "decode" else p for p in pods]
+            pods.append(self._pod("decode", 1))
         return Observed({child.key: child for child in children}, tuple(pods))
 
     def _pod(self, component: str, ordinal: int) -> Any:
-        lacks = component == "encoder" and ordinal in self.unplaced
+        lacks = ordinal in self.unplaced if component == "encoder" else ordinal > 0
         made = pod(
             component,
             self.revision,
             name=f"demo-{component}-{self.revision}-{ordinal}",
-            ready=not lacks,
+            ready=not lacks and not (component == "encoder" and ordinal in self.unready),
             scheduling="no node" if lacks else None,
-            inputs=self.inputs[ordinal] if component == "encoder" else "new",
+            inputs=self.inputs[ordinal] if component == "encoder" and ordinal < len(self.inputs) else "new",
             created=CREATED,
         )
         return replace(made, address=made.name)
@@ -111,7 +117,22 @@ class Pool:
     async def tick(self, ticks: int = 1) -> None:
         for _ in range(ticks):
             self._now += 2
-            await self._scaling.tick(self._now, self.spec, self.observed, self.revision)
+            await self._scaling.tick(self._now, self.view)
+
+    def resize(self, encoder: dict[str, Any]) -> None:
+        """The spec gets another size of the pool."""
+        self.spec = deployment(
+            {
+                "model": {"id": "builtin/demo", "dtype": "Float32"},
+                "encoder": {"gpus": 0, **encoder},
+                "prefill": {"gpus": 0},
+                "decode": {"gpus": 0},
+                "transfer": {"kv": {"backend": "Gloo"}},
+            }
+        ).spec
+
+    def view(self) -> ScalingView:
+        return ScalingView(self.spec, self.revision, self.observed())
 
     def step(self) -> Step:
         planned = [
@@ -166,4 +187,43 @@ async def test_a_surge_leaves_when_its_pool_is_replaced(mode: str):
     pool.inputs = ["new", "new"]
     pool.unplaced = {1}
     await pool.tick(20)
+    assert (pool.replicas, pool.surged) == (1, False)
+
+
+async def test_a_surge_that_no_node_takes_is_no_loss_of_capacity_of_its_pool():
+    pool = Pool(most=4)
+    pool.replicas, pool.owners, pool.decode_surge = 1, {SCALER_FIELD_MANAGER}, True
+    pool._now, pool.queued = LONG_AFTER, 700.0
+    await pool.tick(2)
+    assert pool.replicas == 2, "the decode pool behind it is not saturated"
+    assert pool.decode_surge
+    assert not [words for words in pool._scaling.report.limited if "decode" in words]
+
+
+async def test_a_surge_that_does_not_start_is_not_kept_because_another_pod_is_wanted_in_its_place():
+    pool = Pool()
+    pool.inputs, pool.unready = ["old", "new"], {1}
+    pool._now, pool.queued = LONG_AFTER, 50.0
+    await pool.tick(2)
+    assert pool.surged
+
+
+@pytest.mark.parametrize("inputs", ["old", "new"])
+async def test_a_surge_becomes_the_size_of_a_fixed_pool_that_is_made_as_large(inputs: str):
+    pool = Pool()
+    pool.inputs = [inputs, "new"]
+    pool.resize({"replicas": 2})
+    assert pool.step().sizes == {}
+    assert pool._scaling.needed(pool.view())
+    await pool.tick()
+    assert (pool.replicas, pool.surged) == (2, False)
+    assert not pool._scaling.needed(pool.view())
+
+
+async def test_a_surge_leaves_a_fixed_pool_whose_size_stays():
+    pool = Pool()
+    pool.resize({"replicas": 1})
+    pool.unplaced = {1}
+    assert pool._scaling.needed(pool.view())
+    await pool.tick()
     assert (pool.replicas, pool.surged) == (1, False)

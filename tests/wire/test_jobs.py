@@ -1,5 +1,6 @@
 import asyncio
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,25 @@ async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):
     assert (await small.depth())["image"].jobs == 3
 
 
+@pytest.mark.parametrize(("ranges", "fits"), [(120_000, True), (200_000, False)])
+async def test_other_requests_go_on_while_a_feature_of_many_ranges_is_checked(ranges: int, fits: bool):
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    try:
+        with nullcontext() if fits else pytest.raises(CapacityError):
+            await check_fits(replace(job("a").feature, ranges=[[70_000, 1]] * ranges))
+        assert turns > 1
+    finally:
+        running.cancel()
+
+
 async def test_a_feature_that_passes_the_check_fits_the_queue_with_the_longest_names(queue):
     def spread(ranges: int) -> FeatureRef:
         return replace(job("a").feature, ranges=[[70_000, 70_000]] * ranges)
@@ -168,7 +188,7 @@ async def test_a_feature_that_passes_the_check_fits_the_queue_with_the_longest_n
     while most - fewest > 1:
         middle = (fewest + most) // 2
         try:
-            check_fits(spread(middle))
+            await check_fits(spread(middle))
         except CapacityError:
             most = middle
         else:

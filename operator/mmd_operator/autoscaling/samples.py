@@ -22,7 +22,8 @@ class PodSample:
 
     `received_at` is when that load arrived here; None with `load` None for a pod that has not reported yet. `waiting_since`: when
     the pod began to wait for what its state lacks (unschedulable: a node; starting: to become Ready), if that is not when it was
-    created. `failing`: its container has ended several times, the last time without having become Ready.
+    created. `failing`: its container has ended several times, the last time without having become Ready. `surge`: it
+    only joins the others while these are replaced, and is no part of the pool's size.
     """
 
     pod: str
@@ -32,6 +33,7 @@ class PodSample:
     load: PodLoad | None = None
     waiting_since: float | None = None
     failing: bool = False
+    surge: bool = False
 
     def waited(self, now: float) -> float:
         """Seconds for which it has been waiting."""

@@ -8,7 +8,7 @@ leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmd_api.contract.load import GatewayStatus, WorkerStatus
 from mmd_api.contract.pools import PoolName, Role
@@ -94,7 +94,13 @@ class Scaler:
         samples = {
             name: PoolSamples(
                 replicas=facts.replicas - facts.surge,
-                pods=tuple(self._sample(now, self.policy.pools[name], pod) for pod in facts.pods),
+                pods=tuple(
+                    replace(
+                        self._sample(now, self.policy.pools[name], pod),
+                        surge=facts.surge > 0 and pod.ordinal >= facts.replicas - facts.surge,
+                    )
+                    for pod in facts.pods
+                ),
                 demand=self._demand(self.policy.pools[name].roles, gateways),
                 latency=self._latency(),
             )

@@ -241,8 +241,8 @@ def observe(
         signals=tuple(s for s in found if s is not None),
         missing=tuple(missing),
         ready=ready,
-        stuck=sum(_is_stuck(now, policy, pod) for pod in samples.pods),
-        unplaced=sum(_is_unplaced(now, policy, pod) for pod in samples.pods),
+        stuck=sum(_is_stuck(now, policy, pod) for pod in samples.pods if not pod.surge),
+        unplaced=sum(_is_unplaced(now, policy, pod) for pod in samples.pods if not pod.surge),
         history=history,
     )
 

@@ -99,7 +99,7 @@ class Intake:
             _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
         ]
         if self._has_encode_queue:
-            _check_jobs(features, sources)
+            await _check_jobs(features, sources)
         timeline.media = [
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
@@ -211,11 +211,11 @@ def _feature(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
     )
 
 
-def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) -> None:
+async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) -> None:
     """Refuse a medium whose encode job does not fit the queue: the prefill pod that publishes it could not name the field."""
     for feature, source in zip(features, sources, strict=True):
         try:
-            check_fits(feature)
+            await check_fits(feature)
         except MmdError as error:
             raise refused(error, source.param) from error
 
