@@ -23,7 +23,7 @@ class PoolActions:
     """Acts on the pools of one deployment.
 
     By pool, `_draining`: since when, by uid of the pod; `_overdue`: pods with an Event about it; `_changes`: the decision that began the
-    present change of size.
+    present change of size; `_kept`: UID and size of a StatefulSet whose surge became part of its size, and when that was written.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class PoolActions:
         self._draining: dict[PoolName, dict[str, float]] = {name: {} for name in POOL_NAMES}
         self._overdue: dict[PoolName, set[str]] = {name: set() for name in POOL_NAMES}
         self._changes: dict[PoolName, Decision] = {}
+        self._kept: dict[PoolName, tuple[str, int, float]] = {}
 
     def watch_drains(self, observed: Observed, now: float) -> None:
         """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
@@ -82,9 +83,9 @@ class PoolActions:
             sizes = f"from {facts.replicas} to {actions.replicas} pods"
             events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
         elif actions.keep_surge:
-            await self._cluster.release_replicas(self._namespace, child.name, facts.replicas)
-            words = f"keeps all {facts.replicas} pods after the replacement"
-            events.append(("Scaled", f"StatefulSet {child.name} {words}; {why}"))
+            await self._keep_surge(child, facts.replicas, why, decision.at, events)
+        if not facts.surge:
+            self._kept.pop(pool, None)
         for name in actions.drain:
             if decision.at - self._asked_at.get(uids[name], 0.0) < UNSEEN_SECONDS:
                 continue  # the watch may not show the annotation yet
@@ -116,3 +117,17 @@ class PoolActions:
                 )
                 events.append(("DrainDeadlineExceeded", message))
         self._overdue[pool] &= uids.keys() | set(actions.overdue)
+
+    async def _keep_surge(
+        self, child: Child, replicas: int, why: Decision, now: float, events: Events
+    ) -> None:
+        """Once, and again while the watch goes on to show a surge; reported once."""
+        uid, size, at = self._kept.get(why.pool, ("", 0, 0.0))
+        known = (uid, size) == (child.uid, replicas)
+        if known and now - at < UNSEEN_SECONDS:
+            return
+        await self._cluster.release_replicas(self._namespace, child.name, replicas)
+        self._kept[why.pool] = child.uid, replicas, now
+        if not known:
+            words = f"keeps all {replicas} pods after the replacement"
+            events.append(("Scaled", f"StatefulSet {child.name} {words}; {why}"))

@@ -44,11 +44,13 @@ class Pool:
         self.revision = pipeline_revision(self.spec)
         self.name = f"demo-encoder-{self.revision}"
         self.replicas, self.owners = 2, {SURGE_FIELD_MANAGER}
+        self.released, self.events = 0, list[str]()
         self.inputs = ["new", "new"]
         self.unplaced: set[int] = set()
         self.unready: set[int] = set()
         self.decode_surge = False  # of a decode pool of one; no node takes it
         self.queued = 0.0
+        self.shown: Observed | None = None  # by a watch that lags
         self._now = NOW
         self._scaling = PoolScaling(
             cast(Any, self), cast(Any, self), OperatorMetrics(), "default", PendingGrowth()
@@ -76,6 +78,7 @@ class Pool:
     async def release_replicas(self, _namespace: str, _name: str, replicas: int) -> None:
         assert replicas == self.replicas
         self.owners |= {SCALER_FIELD_MANAGER}
+        self.released += 1
 
     async def ask_to_drain(self, *_: object) -> None:
         pass
@@ -117,7 +120,8 @@ class Pool:
     async def tick(self, ticks: int = 1) -> None:
         for _ in range(ticks):
             self._now += 2
-            await self._scaling.tick(self._now, self.view)
+            events, _ = await self._scaling.tick(self._now, self.view)
+            self.events += [message for _, message in events]
 
     def resize(self, encoder: dict[str, Any]) -> None:
         """The spec gets another size of the pool."""
@@ -132,7 +136,7 @@ class Pool:
         ).spec
 
     def view(self) -> ScalingView:
-        return ScalingView(self.spec, self.revision, self.observed())
+        return ScalingView(self.spec, self.revision, self.shown or self.observed())
 
     def step(self) -> Step:
         planned = [
@@ -227,3 +231,21 @@ async def test_a_surge_leaves_a_fixed_pool_whose_size_stays():
     assert pool._scaling.needed(pool.view())
     await pool.tick()
     assert (pool.replicas, pool.surged) == (1, False)
+
+
+async def test_a_surge_that_is_kept_is_reported_once_while_the_watch_lags():
+    pool = Pool()
+    pool.queued, pool.shown = 700.0, pool.observed()
+    await pool.tick(6)
+    assert len([words for words in pool.events if "keeps all 2 pods" in words]) == 1
+    assert pool.released == 2, "once, and again after the time that a watch may need"
+
+
+async def test_another_surge_that_is_kept_is_reported_too():
+    pool = Pool()
+    pool.queued = 700.0
+    await pool.tick(2)
+    pool.owners = {SURGE_FIELD_MANAGER}
+    await pool.tick()
+    assert len([words for words in pool.events if "keeps all 2 pods" in words]) == 2
+    assert not pool.surged
