@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -566,3 +568,40 @@ def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_e
     assert len(core.prefix_blocks(3)) == 3
     forget(core)
     assert core.prefix_blocks(64) == []
+
+
+def test_a_warm_up_leaves_nothing(core, asked, answer):
+    core.warm_up()
+    assert_empty(core)
+    assert core.prefix_blocks(64) == []
+    assert core.stats().prefix_miss_tokens == 0
+    assert ask(core, asked) == answer
+
+
+def test_a_warm_up_that_fails_leaves_nothing(core, asked, answer, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(core._core.model_executor, "execute_model", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            core.warm_up()
+    step(core)
+    assert_empty(core)
+    assert ask(core, asked) == answer
+
+
+ON_A_THREAD = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tests.vllm_engine import cores
+core = cores.make(Path(sys.argv[1]))
+ThreadPoolExecutor(1).submit(core.warm_up).result()
+"""
+
+
+def test_a_thread_that_is_not_the_one_that_made_the_core_may_step_it(llava):
+    """With fewer threads than cores: what OpenMP has by itself is not what torch was told."""
+    command = [sys.executable, "-c", ON_A_THREAD, str(llava)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
