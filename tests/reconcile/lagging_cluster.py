@@ -123,9 +123,10 @@ class LaggingCluster:
             body = copy.deepcopy(manifest)
             before = self.stored.get(key, {})
             size = before.get("spec", {}).get("replicas")
-            if key[0] == "StatefulSet" and size is not None:
-                body["spec"].setdefault("replicas", size)
-            body["metadata"] |= {"uid": f"uid-of-{key}", "namespace": "default"}
+            if key[0] == "StatefulSet":
+                body["spec"].setdefault("replicas", 1 if size is None else size)
+            uid = before.get("metadata", {}).get("uid", f"uid-of-{key}-{self._version}")
+            body["metadata"] |= {"uid": uid, "namespace": "default"}
             before = copy.deepcopy(before)
             before.get("metadata", {}).pop("resourceVersion", None)
             before.pop("status", None)
@@ -137,6 +138,8 @@ class LaggingCluster:
 
     async def scale(self, kind: str, _namespace: str, name: str, replicas: int, *_: str) -> None:
         def change() -> None:
+            if (kind, name) not in self.stored:
+                raise RefusedError("not found")
             body = copy.deepcopy(self.stored[kind, name])
             if replicas < body["spec"]["replicas"]:
                 self.shrunk.append(name)
@@ -144,6 +147,12 @@ class LaggingCluster:
             self._store((kind, name), body)
 
         await self._write(change)
+
+    def vanish(self, pool: str) -> None:
+        """Another client deletes the StatefulSets of a pool."""
+        for kind, name in list(self.stored):
+            if kind == "StatefulSet" and f"-{pool}-" in name:
+                del self.stored[kind, name]
 
     async def delete(self, kind: str, _namespace: str, name: str, _uid: str) -> None:
         await self._write(lambda: self.stored.pop((kind, name), None))

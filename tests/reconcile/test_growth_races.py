@@ -153,7 +153,8 @@ async def begun(budget: int) -> Race:
 
 CHANGES = st.sampled_from(["busy", "idle", "decode", "model"])
 ANSWERS = st.sampled_from(["refused", "lost", "unanswered"])
-EVENTS = st.sampled_from(["pass", "tick"]) | st.just("show") | CHANGES | ANSWERS
+LATER = st.sampled_from(["minimum", "budget", "time", "gone"])
+EVENTS = st.sampled_from(["pass", "tick"]) | st.just("show") | CHANGES | ANSWERS | LATER
 CALLS = st.lists(st.integers(0, 3), max_size=12)
 
 
@@ -171,28 +172,43 @@ async def race_through(spare: int, events: list[tuple[str, list[int]]]) -> None:
     """Each event, and then the calls that go on: by their place among those that wait."""
     race = await begun(3 + spare)
     race.cluster.holds = True
-    decode, dtypes = 1, ["BFloat16", "Float32"]
+    decode, minimum, dtypes = 1, 1, ["BFloat16", "Float32"]
+    budgets = [3, 3 + spare]
+    ceiling = budgets[-1]
     for event, calls in events:
         match event:
             case "pass" | "tick":
                 await race.begin(event)
             case "show":
                 race.cluster.show()
+            case "time":
+                race.time_passes(61)
+            case "gone":
+                race.cluster.vanish("encoder")
             case "busy" | "idle":
                 race.reports.queued = BUSY if event == "busy" else 0.0
             case "decode":
                 decode = 3 - decode
                 race.change(decode={"gpus": 1, "replicas": decode})
+            case "minimum":
+                minimum = 3 - minimum
+                race.change(encoder={"gpus": 1, "autoscaling": AUTOSCALING | {"minReplicas": minimum}})
+            case "budget":
+                budgets.reverse()
+                race.change(gpuBudget=budgets[-1])
             case "model":
                 race.change(model={"id": "builtin/demo", "dtype": dtypes[0]})
                 dtypes.reverse()
             case outcome:
                 race.cluster.outcomes.append(outcome)
+        ceiling = max(ceiling, budgets[-1])
         for call in calls:
             await race.release(call)
-            assert race.cluster.gpus <= 3 + spare
+            assert race.cluster.gpus <= ceiling
             assert race.cluster.shrunk == []
+        if not race.cluster.waiting:  # nothing is on its way that a larger budget allowed
+            ceiling = max(budgets[-1], race.cluster.gpus)
     race.cluster.outcomes.clear()
     await race.settle()
-    assert race.cluster.gpus <= 3 + spare
+    assert race.cluster.gpus <= ceiling
     await race.end()
