@@ -33,11 +33,16 @@ class Image:
 IMAGES = (
     Image("multimodal-operator", REPOSITORY / "images" / "operator.Containerfile"),
     Image("multimodal-nats", REPOSITORY / "images" / "nats.Containerfile"),
-    Image("multimodal-worker", REPOSITORY / "images" / "worker.Containerfile", {"ACCELERATOR": "cpu"}),
-    Image(
-        "multimodal-worker-vllm",
-        REPOSITORY / "images" / "worker.Containerfile",
-        {"ACCELERATOR": "cpu", "ENGINE": "vllm"},
+    *(
+        Image(
+            f"multimodal-worker{suffix}",
+            REPOSITORY / "images" / "worker.Containerfile",
+            {
+                "ACCELERATOR": "cpu",
+                "ENGINE": engine,
+            },  # the default is unknown to buildah when it looks for unused stages
+        )
+        for engine, suffix in (("native", ""), ("vllm", "-vllm"))
     ),
 )
 PAUSE = Image("e2e-pause", REPOSITORY / "e2e" / "pause.Containerfile")
