@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DRAW = (
     "mmd_draw"  # a request's extra argument: its sampling, and the index of the first token that is made here
 )
-Row = tuple[
+DrawnRow = tuple[
     SamplingParams, int, list[int]
 ]  # with the tokens that have been made since, which vLLM appends to
 
@@ -31,7 +31,7 @@ class NativeDraws(LogitsProcessor):
     """Chooses the tokens of requests with `DRAW`: it leaves one logit of a row, so that vLLM takes the token greedily."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, DrawnRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         """It is not: it moves the maximum."""
@@ -56,6 +56,6 @@ class NativeDraws(LogitsProcessor):
         return logits
 
 
-def _row(params: vllm.SamplingParams, prompt: list[int] | None, output: list[int]) -> Row | None:
+def _row(params: vllm.SamplingParams, prompt: list[int] | None, output: list[int]) -> DrawnRow | None:
     wanted = (params.extra_args or {}).get(DRAW)
     return (*wanted, output) if wanted is not None else None
