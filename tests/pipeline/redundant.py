@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmd_api.contract.pools import MODALITIES
+from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
@@ -82,6 +82,11 @@ def expected(sample: Sample, tokens: int = TOKENS) -> str:
     return oracle.answer(DEMO, question, tokens, ignore_eos=tokens > TOKENS)
 
 
+def kinds(deployment: Deployment) -> tuple[Modality, ...]:
+    """What is asked about. vLLM counts positions after a video differently from `generate` (docs/vllm-architectures.md)."""
+    return tuple(kind for kind in MODALITIES if kind != "video" or deployment.engine == "Native")
+
+
 def samples(count: int, seed: int) -> list[Sample]:
     return [draw(MODALITIES[number % 3], 1000 * seed + number) for number in range(count)]
 
@@ -91,6 +96,7 @@ class Load:
 
     def __init__(self, deployment: Deployment, askers: int, seed: int, tokens: int) -> None:
         self._deployment, self._askers, self._seed, self._tokens = deployment, askers, seed, tokens
+        self._kinds = kinds(deployment)
         self._over = threading.Event()
         self._asked: dict[int, tuple[Sample, str]] = {}
         self._threads = ThreadPoolExecutor(askers)
@@ -98,7 +104,7 @@ class Load:
 
     def _ask(self, number: int) -> None:
         while True:
-            sample = draw(MODALITIES[number % 3], 1000 * self._seed + number)
+            sample = draw(self._kinds[number % len(self._kinds)], 1000 * self._seed + number)
             self._asked[number] = sample, ask(self._deployment, sample, self._tokens)
             number += self._askers + 1  # another kind the next time
             if self._over.is_set():
@@ -183,8 +189,16 @@ def held(deployment: Deployment) -> list[str]:
 
 
 def assert_nothing_held(deployment: Deployment) -> None:
+    found: list[str] = []
+
+    def nothing() -> bool:
+        found[:] = held(deployment)
+        return not found
+
     # Longer than a lease: a word that got lost with a message server costs its blocks until then.
-    until(lambda: not held(deployment), 75, f"nothing is held: {held(deployment)}")
+    with suppress(AssertionError):
+        until(nothing, 75, "nothing is held")
+    assert not found, found
 
 
 def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPod]:

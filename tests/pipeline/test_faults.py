@@ -23,6 +23,7 @@ from PIL import Image
 from mmd_cli.local import supervisor
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
+from tests.support.engines import ENGINES
 from tests.support.local_deployment import Deployment, content, until, write
 
 from .redundant import (
@@ -52,10 +53,29 @@ from .redundant import (
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults"), pytest.mark.timeout(600)]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """vLLM's pods take longer to start again: it meets one fault of each kind."""
+    engines = ENGINES if hasattr(metafunc.function, "both_engines") else ENGINES[:1]
+    metafunc.parametrize("engine", engines, scope="module", indirect=True)
+
+
+def both_engines(test: Any) -> Any:
+    """Run a test with each engine."""
+    test.both_engines = True
+    return test
+
+
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def engine(request: pytest.FixtureRequest) -> str:
+    """The engine of prefill and decode workers."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory, engine: str) -> Iterator[Deployment]:
     """Two workers of each kind."""
-    with Deployment(write(tmp_path_factory.mktemp("faults") / "faults.yaml", SPEC, name="faults")) as running:
+    file = tmp_path_factory.mktemp("faults") / "faults.yaml"
+    with Deployment(write(file, {"engine": {"type": engine}, **SPEC}, name="faults")) as running:
         yield running
 
 
@@ -83,11 +103,13 @@ def restore(deployment: Deployment) -> None:
 # --- killed --------------------------------------------------------------------------------------------------------------
 
 
+@both_engines
 def test_an_encoder_killed_while_it_encodes_costs_no_request(whole: Deployment) -> None:
     with load(whole, 18, 1):
         whole.kill(busy(whole, "encoder", "encode_running"))
 
 
+@both_engines
 def test_a_prefill_worker_killed_with_requests_in_flight_loses_none(whole: Deployment) -> None:
     with load(whole, 18, 2):
         whole.kill(busy(whole, "prefill", "prefill_waiting_requests"))
@@ -100,6 +122,7 @@ def test_requests_wait_for_the_restart_of_the_only_prefill_workers(whole: Deploy
             whole.kill(pod)
 
 
+@both_engines
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 7}], ids=["greedy", "seeded"]
 )
@@ -149,6 +172,7 @@ def test_a_drained_worker_finishes_or_hands_over_what_it_has(
 # --- the bus -------------------------------------------------------------------------------------------------------------
 
 
+@both_engines
 def test_requests_finish_although_the_message_server_is_killed(whole: Deployment) -> None:
     with load(whole, 15, 8) as under_way:
         busy(whole, "prefill", "prefill_waiting_requests")
@@ -160,6 +184,7 @@ def test_requests_finish_although_the_message_server_is_killed(whole: Deployment
 # --- clients -------------------------------------------------------------------------------------------------------------
 
 
+@both_engines
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(whole: Deployment) -> None:
     def leave_after(sample: Sample, seconds: float) -> None:
         body = {
@@ -230,6 +255,7 @@ def test_the_jobs_of_a_hung_encoder_go_to_another(whole: Deployment) -> None:
             send(whole, pod, signal.SIGCONT)
 
 
+@both_engines
 def test_decoders_free_the_leases_of_a_hung_prefill_worker(whole: Deployment) -> None:
     def reserved() -> bool:
         return any(load_of(whole, pod)["kv_blocks_reserved"] for pod in whole.pods("decode"))

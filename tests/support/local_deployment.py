@@ -35,6 +35,7 @@ class Deployment:
     def __init__(self, file: Path) -> None:
         self.lines: deque[tuple[str, str]] = deque(maxlen=20_000)
         self._file = file
+        self.engine = up.load(file).spec.engine.type
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
