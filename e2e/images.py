@@ -30,21 +30,14 @@ class Image:
         return f"{self.name}:{TAG}"
 
 
+WORKER = REPOSITORY / "images" / "worker.Containerfile"
 IMAGES = (
     Image("multimodal-operator", REPOSITORY / "images" / "operator.Containerfile"),
     Image("multimodal-nats", REPOSITORY / "images" / "nats.Containerfile"),
-    *(
-        Image(
-            f"multimodal-worker{suffix}",
-            REPOSITORY / "images" / "worker.Containerfile",
-            {
-                "ACCELERATOR": "cpu",
-                "ENGINE": engine,
-            },  # the default is unknown to buildah when it looks for unused stages
-        )
-        for engine, suffix in (("native", ""), ("vllm", "-vllm"))
-    ),
+    # the default of ENGINE is unknown to buildah when it looks for unused stages
+    Image("multimodal-worker", WORKER, {"ACCELERATOR": "cpu", "ENGINE": "native"}),
 )
+VLLM_IMAGE = Image("multimodal-worker-vllm", WORKER, {"ACCELERATOR": "cpu", "ENGINE": "vllm"})
 PAUSE = Image("e2e-pause", REPOSITORY / "e2e" / "pause.Containerfile")
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from e2e import storm
 from e2e.clusters import Cluster, Current, Kind, need
 from e2e.faults import Victim
-from e2e.images import IMAGES, TAG, Buildah, Builder, Docker, builder, docker_runs
+from e2e.images import IMAGES, TAG, VLLM_IMAGE, Buildah, Builder, Docker, builder, docker_runs
 from e2e.own_cluster import host
 from e2e.own_cluster.cluster import OwnCluster
 from e2e.panels import Panels
@@ -49,10 +49,11 @@ class Story:
         self.cluster, self.builder, self.registry, self.steps = cluster, builder, registry, steps
         self.prefix = f"{registry}/" if registry else ""
 
-    def start(self) -> None:
+    def start(self, vllm: bool) -> None:
         with self.steps.step("images built") as step:
             self.builder.prepare()
-            images = {image: self.builder.build(image) for image in IMAGES}
+            wanted = (*IMAGES, VLLM_IMAGE) if vllm else IMAGES
+            images = {image: self.builder.build(image) for image in wanted}
             step.note = self.builder.name
         with self.steps.step("cluster started") as step:
             step.note = self.cluster.start()
@@ -391,6 +392,7 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the storm's faults"
     )
+    parser.add_argument("--vllm", action="store_true", help="a second storm, on pools with vLLM")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     REPORT.mkdir(parents=True, exist_ok=True)
@@ -407,7 +409,7 @@ def execute(story: Story, options: argparse.Namespace) -> int:
     """The whole run; 0 when every step went well. Whatever happens, the cluster is removed, unless it is to be kept."""
     failure: BaseException | None = None
     try:
-        story.start()
+        story.start(options.vllm)
         story.serve()
         if options.keep:
             tools = f" PATH={story.cluster.tools}:$PATH" if story.cluster.tools else ""
@@ -416,7 +418,8 @@ def execute(story: Story, options: argparse.Namespace) -> int:
         story.disturb()
         story.delete_demo()
         story.weather_storm(storm.STORM, options.questions, options.seed)
-        story.weather_storm(storm.VLLM_STORM, storm.VLLM_STORM.questions, options.seed)
+        if options.vllm:
+            story.weather_storm(storm.VLLM_STORM, storm.VLLM_STORM.questions, options.seed)
         story.remove()
     except FailedError as error:
         failure = error

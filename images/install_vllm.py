@@ -12,6 +12,7 @@ under the name `vllm` and derives its platform from it: a distribution without m
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import re
 import subprocess
 import sys
@@ -72,6 +73,8 @@ def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
     pip = (UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python)
     interpreter = "/usr/bin/python3" if only_requirements else sys.executable
     subprocess.run([UV, "venv", "--quiet", "--clear", "--python", interpreter, folder], check=True)
+    if accelerator == "cpu" and not only_requirements:
+        check_numa()
     if accelerator == "cpu":
         install_cpu(folder, pip, without_cuda=only_requirements)
     else:
@@ -80,6 +83,12 @@ def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
     if not only_requirements:
         subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     (folder / ".installed").write_text(wanted())
+
+
+def check_numa() -> None:
+    """vLLM's CPU build does not start without it, and says so only where it starts."""
+    if ctypes.util.find_library("numa") is None:
+        sys.exit("vLLM's CPU build needs libnuma; install it: apt-get install libnuma1")
 
 
 def install_cpu(folder: Path, pip: tuple[str | Path, ...], *, without_cuda: bool) -> None:
