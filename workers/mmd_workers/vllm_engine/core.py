@@ -139,13 +139,13 @@ class VllmCore:
         request = GenerateRequest(
             "warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0
         )
-        torch.get_num_threads()  # torch configures OpenMP on a thread when asked first; vLLM's attention on CPUs needs it before
         self.add("warm-up", request, stop_after_prefill=False)
         try:
             while "warm-up" in self._sequences:
                 self.step()
         finally:
             self.abort("warm-up")
+            self._failure = None  # the first request that fails ends the pod, with its own reason
         self._manager.reset_prefix_cache()
         self._prefixes.clear()
         self._hit_tokens = self._miss_tokens = 0
