@@ -64,11 +64,11 @@ class ForkServer:
     """Starts processes; is itself started with the first, and ends with the thread that did so. All of them end with it.
 
     `environment`: what libraries may read while they are imported; a process's own variables are set after that. `python`: the
-    interpreter, and so the environment, of all of them. `imported`: what they have besides `IMPORTED`.
+    interpreter, and so the environment, of all of them; empty: this one's. `imported`: what they have besides `IMPORTED`.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    python: str = sys.executable
+    python: str = ""
     imported: Sequence[str] = ()
     _orders: socket.socket | None = None
     _listening: asyncio.Task[None] | None = None
@@ -122,7 +122,7 @@ class ForkServer:
             unless_started.callback(orders.close)  # a server that starts nevertheless ends with its orders
             try:
                 server = await asyncio.create_subprocess_exec(
-                    *(self.python, "-m", __name__, *self.imported),
+                    *(self.python or sys.executable, "-m", __name__, *self.imported),
                     env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
                     stdin=its.fileno(),
                     stdout=asyncio.subprocess.PIPE,
