@@ -20,5 +20,5 @@ def missing_vllm() -> str:
 
 
 MISSING = missing_vllm()
-needs_vllm = pytest.mark.skipif(bool(MISSING) and not os.environ.get("CI"), reason=f"{MISSING}")
+needs_vllm = pytest.mark.skipif(bool(MISSING) and not os.environ.get("CI"), reason=MISSING)
 ENGINES = ["Native", pytest.param("VLLM", marks=needs_vllm)]

@@ -19,7 +19,6 @@ from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutp
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
 from mmd_workers.model.source import load_config
 from mmd_workers.pod import Pod
-from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.environment import prepare_environment
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
 from tests.support import engine_oracle
@@ -64,14 +63,18 @@ def make(
             "transfer": {"kv": {"backend": "Gloo"}},
         }
     )
-    settings = SimpleNamespace(incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, threads=1)
+    settings = SimpleNamespace(incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, compute_threads=1)
     nothing: Any = SimpleNamespace()
     pod = Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
     text = load_config(folder).get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     block_bytes = BLOCK * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * 4
     pool_bytes = {"kv_cache_memory_bytes": (blocks + 1) * block_bytes}  # vLLM keeps one block for itself
-    smaller = lambda *given: engine_arguments(*given) | pool_bytes  # noqa: E731
+    arguments = making.engine_arguments
+
+    def smaller(*given: Any) -> dict[str, Any]:
+        return arguments(*given) | pool_bytes
+
     with mock.patch.object(making, "engine_arguments", smaller):
         return making.make_core(pod, CPU)
 

@@ -271,20 +271,25 @@ def rotary(models):
     return make(models["qwen2_5_vl"])
 
 
+def assert_fails_alone(core, broken):
+    """Whether it is added or attached: before vLLM has it, and nothing is kept of it."""
+    with pytest.raises(StepFailedError):
+        core.add("broken", broken, stop_after_prefill=False)
+    core.reserve("broken", len(broken.token_ids), 5)
+    core._reservations["broken"].written = len(broken.token_ids)
+    with pytest.raises(StepFailedError):
+        core.attach("broken", broken, [1])
+    core.abort("broken")
+    assert_empty(core)
+
+
 def test_a_request_that_the_model_cannot_run_fails_alone(rotary, models):
     one = question(models["qwen2_5_vl"], LONG, zoo.image(100, 64, 1), "tell me")
     expected = one.answer(TOKENS)
     ref = one.request.features[0]
     for geometry in ({}, {"image_grid_thw": [7]}):
         broken = replace(one.request, features=[replace(ref, geometry=geometry)])
-        with pytest.raises(StepFailedError):
-            rotary.add("broken", broken, stop_after_prefill=False)
-        rotary.reserve("broken", len(broken.token_ids), 5)
-        rotary._reservations["broken"].written = len(broken.token_ids)
-        with pytest.raises(StepFailedError):
-            rotary.attach("broken", broken, [1])
-        rotary.abort("broken")
-        assert_empty(rotary)
+        assert_fails_alone(rotary, broken)
     assert ask(rotary, one) == expected
 
 
@@ -507,14 +512,7 @@ def test_a_request_whose_layout_is_wrong_fails_alone(core, asked, wrong):
         "a range": replace(asked.request, features=[replace(ref, ranges=[[10**5, ref.num_tokens]])]),
         "no range": replace(asked.request, features=[replace(ref, ranges=[])]),
     }[wrong]
-    with pytest.raises(StepFailedError):
-        core.add("a", request, stop_after_prefill=False)
-    core.reserve("b", len(request.token_ids), 5)
-    core._reservations["b"].written = len(request.token_ids)
-    with pytest.raises(StepFailedError):
-        core.attach("b", request, [1])
-    core.abort("b")
-    assert_empty(core)
+    assert_fails_alone(core, request)
 
 
 def test_logits_that_are_not_numbers_fail_the_request_and_no_other(core, asked, answer):

@@ -44,6 +44,11 @@ class WorkerSettings:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property
+    def compute_threads(self) -> int:
+        """Threads that one operation may use: all cores, where no number is set."""
+        return self.threads or os.cpu_count() or 1
+
+    @property
     def mesh(self) -> str:
         """Names the processes that this one may talk to: those of the same pipeline revision, code and weights."""
         return f"{self.pipeline.revision}-{self.identity}" if self.identity else self.pipeline.revision

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -186,7 +185,7 @@ class Worker:
 
     async def _load(self) -> None:
         """Load what the roles need, and nothing else."""
-        torch.set_num_threads(self.settings.threads or os.cpu_count() or 1)
+        torch.set_num_threads(self.settings.compute_threads)
         self._parts = parts_of(self.pod, self._device())
         for part in self._parts:
             await part.load_weights()

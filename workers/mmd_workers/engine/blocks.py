@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from mmd_api.contract.errors import OverloadedError
+from mmd_workers.engine.room import blocks_for
 
 MediaSpan = tuple[int, int, str]  # start, length, feature id
 
@@ -64,7 +65,7 @@ class BlockPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_tokens)
+        return blocks_for(num_tokens, self.block_tokens)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one reference; all or none.

@@ -14,17 +14,16 @@ import torch
 from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.errors import (
     BadLogitsError,
-    CapacityError,
     CountMismatchError,
     MmdError,
     OverloadedError,
-    PreemptedError,
     StepFailedError,
 )
 from mmd_workers.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
+from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
@@ -34,6 +33,7 @@ from mmd_workers.engine.interface import (
     StepOutput,
 )
 from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.room import check_fits, check_spare, preempted
 from mmd_workers.engine.sampler import Draw, Sampled, sample
 from mmd_workers.engine.scheduler import Scheduler, Work
 from mmd_workers.engine.sequence import Sequence
@@ -42,7 +42,6 @@ from mmd_workers.model.prompt import Feature
 
 STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # a model's, on one batch
 WARM_UP_TOKENS = 64
-AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
 
 
 @dataclass(slots=True)
@@ -85,8 +84,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._arrivals = 0
-        self._prefill_tokens_per_second = 0.0
-        self._step_seconds = 0.0
+        self._estimates = Estimates()
 
     @property
     def device(self) -> torch.device:
@@ -198,13 +196,8 @@ class Engine:
                 f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         needed = self.blocks.blocks_for(prompt_tokens + 1)
-        # One spare block for each sequence that grows, so that an admission does not preempt another one at once.
         growing = len(self.scheduler.running) + len(self._reservations)
-        if growing and needed + growing > self.blocks.available:
-            raise OverloadedError(
-                f"{needed} KV blocks and {growing} spare ones are needed, {self.blocks.available} of {self.blocks.num_blocks} "
-                "are available; try another decode worker, or give the pool more memory"
-            )
+        check_spare(needed, growing, self.blocks.available, self.blocks.num_blocks)
         self._reservations[sequence_id] = _Reservation(self.blocks.allocate(needed), prompt_tokens)
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
@@ -288,15 +281,8 @@ class Engine:
             decode_sequences=len(schedule.decodes),
         )
         for sequence in self._take_preempted():
-            output.failed.append(
-                (
-                    sequence.sequence_id,
-                    PreemptedError(
-                        f"the pool of {self.blocks.num_blocks} KV blocks is full, and this request is the newest; it continues "
-                        f"on another pod after its {sequence.num_outputs} tokens"
-                    ),
-                )
-            )
+            error = preempted(self.blocks.num_blocks, sequence.num_outputs)
+            output.failed.append((sequence.sequence_id, error))
         output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if not work:
             return output
@@ -310,7 +296,7 @@ class Engine:
             self.scheduler.finish_chunk(item)
             self._report(item, result, output)
         output.duration_seconds = time.perf_counter() - started
-        self._measure(output)
+        self._estimates.add(output)
         return output
 
     def warm_up(self) -> None:
@@ -492,26 +478,13 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             prefix_miss_tokens=self.scheduler.prefix_miss_tokens,
-            prefill_tokens_per_second=self._prefill_tokens_per_second,
-            step_seconds=self._step_seconds,
+            prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
+            step_seconds=self._estimates.step_seconds,
         )
 
     def prefix_blocks(self, limit: int) -> list[str]:
         """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
         return self.blocks.sample_identities(limit)
-
-    def _measure(self, output: StepOutput) -> None:
-        def average(old: float, new: float) -> float:
-            return new if old == 0.0 else old + AVERAGE_WEIGHT * (new - old)
-
-        if output.prefill_tokens:
-            decode_part = self._step_seconds if output.decode_sequences else 0.0
-            seconds = max(output.duration_seconds - decode_part, output.duration_seconds / 2)
-            self._prefill_tokens_per_second = average(
-                self._prefill_tokens_per_second, output.prefill_tokens / seconds
-            )
-        elif output.decode_sequences:
-            self._step_seconds = average(self._step_seconds, output.duration_seconds)
 
     def _next_arrival(self) -> int:
         self._arrivals += 1
@@ -522,17 +495,13 @@ class Engine:
             raise ValueError(f"sequence {sequence_id} already exists")
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
-        if prompt_tokens >= self.max_model_len:
-            raise CapacityError(
-                f"the prompt has {prompt_tokens} tokens, but the context length is {self.max_model_len}; shorten it by "
-                f"{prompt_tokens + 1 - self.max_model_len} tokens"
-            )
-        total = min(prompt_tokens + max_tokens, self.max_model_len)
-        if self.blocks.blocks_for(total) > self.blocks.num_blocks:
-            raise CapacityError(
-                f"{total} tokens of prompt and output need {self.blocks.blocks_for(total)} KV blocks, but the pool has "
-                f"{self.blocks.num_blocks}; lower max_tokens, or give the pool more memory"
-            )
+        check_fits(
+            prompt_tokens,
+            max_tokens,
+            max_model_len=self.max_model_len,
+            blocks=self.blocks.num_blocks,
+            block_tokens=self.blocks.block_tokens,
+        )
 
 
 def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:

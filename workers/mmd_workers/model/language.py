@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mmd_api.contract.errors import CountMismatchError, UnsupportedModelError
-from mmd_api.contract.pools import MODALITIES
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
@@ -49,8 +48,7 @@ class HfLanguageModel:
         self._softcap = made.get("final_logit_softcapping")
         self._scale = made.get("logit_scale") or 1 / (made.get("logits_scaling") or 1)
         self.vocab_size = int(self._head.weight.shape[0])
-        ids = {adapter.placeholder_id(modality) for modality in MODALITIES}
-        self.suppress_token_ids = tuple(sorted(i for i in ids if i is not None and i < self.vocab_size))
+        self.suppress_token_ids = adapter.placeholder_ids(self.vocab_size)
 
     def lower(
         self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()

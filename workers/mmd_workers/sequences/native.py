@@ -6,35 +6,34 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from mmd_api.contract.pools import Modality
-from mmd_workers import memory
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.references import layout_of, media_spans
-from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
-from mmd_workers.model.prompt import Feature, KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
-from mmd_workers.sequences.engine import Added, SequenceEngine
-from mmd_workers.sequences.stepped import SteppedHost
-from mmd_workers.warmup import warm_up
+from mmd_workers.sequences.engine import Added
+from mmd_workers.sequences.kv_memory import kv_pool_bytes
+from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
 from mmd_workers.wire.messages import GenerateRequest
 
 log = logging.getLogger(__name__)
 
 
-class NativeEngine(SequenceEngine):
-    """Requests in the terms of `Engine`. Each command runs on the engine's thread, between two steps."""
+class NativeEngine(SteppedEngine):
+    """Requests in the terms of `Engine`."""
+
+    _runner: EngineRunner[Engine]
 
     def __init__(self, runner: EngineRunner[Engine], model: LanguageModel) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._model = model
         self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
 
@@ -78,26 +77,10 @@ class NativeEngine(SequenceEngine):
 
         return await self._runner.call(begin)
 
-    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
-        """Scatter it into the rows of the prompt."""
-        await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
-
     async def abort(self, sequence: str) -> None:
         """Free its blocks."""
         self._identities.pop(sequence, None)
-        await self._runner.call(lambda engine: engine.abort(sequence))
-
-    async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
-        """Copy the range, on the engine's device."""
-        return await self._runner.call(lambda engine: engine.read_kv(sequence, start, end))
-
-    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Take blocks from the pool."""
-        await self._runner.call(lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens))
-
-    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
-        """Write to the reserved blocks."""
-        await self._runner.call(lambda engine: engine.write_kv(sequence, start, tensors))
+        await super().abort(sequence)
 
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
@@ -136,8 +119,7 @@ class NativeHost(SteppedHost):
 
     def __init__(self, pod: Pod, device: torch.device, tower_bytes: Callable[[], int] = lambda: 0) -> None:
         """`tower_bytes()`: activations of a tower on the same device, for which the KV pool leaves room."""
-        super().__init__(pod)
-        self._device = device
+        super().__init__(pod, device)
         self._tower_bytes = tower_bytes
         self._model: LanguageModel | None = None
         self._engine: NativeEngine | None = None
@@ -164,7 +146,7 @@ class NativeHost(SteppedHost):
         """
         assert self._model is not None
         pod, spec, model = self._pod, self._pod.spec, self._model
-        pool, prefill = pod.kv_spec, pod.prefill_spec
+        prefill = pod.prefill_spec
         max_model_len = model.max_model_len
         if spec.model.max_model_len is not None:
             max_model_len = min(max_model_len, spec.model.max_model_len)
@@ -178,23 +160,15 @@ class NativeHost(SteppedHost):
                 block_tokens=spec.decode.kv_block_tokens,
                 max_model_len=max_model_len,
             )
-        total, used = memory.measure(model.device, pod.settings.memory_fraction)
-        budget = MemoryBudget(
-            total,
-            used,
-            activations,
-            pool.kv_cache_percent or memory.default_percent(model.device),
-            pool.kv_cache_mebibytes and pool.kv_cache_mebibytes * MEBIBYTE,
-            self._tower_bytes(),
-        )
-        kv_bytes = budget.kv_bytes(
-            bytes_per_token=model.kv_layout.bytes_per_token(),
+        kv_bytes = kv_pool_bytes(
+            pod,
+            model.device,
+            model.kv_layout,
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
-            max_sequences=spec.decode.max_sequences,
-            pool="prefill" if pool is spec.prefill else "decode",
+            activation_bytes=activations,
+            tower_bytes=self._tower_bytes(),
         )
-        log.info("memory: %s; the KV pool uses %d bytes", budget, kv_bytes)
         with pod.startup.phase("engine"):
             engine = await asyncio.to_thread(
                 Engine,
@@ -211,9 +185,3 @@ class NativeHost(SteppedHost):
     def run(self, engine: Engine) -> None:
         """Run an engine on a dedicated thread from now on."""
         self._engine = NativeEngine(self._run(engine), engine.model)
-
-    async def warm_up(self) -> None:
-        """Run a chunk of prefill and a step of decode."""
-        assert self._runner is not None
-        step = partial(self._runner.call, Engine.warm_up)
-        await warm_up({"engine": step}, self._pod.startup, self._device)

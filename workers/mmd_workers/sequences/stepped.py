@@ -1,21 +1,30 @@
-"""What hosts of engines that are stepped on a thread have in common."""
+"""What engines that are stepped on a thread have in common, as parts of a pod. They have the same commands between two steps."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
+from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
-from mmd_workers.sequences.engine import EngineHost
+from mmd_workers.sequences.engine import EngineHost, SequenceEngine
+from mmd_workers.warmup import warm_up
 
 ADVERTISED_BLOCKS = 64
 
 
 class Reporting(Stepped, Protocol):
     """An engine that a host runs: it reports its load, and what its prefix cache holds."""
+
+    def warm_up(self) -> None:
+        """Run a chunk of prefill and a step of decode, and keep nothing of it."""
+        ...
 
     def stats(self) -> EngineStats:
         """How loaded it is."""
@@ -26,11 +35,42 @@ class Reporting(Stepped, Protocol):
         ...
 
 
+class SteppedEngine(SequenceEngine):
+    """Commands that need no translation. Each runs on the engine's thread, between two steps."""
+
+    def __init__(self, runner: EngineRunner[Any]) -> None:
+        self._runner = runner
+
+    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
+        """Put it where the model takes it from."""
+        await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
+
+    async def abort(self, sequence: str) -> None:
+        """Free its blocks."""
+        await self._runner.call(lambda engine: engine.abort(sequence))
+
+    async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
+        """Copy the range, on the engine's device."""
+        read: list[torch.Tensor] = await self._runner.call(
+            lambda engine: engine.read_kv(sequence, start, end)
+        )
+        return read
+
+    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Take blocks from the pool."""
+        await self._runner.call(lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens))
+
+    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write to the reserved blocks."""
+        await self._runner.call(lambda engine: engine.write_kv(sequence, start, tensors))
+
+
 class SteppedHost(EngineHost):
     """Runs an engine on a thread of its own."""
 
-    def __init__(self, pod: Pod) -> None:
+    def __init__(self, pod: Pod, device: torch.device) -> None:
         super().__init__(pod)
+        self._device = device
         self._runner: EngineRunner[Any] | None = None
 
     def _run(self, engine: Reporting) -> EngineRunner[Any]:
@@ -38,6 +78,12 @@ class SteppedHost(EngineHost):
         self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
         self._runner.start()
         return self._runner
+
+    async def warm_up(self) -> None:
+        """Run what sequences will run."""
+        assert self._runner is not None
+        step = partial(self._runner.call, lambda engine: engine.warm_up())
+        await warm_up({"engine": step}, self._pod.startup, self._device)
 
     def taken(self) -> None:
         """The thread may post one more."""

@@ -1,4 +1,4 @@
-"""What the spec means for vLLM: its arguments and its environment."""
+"""What the spec means for vLLM: its arguments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers import memory
-from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model import source
-from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
+from mmd_workers.sequences.kv_memory import kv_pool_bytes
+from mmd_workers.vllm_engine import features, sampling, weights
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
@@ -23,11 +26,12 @@ def block_tokens(wanted: int, device: torch.device) -> int:
     return -(-wanted // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS if device.type == "cpu" else wanted
 
 
-def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: str) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs` for this pod."""
-    from mmd_workers.vllm_engine import features, sampling, weights
-
-    spec, config = pod.spec, source.load_config(folder)
+def engine_arguments(
+    pod: Pod, folder: Path, adapter: Adapter, device: torch.device, engine_id: str
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the model in `folder`."""
+    spec, config = pod.spec, adapter.config
+    vocabulary = config.get_text_config().vocab_size
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
     module = features.__name__
@@ -35,7 +39,7 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
         "model": str(folder),
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
-        "model_loader_extra_config": {weights.SUPPRESSED: _placeholders(config)},
+        "model_loader_extra_config": {weights.SUPPRESSED: list(adapter.placeholder_ids(vocabulary))},
         "dtype": str(source.resolve_dtype(spec.model, config)).removeprefix("torch."),
         "max_model_len": longest,
         "block_size": size,
@@ -64,13 +68,6 @@ def engine_arguments(pod: Pod, folder: Path, device: torch.device, engine_id: st
     }
 
 
-def _placeholders(config: Any) -> list[int]:
-    """Tokens that stand for media: they must never be sampled."""
-    adapter, vocabulary = adapter_for(config), config.get_text_config().vocab_size
-    found = {adapter.placeholder_id(modality) for modality in MODALITIES}
-    return sorted(i for i in found if i is not None and i < vocabulary)
-
-
 def _memory(
     pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int
 ) -> dict[str, Any]:
@@ -80,25 +77,25 @@ def _memory(
         MemoryBudgetError: it does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
-    percent = pool.kv_cache_percent or memory.default_percent(device)
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
             return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE}
+        percent = pool.kv_cache_percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100}
-    text = config.get_text_config()
+    text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
+    layers = int(text.num_hidden_layers)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = source.resolve_dtype(spec.model, config).itemsize
-    total, used = memory.measure(device, pod.settings.memory_fraction)
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    override = pool.kv_cache_mebibytes and pool.kv_cache_mebibytes * MEBIBYTE
-    budget = MemoryBudget(total, used + weights, CPU_ACTIVATION_BYTES, percent, override)
+    layout = KvLayout(layers, [heads] * layers, [head_dim] * layers, str(dtype).removeprefix("torch."))
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return {
-        "kv_cache_memory_bytes": budget.kv_bytes(
-            bytes_per_token=2 * text.num_hidden_layers * heads * head_dim * width,
+        "kv_cache_memory_bytes": kv_pool_bytes(
+            pod,
+            device,
+            layout,
             block_tokens=size,
             max_model_len=longest,
-            max_sequences=spec.decode.max_sequences,
-            pool="prefill" if pool is spec.prefill else "decode",
+            activation_bytes=CPU_ACTIVATION_BYTES,
+            weight_bytes=weight_bytes,
         )
     }

@@ -25,15 +25,15 @@ from vllm.v1.request import Request, RequestStatus
 from mmd_api.contract import answers
 from mmd_api.contract.errors import (
     BadLogitsError,
-    CapacityError,
     CountMismatchError,
     MmdError,
     OverloadedError,
-    PreemptedError,
     StepFailedError,
 )
 from mmd_workers.engine.blocks import extend_identities
+from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
+from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempted
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
@@ -44,7 +44,6 @@ from mmd_workers.wire.messages import GenerateRequest, Sampling
 BAD_LOGITS = "the model computed logits that are not numbers; check its weights and spec.model.dtype"
 MOST_SUSPICIONS = 2  # attempts of a request that may end with their engine, where others ran beside it
 MAX_PREFIXES = 4096  # blocks whose identity is remembered
-AVERAGE_WEIGHT = 0.2  # of the newest step in the running estimates
 
 
 @dataclass(slots=True)
@@ -110,6 +109,7 @@ class VllmCore:
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
         self._chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._block_tokens = int(core.scheduler.block_size)
+        self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's own
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._prefixes: OrderedDict[bytes, BlockHash] = (
@@ -118,7 +118,7 @@ class VllmCore:
         self._failure: Exception | None = None  # of the step that ended this engine
         self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
-        self._prefill_tokens_per_second = self._step_seconds = 0.0
+        self._estimates = Estimates()
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -149,7 +149,7 @@ class VllmCore:
         self._manager.reset_prefix_cache()
         self._prefixes.clear()
         self._hit_tokens = self._miss_tokens = 0
-        self._prefill_tokens_per_second = self._step_seconds = 0.0
+        self._estimates = Estimates()
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,6 @@ class VllmCore:
                 "and language model serve different models"
             )
         self._shelf.put(ref.feature_id, name, rows)
-        self._shelf.short.pop(name, None)
 
     def abort(self, name: str) -> None:
         """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored."""
@@ -254,21 +253,13 @@ class VllmCore:
             ) from error
 
     def _check_fits(self, prompt_tokens: int, more: int) -> None:
-        if prompt_tokens >= self.max_model_len:
-            raise CapacityError(
-                f"the prompt has {prompt_tokens} tokens, but the context length is {self.max_model_len}; shorten it by "
-                f"{prompt_tokens + 1 - self.max_model_len} tokens"
-            )
-        total = min(prompt_tokens + more, self.max_model_len)
-        needed, blocks = self._blocks_for(total), self._pool.num_gpu_blocks - 1
-        if needed > blocks:
-            raise CapacityError(
-                f"{total} tokens of prompt and output need {needed} KV blocks, but the pool has {blocks}; lower max_tokens, or give the "
-                "pool more memory"
-            )
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
+        check_fits(
+            prompt_tokens,
+            more,
+            max_model_len=self.max_model_len,
+            blocks=self._num_blocks,
+            block_tokens=self._block_tokens,
+        )
 
     # --- KV -------------------------------------------------------------------------------------------------------
 
@@ -298,14 +289,9 @@ class VllmCore:
         there = len(self._reservations) + sum(self._scheduler.get_request_counts())
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
-        needed, free = self._blocks_for(prompt_tokens + 1), self._pool.get_num_free_blocks()
-        # One spare block for each sequence that grows, so that an admission does not preempt an older one at once.
-        growing = there
-        if growing and needed + growing > free:
-            raise OverloadedError(
-                f"{needed} KV blocks and {growing} spare ones are needed, {free} of {self._pool.num_gpu_blocks - 1} are available; try "
-                "another decode worker, or give the pool more memory"
-            )
+        needed = blocks_for(prompt_tokens + 1, self._block_tokens)
+        free = self._pool.get_num_free_blocks()
+        check_spare(needed, there, free, self._num_blocks)
         if needed > free:
             raise OverloadedError(
                 f"{needed} KV blocks are needed, {free} are available; try another decode worker, or give the pool more memory"
@@ -399,7 +385,7 @@ class VllmCore:
                 self._note_output(one, output)
         self._announce(output)
         output.duration_seconds = time.perf_counter() - begun
-        self._measure(output)
+        self._estimates.add(output)
         return output
 
     def _culprits(self, error: Exception) -> list[tuple[str, Exception]]:
@@ -451,15 +437,8 @@ class VllmCore:
             self._preemptions += 1
             output.changed = True
             if (sequence := self._sequences.get(name)) is not None and sequence.attached:
-                self.abort(name)
-                output.failed.append((name, self._preempted(sequence)))
-
-    def _preempted(self, sequence: _Sequence) -> PreemptedError:
-        """A sequence whose KV came from another pod goes back there: its media are not here."""
-        return PreemptedError(
-            f"the pool of {self._pool.num_gpu_blocks - 1} KV blocks is full, and this request is the newest; it continues on another pod "
-            f"after its {sequence.first + sequence.made} tokens"
-        )
+                self.abort(name)  # its KV came from another pod, and its media are not here
+                output.failed.append((name, preempted(self._num_blocks, sequence.first + sequence.made)))
 
     def _keep_blocks(self, sequence: _Sequence) -> None:
         """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at the end of the prefill."""
@@ -566,12 +545,9 @@ class VllmCore:
             for name, s in self._sequences.items()
             if name in scheduler.requests and not s.made and not s.attached
         ]
-        left = {
-            s.request.request_id: s.request.num_tokens - s.request.num_computed_tokens for s in unfinished
-        }
         held = sum(name not in scheduler.requests for name in self._sequences)
         return EngineStats(
-            blocks_total=self._pool.num_gpu_blocks - 1,
+            blocks_total=self._num_blocks,
             blocks_free=self._pool.get_num_free_blocks(),
             blocks_reserved=sum(len(r.blocks) for r in self._reservations.values()),
             block_tokens=self._block_tokens,
@@ -580,13 +556,13 @@ class VllmCore:
             held_sequences=held,
             reserved_sequences=len(self._reservations),
             max_sequences=self._max_sequences,
-            waiting_tokens=sum(left.values()),
+            waiting_tokens=sum(s.request.num_tokens - s.request.num_computed_tokens for s in unfinished),
             blocked_tokens=sum(self._blocked(s) for s in unfinished),
             preemptions=self._preemptions,
             prefix_hit_tokens=self._hit_tokens,
             prefix_miss_tokens=self._miss_tokens,
-            prefill_tokens_per_second=self._prefill_tokens_per_second,
-            step_seconds=self._step_seconds,
+            prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
+            step_seconds=self._estimates.step_seconds,
         )
 
     def _blocked(self, sequence: _Sequence) -> int:
@@ -595,19 +571,6 @@ class VllmCore:
         missing = [ref for ref in in_order(sequence.source.features) if ref.feature_id not in self._shelf]
         starts = [ref.ranges[0][0] for ref in missing if sum(ref.ranges[-1]) > request.num_computed_tokens]
         return request.num_tokens - max(starts[0], request.num_computed_tokens) if starts else 0
-
-    def _measure(self, output: StepOutput) -> None:
-        def average(old: float, new: float) -> float:
-            return new if old == 0.0 else old + AVERAGE_WEIGHT * (new - old)
-
-        if output.prefill_tokens:
-            decode_part = self._step_seconds if output.decode_sequences else 0.0
-            seconds = max(output.duration_seconds - decode_part, output.duration_seconds / 2)
-            self._prefill_tokens_per_second = average(
-                self._prefill_tokens_per_second, output.prefill_tokens / seconds
-            )
-        elif output.decode_sequences:
-            self._step_seconds = average(self._step_seconds, output.duration_seconds)
 
 
 def set_num_threads(count: int) -> None:

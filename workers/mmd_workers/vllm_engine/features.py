@@ -34,9 +34,8 @@ class Shelf:
     def __init__(self) -> None:
         self._features: dict[str, torch.Tensor] = {}
         self._users: dict[str, set[str]] = {}
-        self.short: dict[
-            str, int
-        ] = {}  # requests that wait for a feature: tokens that are computed or cached
+        # In the newest step: requests that wait for a feature, and how many tokens of them are computed or cached.
+        self.short: dict[str, int] = {}
         self.on_plan: Callable[[SchedulerOutput], None] = lambda _: (
             None
         )  # called when vLLM has planned a step
@@ -62,7 +61,6 @@ class Shelf:
 
     def release(self, request_id: str) -> None:
         """Forget what only this request has."""
-        self.short.pop(request_id, None)
         for identity in [i for i, users in self._users.items() if request_id in users]:
             users = self._users[identity]
             users.discard(request_id)

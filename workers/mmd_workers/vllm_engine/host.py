@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +11,11 @@ import torch
 from mmd_api.contract.errors import MmdError, UnsupportedModelError
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.model.prompt import Feature, KvLayout
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
-from mmd_workers.sequences.engine import Added, SequenceEngine
-from mmd_workers.sequences.stepped import SteppedHost
+from mmd_workers.sequences.engine import Added
+from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
 from mmd_workers.vllm_engine.environment import prepare_environment
-from mmd_workers.warmup import warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
 if TYPE_CHECKING:
@@ -26,12 +24,14 @@ if TYPE_CHECKING:
 RECOMPUTED_SECONDS = 0.02
 
 
-class VllmEngine(SequenceEngine):
-    """Requests in the terms of `VllmCore`. Each command runs on the engine's thread, between two steps."""
+class VllmEngine(SteppedEngine):
+    """Requests in the terms of `VllmCore`."""
+
+    _runner: EngineRunner[VllmCore]
 
     def __init__(self, runner: EngineRunner[VllmCore], kv_layout: KvLayout, feature_row_bytes: int) -> None:
         """`feature_row_bytes`: of one token of a feature, with all that belongs to it."""
-        self._runner = runner
+        super().__init__(runner)
         self._kv_layout = kv_layout
         self._feature_row_bytes = feature_row_bytes
 
@@ -58,27 +58,11 @@ class VllmEngine(SequenceEngine):
 
         return await self._runner.call(begin)
 
-    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
-        """Put it where vLLM's model looks for it."""
-        await self._runner.call(lambda core: core.fill(sequence, medium, feature))
-
-    async def abort(self, sequence: str) -> None:
-        """Free its blocks."""
-        await self._runner.call(lambda core: core.abort(sequence))
-
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
         """Copy the range, on the engine's device; after a preemption, once it has been computed again."""
         while (read := await self._runner.call(lambda core: core.read_kv(sequence, start, end))) is None:
             await asyncio.sleep(RECOMPUTED_SECONDS)
         return read
-
-    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Take blocks from vLLM's pool."""
-        await self._runner.call(lambda core: core.reserve(sequence, prompt_tokens, max_tokens))
-
-    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
-        """Write to the reserved blocks."""
-        await self._runner.call(lambda core: core.write_kv(sequence, start, tensors))
 
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
@@ -91,8 +75,7 @@ class VllmHost(SteppedHost):
     """Owns vLLM's engine core and the thread that steps it."""
 
     def __init__(self, pod: Pod, device: torch.device) -> None:
-        super().__init__(pod)
-        self._device = device
+        super().__init__(pod, device)
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
 
@@ -137,12 +120,6 @@ class VllmHost(SteppedHost):
         await super().stop()
         if self._core is not None:
             await asyncio.to_thread(self._core.shut_down)
-
-    async def warm_up(self) -> None:
-        """Generate one token."""
-        assert self._runner is not None
-        step = partial(self._runner.call, lambda core: core.warm_up())
-        await warm_up({"engine": step}, self._pod.startup, self._device)
 
 
 def _reason(error: BaseException) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
@@ -27,13 +25,13 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
         Exception: vLLM cannot serve this model, or not here.
     """
     spec = pod.spec
-    threads = pod.settings.threads or os.cpu_count() or 1
+    threads = pod.settings.compute_threads
     set_num_threads(threads)
     folder = source.resolve(spec.model, weights=True)
     config = source.load_config(folder)
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
-    arguments = EngineArgs(**engine_arguments(pod, folder, device, engine_id)).create_engine_config()
+    arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
     core = EngineCore(arguments, Executor.get_class(arguments), log_stats=False)
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),

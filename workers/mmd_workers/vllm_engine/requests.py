@@ -16,7 +16,6 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
-from mmd_workers.engine.interface import SamplingParams as EngineSampling
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
@@ -59,13 +58,6 @@ class RequestBuilder:
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
         wanted = request.sampling
-        draws = EngineSampling(
-            max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            seed=wanted.seed,
-        )
         return SamplingParams(
             temperature=0.0,
             logprobs=wanted.logprobs,
@@ -74,7 +66,7 @@ class RequestBuilder:
             stop_token_ids=None if wanted.ignore_eos else self._eos,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=draw_of(draws, first),
+            extra_args=draw_of(wanted, first),
         )
 
     def _medium(self, ref: FeatureRef, token_ids: Sequence[int]) -> MultiModalFeatureSpec:

@@ -16,6 +16,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.sampler import Draw, choose
+from mmd_workers.wire.messages import Sampling
 
 ARGUMENT = "mmd_draw"
 
@@ -59,6 +60,9 @@ class Draws(LogitsProcessor):
         return logits
 
 
-def draw_of(sampling: SamplingParams, index: int) -> dict[str, Any] | None:
+def draw_of(wanted: Sampling, index: int) -> dict[str, Any] | None:
     """vLLM's `extra_args` of a request whose first token here is output token `index`; None where it is greedy."""
-    return {ARGUMENT: Draw(sampling, index)} if sampling.temperature > 0 else None
+    if wanted.temperature <= 0:
+        return None
+    params = SamplingParams(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed)
+    return {ARGUMENT: Draw(params, index)}

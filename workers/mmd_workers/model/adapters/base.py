@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from mmd_api.contract.errors import UnsupportedModelError
-from mmd_api.contract.pools import Modality
+from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_workers.model.inputs import MediaInputs, Processed, processor_modalities
 from mmd_workers.model.prompt import MediumLayout
 
@@ -50,6 +50,11 @@ class Adapter:
             if found is not None:
                 return int(found)
         return self.placeholder_id("image") if modality == "video" else None
+
+    def placeholder_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Tokens of a vocabulary of this size that stand for media: they must never be sampled."""
+        ids = {self.placeholder_id(modality) for modality in MODALITIES}
+        return tuple(sorted(i for i in ids if i is not None and i < vocab_size))
 
     def render(self, processor: Any, messages: Sequence[dict[str, Any]]) -> str:
         """Chat messages to text in which each medium is one marker."""
