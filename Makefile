@@ -27,7 +27,7 @@ test: install ## Run all tests that need no cluster (the first run builds the AP
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	@if test -e $(VLLM)/.installed; then \
-		echo "$(VLLM)/bin/python -m pytest tests/vllm_engine" && $(VLLM)/bin/python -m pytest tests/vllm_engine; \
+		$(VLLM)/bin/python -m pytest tests/vllm_engine tests/wire/test_errors.py; \
 	else \
 		echo "tests/vllm_engine is skipped: vLLM is not installed; run 'make vllm'" && test -z "$$CI"; \
 	fi
