@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.markup import escape
@@ -66,7 +67,7 @@ class Story:
             self.install_chart()
         with self.steps.step("deployment is Ready") as step:
             self.make_namespace(NAMESPACE)
-            self.apply(DEMO)
+            self.apply(yaml.safe_load(DEMO.read_text()))
             self.wait_ready(seconds=420)
             step.note = self.kubectl("get", "mmd", "demo", "--no-headers").strip()
         with self.steps.step("client started"):
@@ -104,7 +105,7 @@ class Story:
 
     def weather_storm(self, weather: storm.Weather, questions: int, seed: int) -> None:
         with self.steps.step(f"a deployment that scales is Ready: {weather.name}"):
-            self.apply(weather.manifest, weather.worker_image)
+            self.apply(weather.manifest)
             self.wait_ready(seconds=420, name=weather.name)
         with self.steps.step(f"{weather.name}: pools grow, shrink and crash, and no request is lost") as step:
             url = f"http://{weather.name}-gateway.{NAMESPACE}.svc:8000"
@@ -149,7 +150,7 @@ class Story:
 
     def remove(self) -> None:
         with self.steps.step("a deployment is Ready again"):
-            self.apply(DEMO)
+            self.apply(yaml.safe_load(DEMO.read_text()))
             self.wait_ready(seconds=420)
         with self.steps.step("its namespace deleted while it serves, gone within two minutes"):
             self.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", seconds=130)
@@ -191,14 +192,13 @@ class Story:
         )
         until("an operator holds the lease", 60, lambda: self.leader() in self.operator_pods())
 
-    def apply(self, manifest: Path, worker_image: str = "multimodal-worker") -> None:
+    def apply(self, deployment: dict[str, Any]) -> None:
         """Apply a deployment, with this run's images if nodes pull them from a registry."""
-        deployment = yaml.safe_load(manifest.read_text())
+        spec = deployment["spec"]
         if self.registry:
-            deployment["spec"]["image"] = {
-                "worker": f"{self.prefix}{worker_image}:{TAG}",
-                "nats": f"{self.prefix}multimodal-nats:{TAG}",
-            }
+            worker = spec.get("image", {}).get("worker", f"multimodal-worker:{TAG}")
+            images = {"worker": self.prefix + worker, "nats": f"{self.prefix}multimodal-nats:{TAG}"}
+            deployment = {**deployment, "spec": {**spec, "image": images}}
         self.kubectl("apply", "--filename=-", stdin=yaml.safe_dump(deployment))
 
     def kill(self, pod: str, namespace: str) -> bool:

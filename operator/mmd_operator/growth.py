@@ -41,7 +41,7 @@ class _Written:
 
 
 class PendingGrowth:
-    """PoolGrowth of one deployment's StatefulSets. `clock`: monotonic seconds."""
+    """Growth of one deployment's StatefulSets. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,7 +119,7 @@ class PendingGrowth:
             )
 
     def unseen(self, observed: Observed) -> dict[str, PoolGrowth]:
-        """PoolGrowth that the watch does not show, by StatefulSet: the largest where there are several."""
+        """Growth that the watch does not show, by StatefulSet: the largest where there are several."""
         self._forget_shown(observed)
         written = ({name: w.growth} for name, found in self._written.items() for w in found)
         found: dict[str, PoolGrowth] = {}

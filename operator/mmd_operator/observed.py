@@ -142,6 +142,13 @@ class PoolGrowth:
     revision: str | None
     uid: str | None  # of the StatefulSet; None: it is created with this size
 
+    @classmethod
+    def to(cls, replicas: int, child: Child) -> PoolGrowth | None:
+        """That of an existing StatefulSet; None where it does not become larger."""
+        if child.workload is None or replicas <= child.workload.replicas:
+            return None
+        return cls(replicas, child.workload.gpus, child.revision, child.uid)
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:

@@ -171,9 +171,7 @@ def _growth(
 ) -> dict[str, PoolGrowth]:
     """By StatefulSet: the pools that become larger."""
     return {
-        child.name: PoolGrowth(size, child.workload.gpus, child.revision, child.uid)
+        child.name: growth
         for name, child in sets.items()
-        if child.workload is not None
-        and (size := actions[name].replicas) is not None
-        and size > child.workload.replicas
+        if (size := actions[name].replicas) is not None and (growth := PoolGrowth.to(size, child)) is not None
     }

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from mmd_api.spec.engine import EngineSpec
+from mmd_api.spec.engine import EngineSpec, EngineType
 from mmd_cli.commands.up import StartProgress
 from mmd_cli.console import console, errors, run
-
-
-class DemoEngine(StrEnum):
-    """`spec.engine.type`, as an option."""
-
-    NATIVE = "Native"
-    VLLM = "VLLM"
 
 
 def demo(
@@ -31,7 +23,7 @@ def demo(
     ),
     seed: Annotated[int, typer.Option(help="Seed for the generated files.")] = 20_261_121,
     engine: Annotated[
-        DemoEngine | None,
+        EngineType | None,
         typer.Option(case_sensitive=False, help="Engine to use instead of the one in the file."),
     ] = None,
 ) -> None:
@@ -43,7 +35,7 @@ def demo(
 
     deployment = runner.load(file)
     if engine is not None:
-        chosen = deployment.spec.model_copy(update={"engine": EngineSpec(type=engine.value)})
+        chosen = deployment.spec.model_copy(update={"engine": EngineSpec(type=engine)})
         deployment = deployment.model_copy(update={"spec": chosen})
 
     async def serve() -> list[questions.Asked]:
