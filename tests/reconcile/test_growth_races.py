@@ -164,6 +164,10 @@ CALLS = st.lists(st.integers(0, 3), max_size=12)
     spare=1,
     events=[("tick", [0]), ("decode", []), ("pass", [0, 0, 0, 0]), ("show", [0, 0])],
 )
+@example(
+    spare=1,
+    events=[("decode", []), ("pass", [0, 0]), ("gone", []), ("decode", []), ("minimum", []), ("pass", [])],
+)
 def test_passes_and_ticks_at_once_keep_to_the_budget(spare: int, events: list[tuple[str, list[int]]]):
     asyncio.run(race_through(spare, events))
 
