@@ -56,7 +56,8 @@ class Tasks:
     def failed(self, error: BaseException) -> None:
         """Something that should run for ever has ended: the process ends too."""
         log.critical("a component of this worker failed permanently: %s", error, exc_info=error)
-        self.failure = error
+        if self.failure is None:  # others are its consequences
+            self.failure = error
         self.stopping.set()
 
     async def cancel(self) -> None:
