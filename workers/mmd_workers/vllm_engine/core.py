@@ -429,7 +429,8 @@ class VllmCore:
         for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is None:
                 continue
-            if tokens == 1 and (sequence.made or sequence.attached):
+            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
+            if tokens == 1 + len(drafts) and (sequence.made or sequence.attached):
                 output.decode_sequences += 1
             else:
                 output.prefill_tokens += tokens
