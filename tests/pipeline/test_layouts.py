@@ -119,3 +119,23 @@ def test_vllm_answers_the_same_however_it_computes(
     settings: dict[str, Any], layout: str, monolith: list[str], checkpoint: Path, tmp_path: Path
 ) -> None:
     assert answers_of("VLLM", layout, checkpoint, tmp_path, settings) == monolith
+
+
+@needs_vllm
+def test_vllm_draws_beside_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where a prompt is computed in parts, and with a seed."""
+    engine = {"type": "VLLM", "decode": {**SETTINGS["drafts"], **SETTINGS["short steps"]}}
+    spec = {"engine": engine, "model": {"id": str(checkpoint), "dtype": "Float32"}, **LAYOUTS["monolithic"]}
+    with Deployment(write(tmp_path / "layout.yaml", spec, name="layouts")) as deployment:
+        client = deployment.client()
+        for number, parts in enumerate(QUESTIONS[:6]):
+            answer = client.chat.completions.create(
+                model=deployment.local.model,
+                messages=[{"role": "user", "content": content(parts)}],  # type: ignore[typeddict-item]
+                max_tokens=TOKENS,
+                temperature=0.8,
+                seed=number,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == TOKENS

@@ -44,6 +44,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: Callable[[], object] = 
         core.request_block_hasher,
         getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
         drafts=arguments.speculative_config is not None,
+        seeded=device.type != "cpu",
     )
     moves = pod.spec.prefill is not None
     layers = arguments.compilation_config.static_forward_context

@@ -39,10 +39,13 @@ class RequestBuilder:
         frame_token_id: int | None = None,
         *,
         drafts: bool = False,
+        seeded: bool = True,
     ) -> None:
-        """`frame_token_id`: opens a frame of a video, where vLLM looks for it. `drafts`: with speculative decoding."""
+        """`frame_token_id`: opens a frame of a video, where vLLM looks for it. `drafts`: with speculative decoding. `seeded`: whether vLLM
+        can draw from a seed; on CPUs its step fails where a prompt with one is computed in parts."""
         self._eos = sorted(eos_token_ids)
         self._drafts = drafts
+        self._seeded = seeded
         self._block_hasher = block_hasher
         self._frame_token_id = frame_token_id
 
@@ -77,7 +80,7 @@ class RequestBuilder:
             params.extra_args = draw_of(wanted, first)
         elif wanted.temperature > 0:
             params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k
-            params.seed = int(uniform(wanted.seed, first) * 2**53)
+            params.seed = int(uniform(wanted.seed, first) * 2**53) if self._seeded else None
         return params
 
     def _medium(self, ref: FeatureRef, token_ids: Sequence[int]) -> MultiModalFeatureSpec:
