@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,6 +84,7 @@ class VllmHost(SteppedHost):
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
+        self._lost: EngineDeadError | None = None  # how a rank ended
         self._stopping = False
 
     @property
@@ -102,12 +102,16 @@ class VllmHost(SteppedHost):
         """
         with self._pod.startup.phase("engine"):
             loop = asyncio.get_running_loop()
-            lost = partial(loop.call_soon_threadsafe, self._rank_lost)
+
+            def lost(words: str) -> None:
+                if not self._stopping:
+                    loop.call_soon_threadsafe(self._rank_lost, words)
+
             core = self._core = await asyncio.to_thread(self._make_core, lost)
         self._max_model_len = core.max_model_len
         self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
 
-    def _make_core(self, rank_lost: Callable[[], object]) -> VllmCore:
+    def _make_core(self, rank_lost: Callable[[str], object]) -> VllmCore:
         prepare_environment()
         try:
             from mmd_workers.vllm_engine.make import make_core
@@ -128,11 +132,9 @@ class VllmHost(SteppedHost):
         remedy = f"change spec.model or spec.engine.{self._pod.pool}, or set spec.engine.type: Native"
         return EngineSettingsError(f"vLLM cannot start: {reason(error)}; {remedy}")
 
-    def _rank_lost(self) -> None:
-        if not self._stopping:
-            self._pod.tasks.failed(
-                EngineDeadError("a process of vLLM's tensor parallelism has ended; the pod restarts")
-            )
+    def _rank_lost(self, words: str) -> None:
+        self._lost = EngineDeadError(f"{words}; the pod restarts")
+        self._pod.tasks.failed(self._lost)
 
     async def stop(self) -> None:
         """End the engine's thread after its current step, and what vLLM has started."""
@@ -146,8 +148,11 @@ class VllmHost(SteppedHost):
 
         Raises:
             EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason.
+            EngineDeadError: a rank has ended.
         """
         await super().warm_up()
+        if self._lost is not None:
+            raise self._lost
         if self._refused is not None:
             raise self._refusal(self._refused) from self._refused
 
@@ -157,7 +162,7 @@ class VllmHost(SteppedHost):
             await super()._warm_up_engine()
         except MmdError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  vLLM can raise anything
             log.warning("vLLM's first step failed (%s); it is tried once more", reason(error))
             try:
                 await super()._warm_up_engine()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
 
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
@@ -20,9 +17,9 @@ from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 
 
-def make_core(pod: Pod, device: torch.device, rank_lost: Callable[[], object] = lambda: None) -> VllmCore:
+def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda _: None) -> VllmCore:
     """Load the model's weights, without its towers, and make the KV pool. `rank_lost`: called, from any thread, when the process of
-    a rank has ended.
+    a rank has ended: with which one, and how.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine.
@@ -37,8 +34,8 @@ def make_core(pod: Pod, device: torch.device, rank_lost: Callable[[], object] = 
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
     arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
-    with ranks.starting(threads, arguments.parallel_config.world_size):
-        core = EngineCore(arguments, Executor.get_class(arguments), False, rank_lost)
+    with ranks.starting(arguments, threads, rank_lost) as make_executor:
+        core = EngineCore(arguments, make_executor, log_stats=False)
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),
         core.request_block_hasher,
