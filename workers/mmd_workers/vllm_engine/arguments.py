@@ -108,9 +108,10 @@ def _memory(
     """
     spec, pool = pod.spec, pod.kv_spec
     settings = pod.vllm_spec
+    parts = settings.tensor_parallel_size
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
-            return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE}
+            return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts}
         percent = settings.gpu_memory_utilization_percent or pool.kv_cache_percent
         percent = percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100}
@@ -118,7 +119,6 @@ def _memory(
     layers = int(text.num_hidden_layers)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    parts = settings.tensor_parallel_size
     kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
     layout = KvLayout(layers, [max(heads, parts)] * layers, [head_dim] * layers, kv_dtype)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -129,7 +129,7 @@ def _memory(
             layout,
             block_tokens=size,
             max_model_len=longest,
-            activation_bytes=CPU_ACTIVATION_BYTES,
+            activation_bytes=CPU_ACTIVATION_BYTES * parts,
             weight_bytes=weight_bytes,
         )
         // parts
