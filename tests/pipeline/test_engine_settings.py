@@ -44,9 +44,9 @@ def test_every_argument_that_vllm_refuses_is_named_with_its_place() -> None:
         *(f"spec.engine.decode.extraArgs[{n}]" for n in (1, 2, 4)),
     }
     assert "has no method nonsense; choose one of" in faults["spec.engine.decode.quantization"]
-    assert "unrecognized arguments: --nonsense=1" in faults["spec.engine.decode.extraArgs[1]"]
+    assert "unrecognized arguments: --nonsense)" in faults["spec.engine.decode.extraArgs[1]"]
     assert "invalid choice: 'x'" in faults["spec.engine.decode.extraArgs[2]"]
-    assert "--max-lo=5" in faults["spec.engine.decode.extraArgs[4]"], (
+    assert "--max-lo)" in faults["spec.engine.decode.extraArgs[4]"], (
         "no abbreviations: the rules know whole names"
     )
 

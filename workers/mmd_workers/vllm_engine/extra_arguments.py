@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +13,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from mmd_api.contract.errors import EngineSettingsError
 from mmd_api.spec.engine import EngineSpec
+
+OF_PYDANTIC = re.compile(
+    r"\[type=.*\]|For further information visit \S+"
+)  # where its messages repeat the value
 
 
 class _Parser(FlexibleArgumentParser):
@@ -36,7 +40,7 @@ def refused(arguments: Sequence[str], field: str) -> list[str]:
     found = [
         f"{field}.extraArgs[{number}]: {problem}"
         for number, argument in enumerate(arguments)
-        if (problem := _problem([argument]))
+        if (problem := _problem([argument]) or _repeated(argument, arguments[:number]))
     ]
     if not found and (problem := _problem(arguments)):
         found.append(f"{field}.extraArgs: {problem}")
@@ -58,14 +62,28 @@ def checked_quantization(method: str | None, field: str) -> str | None:
 
 def _problem(arguments: Sequence[str]) -> str:
     try:
-        known = {field.name for field in dataclasses.fields(EngineArgs)}
-        foreign = sorted(_given(arguments).keys() - known)
+        _given(arguments)
     except (ValueError, TypeError) as error:
-        words = " ".join(str(error).split())
+        words = " ".join(OF_PYDANTIC.sub("", str(error)).split())
+        for argument in arguments:
+            words = words.replace(argument, _name(argument))  # a misspelt argument may have a secret value
         return f"vLLM {__version__} refuses it ({words}); fix it, or remove it"
-    if foreign:
-        return f"{', '.join(foreign)} does not concern vLLM's engine; remove it"
     return ""
+
+
+def _repeated(argument: str, before: Sequence[str]) -> str:
+    """Of two values vLLM would take the last one."""
+    if _plain(argument) not in map(_plain, before):
+        return ""
+    return f"{_name(argument)} is given more than once; keep one"
+
+
+def _name(argument: str) -> str:
+    return argument.partition("=")[0]
+
+
+def _plain(argument: str) -> str:
+    return _name(argument).removeprefix("--no-").removeprefix("--")
 
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:
