@@ -19,5 +19,5 @@ def reason(error: BaseException) -> str:
     else:
         words = str(error) or type(error).__name__
     words = FROM_A_RANK.sub(r"\1", words)
-    line = " ".join(words.removeprefix("Value error, ").split())
+    line = " ".join(words.removeprefix("Value error, ").split()).rstrip(".:;")
     return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]}…"
