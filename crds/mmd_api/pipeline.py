@@ -48,7 +48,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
     Covers the weights and where they come from, their dtype, how video is sampled, the KV block layout and format, the
-    engine, the worker image (its processors and adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it
+    engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it
     unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
@@ -62,6 +62,8 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     }
     if spec.engine.type != "Native":  # the revisions of running deployments do not change
         meaning["engine"] = spec.engine.type
+        if formats := spec.engine.formats(prefills=spec.prefill is not None):
+            meaning["formats"] = formats
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -85,6 +85,16 @@ def _pool(pool: PoolName) -> dict[str, Effect]:
     }
 
 
+def _vllm(pool: Literal["prefill", "decode"]) -> dict[str, Effect]:
+    return {
+        f"engine.{pool}": _start(pool),
+        f"engine.{pool}.*": _start(pool),
+        f"engine.{pool}.quantization": _REVISION,
+        f"engine.{pool}.kvCacheDtype": _REVISION,
+        f"engine.{pool}.extraArgs": _REVISION,  # what an argument changes is known to vLLM alone
+    }
+
+
 EFFECTS: Mapping[str, Effect] = {
     "model.id": _REVISION,
     "model.revision": _REVISION,
@@ -96,6 +106,8 @@ EFFECTS: Mapping[str, Effect] = {
     "model.storage.subPath": _REVISION,
     "model.storage.tokenSecret": _pods(*_WORKERS),
     "engine.type": _REVISION,
+    **_vllm("prefill"),
+    **_vllm("decode"),
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),
     "image.pullPolicy": _pods(*_WORKERS, "nats"),

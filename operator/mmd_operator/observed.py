@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_api.contract.logs import last_reason
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
     ADMIN_PORT_NAME,
@@ -315,8 +316,9 @@ def _text(message: str | None) -> str:
 
 
 def _last_words(message: str | None) -> str:
-    """The end of what a container wrote: an exception is in the last lines."""
-    return " ".join((message or "").split())[-MAX_TEXT_CHARACTERS:]
+    """Why a container ended, by its own log; else the end of what it wrote, since an exception is in the last lines."""
+    words = last_reason(message or "") or message or ""
+    return " ".join(words.split())[-MAX_TEXT_CHARACTERS:]
 
 
 def _workload(body: Body) -> Workload:

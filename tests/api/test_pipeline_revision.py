@@ -75,6 +75,46 @@ def test_sizes_limits_placement_and_promises_leave_the_revision_alone(change):
     assert revision(**change) == revision()
 
 
+QUANTIZED = {"quantization": "fp8"}
+NATIVE, VLLM = "8e64c2ced6", "c3dd1d2cc6"  # before vLLM had settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [QUANTIZED, {"kvCacheDtype": "Fp8E4M3"}, {"kvCacheDtype": "Fp8E5M2"}, {"extraArgs": ["--seed=1"]}],
+    ids=json.dumps,
+)
+def test_what_vllm_makes_of_weights_and_kv_changes_the_revision(settings):
+    plain = revision(engine={"type": "VLLM"}, prefill=None)
+    assert plain != revision(prefill=None)
+    assert revision(engine={"type": "VLLM", "decode": settings}, prefill=None) != plain
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tensorParallelSize": 2},
+        {"maxNumBatchedTokens": 1024, "enforceEager": False},
+        {"speculative": {"method": "ngram", "numSpeculativeTokens": 4}},
+    ],
+    ids=json.dumps,
+)
+def test_how_vllm_computes_the_same_leaves_the_revision_alone(settings):
+    engine = {"type": "VLLM", "decode": settings}
+    assert revision(engine=engine, prefill=None) == revision(engine={"type": "VLLM"}, prefill=None)
+
+
+def test_a_prefill_pool_with_the_quantization_of_decode_joins_its_revision():
+    alone = revision(engine={"type": "VLLM", "decode": QUANTIZED}, prefill=None)
+    assert revision(engine={"type": "VLLM", "decode": QUANTIZED, "prefill": QUANTIZED}) == alone
+
+
+def test_revisions_of_deployments_without_settings_of_the_engine_are_those_of_earlier_releases():
+    spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, "prefill": None}
+    assert (revision(**spec), revision(**spec, engine={"type": "VLLM"})) == (NATIVE, VLLM)
+
+
 def test_the_wire_version_changes_the_revision(monkeypatch):
     before = revision()
     monkeypatch.setattr(pipeline, "WIRE_VERSION", pipeline.WIRE_VERSION + 1)

@@ -46,10 +46,12 @@ def question(number: int) -> oracle.Question:
 QUESTIONS = [question(number) for number in range(32)]
 
 
-def answers_of(engine: str, layout: str, checkpoint: Path, folder: Path) -> list[str]:
-    """What a deployment answers to all questions at once."""
+def answers_of(
+    engine: str, layout: str, checkpoint: Path, folder: Path, settings: dict[str, Any] | None = None
+) -> list[str]:
+    """What a deployment answers to all questions at once. `settings`: of its engine in decode pods."""
     spec = {
-        "engine": {"type": engine},
+        "engine": {"type": engine} | ({"decode": settings} if settings else {}),
         "model": {"id": str(checkpoint), "dtype": "Float32"},
         "transfer": {"kv": {"backend": "Gloo"}},
         **LAYOUTS[layout],
@@ -101,3 +103,39 @@ def test_vllm_in_pools_answers_like_one_vllm(
     layout: str, monolith: list[str], checkpoint: Path, tmp_path: Path
 ) -> None:
     assert answers_of("VLLM", layout, checkpoint, tmp_path) == monolith
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "two ranks": {"tensorParallelSize": 2},
+    "drafts": {"speculative": {"method": "ngram", "numSpeculativeTokens": 3}},
+    "short steps": {"maxNumBatchedTokens": 64, "extraArgs": ["--max-logprobs=3", "--seed=7"]},
+}
+
+
+@needs_vllm
+@pytest.mark.parametrize("layout", ["monolithic", "E-PD"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_vllm_answers_the_same_however_it_computes(
+    settings: dict[str, Any], layout: str, monolith: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    assert answers_of("VLLM", layout, checkpoint, tmp_path, settings) == monolith
+
+
+@needs_vllm
+def test_vllm_draws_beside_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where a prompt is computed in parts, and with a seed."""
+    engine = {"type": "VLLM", "decode": {**SETTINGS["drafts"], **SETTINGS["short steps"]}}
+    spec = {"engine": engine, "model": {"id": str(checkpoint), "dtype": "Float32"}, **LAYOUTS["monolithic"]}
+    with Deployment(write(tmp_path / "layout.yaml", spec, name="layouts")) as deployment:
+        client = deployment.client()
+        for number, parts in enumerate(QUESTIONS[:6]):
+            answer = client.chat.completions.create(
+                model=deployment.local.model,
+                messages=[{"role": "user", "content": content(parts)}],  # type: ignore[typeddict-item]
+                max_tokens=TOKENS,
+                temperature=0.8,
+                seed=number,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == TOKENS

@@ -35,6 +35,16 @@ BASE: dict[str, Any] = {
     },
     "encoder": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
     "prefill": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
+    "engine": {
+        "type": "VLLM",
+        **{
+            pool: {
+                "maxNumBatchedTokens": 64,
+                "speculative": {"method": "draft_model", "model": "org/draft", "numSpeculativeTokens": 2},
+            }
+            for pool in ("prefill", "decode")
+        },
+    },
     "decode": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
     "nats": {"url": "nats://one:4222", "credentialsSecret": "one"},
 }
@@ -57,6 +67,9 @@ OTHER: dict[str, Any] = {
     "encoder": None,
     "prefill": None,
     "autoscaling": None,
+    "decode": None,
+    "speculative": None,
+    "extraArgs": ["--max-logprobs=5"],
 }
 """Another value for fields whose type does not lead to one, by their last name. Other strings become `another`."""
 # Where a field shows in a pod only beside another value of some other field.

@@ -202,6 +202,14 @@ def test_pods_waiting_for_a_node_within_their_deadline_are_reported_with_the_sch
     assert "decode" not in waiting_for_nodes(pods, CREATED_SECONDS + 301, {"decode": Deadlines(300)})
 
 
+def test_a_worker_that_says_why_it_ends_is_quoted_without_what_libraries_print_around_it():
+    reason = "cannot serve (engine_settings): vLLM cannot start: no such architecture; change spec.model"
+    log = f'{{"level": "warning", "message": "a"}}\n{{"level": "critical", "message": "{reason}", "pod": "p"}}\n[W1125 leaked semaphores]'
+    problem = problem_of(pod(container=crashed(log)))
+    assert problem is not None
+    assert problem.seen.endswith(f"last message: {reason}")
+
+
 def test_only_the_end_of_long_last_words_is_kept():
     problem = problem_of(pod(container=crashed("x" * 5000 + " ValueError: the end")))
     assert problem is not None

@@ -43,29 +43,38 @@ def checkpoint(arch: str, folder: Path, layers: int = 2) -> Path:
     )
 
 
-def make(
+def pod_of(
     folder: Path,
     *,
-    blocks: int = 64,
     max_model_len: int = 512,
     chunk_tokens: int = CHUNK,
     max_sequences: int = 16,
     prefix_cache: bool = True,
-) -> VllmCore:
-    """A core as a pod makes one, except that its KV pool may be smaller than a spec allows."""
+    vllm: dict[str, Any] | None = None,
+) -> Pod:
+    """A pod that serves a checkpoint. `vllm`: settings of vLLM, for a pod whose KV does not move."""
     pool = {"kvCacheMebibytes": 16, "gpus": 0}
+    prefill = {**pool, "chunkTokens": chunk_tokens, "prefixCache": prefix_cache}
+    layout = {"prefill": prefill} if vllm is None else {}
     spec = MultimodalDeploymentSpec.model_validate(
         {
             "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
-            "engine": {"type": "VLLM"},
-            "prefill": {**pool, "chunkTokens": chunk_tokens, "prefixCache": prefix_cache},
+            "engine": {"type": "VLLM"} | ({} if vllm is None else {"decode": vllm}),
             "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
             "transfer": {"kv": {"backend": "Gloo"}},
+            **layout,
         }
     )
     settings = SimpleNamespace(incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, compute_threads=1)
     nothing: Any = SimpleNamespace()
-    pod = Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    return Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+
+
+def make(
+    folder: Path, *, blocks: int = 64, rank_lost: Callable[[str], object] = lambda _: None, **settings: Any
+) -> VllmCore:
+    """A core as a pod makes one, except that its KV pool may be smaller than a spec allows. `settings`: those of `pod_of`."""
+    pod = pod_of(folder, **settings)
     text = load_config(folder).get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     block_bytes = BLOCK * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * 4
@@ -76,7 +85,7 @@ def make(
         return arguments(*given) | pool_bytes
 
     with mock.patch.object(making, "engine_arguments", smaller):
-        return making.make_core(pod, CPU)
+        return making.make_core(pod, CPU, rank_lost)
 
 
 # --- requests -----------------------------------------------------------------------------------------------------

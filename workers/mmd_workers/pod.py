@@ -15,6 +15,7 @@ from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import PoolName, Role
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.engine import VllmPoolSpec
 from mmd_api.spec.pools import DecodeSpec, EncoderSpec, PrefillSpec
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import Progress
@@ -56,7 +57,8 @@ class Tasks:
     def failed(self, error: BaseException) -> None:
         """Something that should run for ever has ended: the process ends too."""
         log.critical("a component of this worker failed permanently: %s", error, exc_info=error)
-        self.failure = error
+        if self.failure is None:  # others are its consequences
+            self.failure = error
         self.stopping.set()
 
     async def cancel(self) -> None:
@@ -118,6 +120,12 @@ class Pod:
         """Settings of the pool whose KV this pod holds."""
         spec = self.spec
         return spec.prefill if self.pool == "prefill" and spec.prefill else spec.decode
+
+    @property
+    def vllm_spec(self) -> VllmPoolSpec:
+        """How vLLM runs in the pods of this pool."""
+        engine = self.spec.engine
+        return (engine.prefill if self.pool == "prefill" else engine.decode) or VllmPoolSpec()
 
     def encode_queue(self) -> EncodeQueue:
         """The queue of encode jobs of this deployment."""

@@ -1,4 +1,6 @@
-"""`mmd validate`: what is wrong with deployment files. Needs nothing but the resource's own package."""
+"""`mmd validate`: what is wrong with deployment files. Needs nothing but the resource's own package; where vLLM is installed, it checks
+what is meant for vLLM.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import typer
 
 from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
 from mmd_api.resource import load_all
-from mmd_cli.console import fail_with_faults
+from mmd_cli.console import fail, fail_with_faults
+from mmd_cli.local.engines import EngineMissingError, engine_faults
 
 
 def validate(
@@ -27,9 +30,13 @@ def validate(
     for file in files:
         try:
             deployments = load_all(file)
+            if faults := [f for one in deployments for f in engine_faults(one.spec.engine)]:
+                raise InvalidDeploymentError(faults)
         except InvalidDeploymentError as error:
             errors[file] = error
             continue
+        except EngineMissingError as error:
+            raise fail(error) from error
         for deployment in deployments:
             faults = cluster_faults(deployment)
             names[file].append(deployment.metadata.name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmd_api.faults import Fault
 from mmd_api.spec.engine import EngineSpec
 from mmd_cli.errors import CommandError
 from mmd_workers.vllm_engine.environment import ENVIRONMENT
@@ -15,10 +18,12 @@ from mmd_workers.vllm_engine.environment import ENVIRONMENT
 VLLM_ENVIRONMENT = "MMD_VLLM_ENVIRONMENT"
 DEFAULT_FOLDER = ".cache/vllm"
 VLLM_IMPORTED = ("mmd_workers.vllm_engine.make",)
+CHECK = "mmd_workers.vllm_engine.check"
+CHECK_SECONDS = 120.0
 
 
 class EngineMissingError(CommandError):
-    """The engine of a deployment is not installed on this machine."""
+    """The engine of a deployment is not installed on this machine, or does not run here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,37 @@ def interpreter_for(engine: EngineSpec) -> Interpreter:
     openmp = folder / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
     return Interpreter(str(folder / "bin" / "python"), {**ENVIRONMENT, **preload}, VLLM_IMPORTED)
+
+
+def engine_faults(engine: EngineSpec) -> list[Fault]:
+    """What the installed engine refuses of its settings. Nothing where it is not installed: then its pods check them at their start.
+
+    Takes the seconds that vLLM takes to be imported, and none where only the operator's rules apply.
+
+    Raises:
+        EngineMissingError: it is installed, but cannot be run.
+    """
+    pools = [pool for pool in (engine.prefill, engine.decode) if pool is not None]
+    if not any(pool.quantization is not None or pool.extra_args for pool in pools):
+        return []
+    try:
+        found = interpreter_for(engine)
+    except EngineMissingError:
+        return []
+    try:
+        done = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            [found.python, "-m", CHECK],
+            input=engine.model_dump_json(by_alias=True),
+            env={**os.environ, **found.environment},
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["no output"])[-1]
+        raise EngineMissingError(
+            f"{found.python} cannot check spec.engine with vLLM: {last}; run `make vllm` again"
+        ) from error
+    faults: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return [Fault(*fault.split(": ", 1)) for fault in faults]

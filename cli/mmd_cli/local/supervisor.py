@@ -18,6 +18,7 @@ import httpx
 from mmd_api.contract import paths
 from mmd_api.contract.environment import PREFIX
 from mmd_api.contract.errors import PeerLostError
+from mmd_api.contract.logs import last_reason
 from mmd_cli.errors import CommandError
 from mmd_cli.local.engines import Interpreter
 from mmd_cli.local.forkserver import ForkedProcess, ForkServer
@@ -55,6 +56,7 @@ class PodProcess:
     restarts: int = 0
     started: float = 0.0  # time.monotonic
     last_line: str = ""
+    reason: str = ""  # why it ended last, in its own words
     ready_since: float = 0.0  # time.monotonic; 0 while it has not been Ready since its last start
     stopping: bool = False
     task: asyncio.Task[None] | None = None
@@ -105,7 +107,7 @@ class Supervisor:
     async def _keep_running(self, child: PodProcess) -> None:
         futile = crashes = 0
         while not child.stopping:
-            child.started, child.ready_since = time.monotonic(), 0.0
+            child.started, child.ready_since, child.reason = time.monotonic(), 0.0, ""
             watch = asyncio.create_task(self._probe(child), name=f"probe-{child.pod.name}")
             try:
                 code = await self._run_once(child)
@@ -120,7 +122,7 @@ class Supervisor:
                 self.gave_up(
                     GaveUpError(
                         f"{child.pod.name} exited {futile} times in a row before it became Ready, last with code {code}; last output: "
-                        f"{child.last_line or 'nothing'}"
+                        f"{child.reason or child.last_line or 'nothing'}"
                     )
                 )
                 return
@@ -128,7 +130,7 @@ class Supervisor:
                 self.gave_up(
                     GaveUpError(
                         f"{child.pod.name} exited {crashes} times in a row, each time before it had been Ready for {STABLE_SECONDS:.0f} s, last with "
-                        f"code {code}; last output: {child.last_line or 'nothing'}"
+                        f"code {code}; last output: {child.reason or child.last_line or 'nothing'}"
                     )
                 )
                 return
@@ -204,6 +206,7 @@ class Supervisor:
             if not line:
                 break
             child.last_line = line.decode(errors="replace").rstrip()
+            child.reason = last_reason(child.last_line) or child.reason
             self._print(pod.name, child.last_line)
         return await child.process.ended
 

@@ -20,11 +20,12 @@ import httpx
 from mmd_api import resource
 from mmd_api.contract import paths
 from mmd_api.contract.pools import PoolName
+from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
-from mmd_cli.local.engines import interpreter_for
+from mmd_cli.local.engines import engine_faults, interpreter_for
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.pods import LocalPod, component_of, local_pods
 from mmd_cli.local.scale import LocalScaler
@@ -99,10 +100,13 @@ async def running(
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
+        InvalidDeploymentError: the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
     interpreter = interpreter_for(deployment.spec.engine)
+    if faults_of_engine := await asyncio.to_thread(engine_faults, deployment.spec.engine):
+        raise InvalidDeploymentError(faults_of_engine)
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
     objects = objects_of(deployment)

@@ -374,6 +374,12 @@ class UnsupportedModelError(MmdError, code="unsupported_model", remedy="use a mo
     """This architecture cannot be served; the message contains the reason."""
 
 
+class EngineSettingsError(
+    MmdError, code="engine_settings", remedy="fix the field of spec.engine that the message names"
+):
+    """The engine refuses its settings, or cannot run this model with them here; the message contains its own reason."""
+
+
 class RevisionMismatchError(
     MmdError, code="revision_mismatch", remedy="name the image by its digest and the model by its commit"
 ):

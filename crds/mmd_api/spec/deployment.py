@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
-from mmd_api.spec.engine import EngineSpec
+from mmd_api.spec.engine import EngineSpec, VllmPoolSpec
 from mmd_api.spec.gateway import GatewaySpec
 from mmd_api.spec.model import ModelSpec
 from mmd_api.spec.nats import NatsSpec
@@ -16,6 +17,9 @@ from mmd_api.spec.observability import ObservabilitySpec, SloSpec
 from mmd_api.spec.pods import ImageSpec
 from mmd_api.spec.pools import DecodeSpec, EncoderSpec, Pool, PrefillSpec
 from mmd_api.spec.transfer import TransferSpec
+
+LanguagePool = Literal["prefill", "decode"]
+
 
 _CEL_MINIMUM = "(has({p}.autoscaling) ? {p}.autoscaling.minReplicas : has({p}.replicas) ? {p}.replicas : 1)"
 
@@ -65,6 +69,131 @@ def _windows_see_samples(s: MultimodalDeploymentSpec) -> bool:
     return all(w == 0 or w * 1000 >= 2 * heartbeat for w in windows)
 
 
+def _vllm_pools(s: MultimodalDeploymentSpec) -> list[tuple[Pool, VllmPoolSpec]]:
+    """The pools that run the language model with vLLM, and its settings there."""
+    if s.engine.type == "Native":
+        return []
+    pools = [(s.prefill, s.engine.prefill), (s.decode, s.engine.decode)]
+    return [(pool, settings or VllmPoolSpec()) for pool, settings in pools if pool is not None]
+
+
+def _prefill_settings_have_a_pool(s: MultimodalDeploymentSpec) -> bool:
+    return s.engine.prefill is None or s.prefill is not None
+
+
+def _ranks_have_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    return all(
+        pool.gpus in (0, v.tensor_parallel_size * v.pipeline_parallel_size)
+        for pool, v in _vllm_pools(s)
+        if pool is getattr(s, name)
+    )
+
+
+def _steps_hold_sequences(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    v = getattr(s.engine, name)
+    return v is None or v.max_num_batched_tokens is None or v.max_num_batched_tokens >= s.decode.max_sequences
+
+
+def _memory_has_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    v, pool = getattr(s.engine, name), getattr(s, name)
+    set_ = v is not None and v.gpu_memory_utilization_percent is not None
+    return not set_ or pool is None or (pool.gpus > 0 and pool.kv_cache_percent is None)
+
+
+def _one_rank_where_kv_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    v = getattr(s.engine, name)
+    return s.prefill is None or v is None or v.tensor_parallel_size == 1
+
+
+def _plain_kv_where_it_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    v = getattr(s.engine, name)
+    return s.prefill is None or v is None or v.kv_cache_dtype == "Auto"
+
+
+def _no_drafts_where_kv_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    v = getattr(s.engine, name)
+    return s.prefill is None or v is None or v.speculative is None
+
+
+def _same_weights(s: MultimodalDeploymentSpec) -> bool:
+    return s.prefill is None or len({v.quantization for _, v in _vllm_pools(s)}) <= 1
+
+
+def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
+    """Rules between a pool, what vLLM is told about it, and whether KV moves between pods."""
+    settings = f"self.engine.{pool}"
+    unset = f"!has({settings})"
+    stays = f"!has(self.prefill) || {unset}"
+    return (
+        Rule(
+            field=f"engine.{pool}.tensorParallelSize",
+            cel=f"self.engine.type == 'Native' || !has(self.{pool}) || self.{pool}.gpus == 0"
+            f" || self.{pool}.gpus == ({unset} ? 1 : {settings}.tensorParallelSize * {settings}.pipelineParallelSize)",
+            holds=partial(_ranks_have_gpus, pool),
+            problem=f"tensorParallelSize times pipelineParallelSize is not {pool}.gpus, the number of GPUs of a pod",
+            remedy=f"set tensorParallelSize to {pool}.gpus, or {pool}.gpus to their product",
+        ),
+        Rule(
+            field=f"engine.{pool}.tensorParallelSize",
+            cel=f"{stays} || {settings}.tensorParallelSize == 1",
+            holds=partial(_one_rank_where_kv_moves, pool),
+            problem="KV that is split across GPUs cannot move between prefill and decode yet",
+            remedy="omit spec.prefill, so that it does not move, or set tensorParallelSize: 1",
+        ),
+        Rule(
+            field=f"engine.{pool}.kvCacheDtype",
+            cel=f"{stays} || {settings}.kvCacheDtype == 'Auto'",
+            holds=partial(_plain_kv_where_it_moves, pool),
+            problem="quantized KV cannot move between prefill and decode yet",
+            remedy="omit spec.prefill, so that it does not move, or set kvCacheDtype: Auto",
+        ),
+        Rule(
+            field=f"engine.{pool}.speculative",
+            cel=f"{stays} || !has({settings}.speculative)",
+            holds=partial(_no_drafts_where_kv_moves, pool),
+            problem="speculative decoding is not served yet where KV moves between prefill and decode",
+            remedy="omit spec.prefill, so that it does not move, or remove speculative",
+        ),
+        Rule(
+            field=f"engine.{pool}.maxNumBatchedTokens",
+            cel=f"{unset} || !has({settings}.maxNumBatchedTokens) || {settings}.maxNumBatchedTokens >= self.decode.maxSequences",
+            holds=partial(_steps_hold_sequences, pool),
+            problem="maxNumBatchedTokens is less than decode.maxSequences, each of which takes a token of a step",
+            remedy="raise maxNumBatchedTokens or lower decode.maxSequences",
+        ),
+        Rule(
+            field=f"engine.{pool}.gpuMemoryUtilizationPercent",
+            cel=f"{unset} || !has({settings}.gpuMemoryUtilizationPercent) || !has(self.{pool})"
+            f" || (self.{pool}.gpus > 0 && !has(self.{pool}.kvCachePercent))",
+            holds=partial(_memory_has_gpus, pool),
+            problem=f"gpuMemoryUtilizationPercent is the share of a GPU, but {pool} has gpus: 0, or also sets kvCachePercent",
+            remedy=f"remove gpuMemoryUtilizationPercent, or set {pool}.gpus and remove {pool}.kvCachePercent",
+        ),
+    )
+
+
+VLLM = (
+    Rule(
+        field="engine.prefill",
+        cel="!has(self.engine.prefill) || has(self.prefill)",
+        holds=_prefill_settings_have_a_pool,
+        problem="engine.prefill is for prefill pods, and there is no prefill pool",
+        remedy="use engine.decode, whose pods prefill, or add a prefill pool (spec.prefill)",
+    ),
+    Rule(
+        field="engine.decode.quantization",
+        cel="!has(self.prefill) || self.engine.type == 'Native' || ("
+        "(has(self.engine.prefill) && has(self.engine.prefill.quantization) ? self.engine.prefill.quantization : '')"
+        " == (has(self.engine.decode) && has(self.engine.decode.quantization) ? self.engine.decode.quantization : ''))",
+        holds=_same_weights,
+        problem="prefill and decode exchange KV, and different quantization gives it different meanings",
+        remedy="set the same quantization in engine.prefill and engine.decode, or omit spec.prefill",
+    ),
+    *_vllm_rules("prefill"),
+    *_vllm_rules("decode"),
+)
+
+
 SPEC = (
     Rule(
         field="decode",
@@ -110,6 +239,7 @@ SPEC = (
         problem="a pool's autoscaling.panicWindowSeconds is shorter than two heartbeats, so it would see no load",
         remedy="raise panicWindowSeconds (0 turns it off) or lower heartbeatMilliseconds",
     ),
+    *VLLM,
 )
 
 

@@ -1,16 +1,157 @@
-"""The engine that runs the language model."""
+"""The engine that runs the language model, and what vLLM is told about each pool."""
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mmd_api.base import ApiModel
+from mmd_api.rule import Rule
+from mmd_api.spec.engine_arguments import (
+    HAVE_A_FIELD,
+    NOT_SERVED,
+    OF_THE_OPERATOR,
+    PATTERN,
+    expression,
+    none_of,
+    spelled,
+)
 
 EngineType = Literal["Native", "VLLM"]
+KvCacheDtype = Literal["Auto", "Fp8E4M3", "Fp8E5M2"]
+SpeculativeMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
+QuantizationMethod = Annotated[str, Field(max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+Argument = Annotated[str, Field(max_length=1024, pattern=PATTERN)]
+
+NEED_A_MODEL: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle", "eagle3", "medusa")
 
 
-class EngineSpec(ApiModel):
+def _drafts_have_a_source(s: SpeculativeSpec) -> bool:
+    return (s.model is not None) if s.method in NEED_A_MODEL else (s.model is None)
+
+
+def _one_stage(p: VllmPoolSpec) -> bool:
+    return p.pipeline_parallel_size == 1
+
+
+def _free(names: tuple[str, ...], p: VllmPoolSpec) -> bool:
+    return none_of(names, p.extra_args)
+
+
+def _settings_of_vllm(e: EngineSpec) -> bool:
+    return e.type == "VLLM" or (e.prefill is None and e.decode is None)
+
+
+SPECULATIVE = (
+    Rule(
+        field="model",
+        cel=f"(self.method in {[*NEED_A_MODEL]}) == has(self.model)",
+        holds=_drafts_have_a_source,
+        problem=f"the methods {', '.join(NEED_A_MODEL)} need a model, and the others have none",
+        remedy="set model to the one that drafts, or remove it",
+    ),
+)
+
+
+VLLM_POOL = (
+    Rule(
+        field="pipelineParallelSize",
+        cel="self.pipelineParallelSize == 1",
+        holds=_one_stage,
+        problem="pipeline parallelism is not served yet",
+        remedy="set pipelineParallelSize: 1, and split the model by tensorParallelSize",
+    ),
+    Rule(
+        field="extraArgs",
+        cel=f"!self.extraArgs.exists(a, a.matches('{expression(HAVE_A_FIELD)}'))",
+        holds=partial(_free, HAVE_A_FIELD),
+        problem=f"an argument is set by a field of the spec: {spelled(HAVE_A_FIELD)}",
+        remedy="set the field instead",
+    ),
+    Rule(
+        field="extraArgs",
+        cel=f"!self.extraArgs.exists(a, a.matches('{expression(OF_THE_OPERATOR)}'))",
+        holds=partial(_free, OF_THE_OPERATOR),
+        problem=f"an argument belongs to the operator: {spelled(OF_THE_OPERATOR)}",
+        remedy="remove it",
+    ),
+    Rule(
+        field="extraArgs",
+        cel=f"!self.extraArgs.exists(a, a.matches('{expression(NOT_SERVED)}'))",
+        holds=partial(_free, NOT_SERVED),
+        problem=f"LoRA adapters, and parallelism across replicas or nodes, are not served yet: {spelled(NOT_SERVED)}",
+        remedy="remove the argument",
+    ),
+)
+
+
+ENGINE = (
+    Rule(
+        field="type",
+        cel="self.type == 'VLLM' || (!has(self.prefill) && !has(self.decode))",
+        holds=_settings_of_vllm,
+        problem="engine.prefill and engine.decode are settings of vLLM, which serves tensor parallelism, quantization and speculative "
+        "decoding, and type is Native, which does not",
+        remedy="set type: VLLM, or remove them",
+    ),
+)
+
+
+class SpeculativeSpec(ApiModel, rules=SPECULATIVE):
+    """Speculative decoding: several tokens are drafted, and the model verifies them in one step."""
+
+    method: SpeculativeMethod
+    """What drafts tokens, by vLLM's names. ngram looks for the last tokens in the prompt and needs no model."""
+    model: Annotated[str, Field(max_length=512, pattern=r"^/?[A-Za-z0-9._][A-Za-z0-9._/-]*$")] | None = None
+    """Hub id or absolute path of the model that drafts."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)]
+    """Number of tokens drafted per step."""
+
+
+class VllmPoolSpec(ApiModel, rules=VLLM_POOL):
+    """How vLLM runs the language model in the pods of a pool."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of GPUs that each layer is split across. Times pipelineParallelSize, it is gpus of the pool."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of stages that the layers are divided into. Only 1 is served."""
+    quantization: QuantizationMethod | None = None
+    """Quantization of the weights, by vLLM's names, such as fp8. Defaults to that of the checkpoint."""
+    kv_cache_dtype: KvCacheDtype = "Auto"
+    """Data type of KV. Auto uses the data type of the model."""
+    gpu_memory_utilization_percent: Annotated[int, Field(ge=1, le=100)] | None = None
+    """Percentage of the GPU memory for weights, activations and KV together. Defaults to 90. kvCacheMebibytes of the pool overrides it."""
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
+    """Maximum number of tokens per engine step. Defaults to prefill.chunkTokens or decode.maxSequences, whichever is larger."""
+    enforce_eager: bool | None = None
+    """Whether the model runs without compilation and CUDA graphs. Defaults to true on CPUs and false on GPUs."""
+    speculative: SpeculativeSpec | None = None
+    """Speculative decoding. Off if not set."""
+    extra_args: Annotated[list[Argument], Field(max_length=32)] = []
+    """Further arguments of `vllm serve` for the engine, each with its value, such as --max-logprobs=5."""
+
+
+class EngineSpec(ApiModel, rules=ENGINE):
     """Engine of prefill and decode pods."""
 
     type: EngineType = "Native"
     """Native is part of the worker image and needs no GPU. VLLM needs an image that contains vLLM (build argument ENGINE=vllm)."""
+    prefill: VllmPoolSpec | None = None
+    """How vLLM runs in prefill pods. Only with type VLLM."""
+    decode: VllmPoolSpec | None = None
+    """How vLLM runs in decode pods, also where they prefill. Only with type VLLM."""
+
+    def formats(self, *, prefills: bool) -> list[list[object]]:
+        """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""
+        pools = [self.decode, *([self.prefill] if prefills else [])]
+        found: list[list[object]] = [
+            [p.quantization, p.kv_cache_dtype, p.extra_args] for p in pools if p is not None
+        ]
+        return sorted(
+            [one for number, one in enumerate(found) if one != _PLAIN and one not in found[:number]], key=str
+        )
+
+
+_PLAIN: list[object] = [None, "Auto", []]

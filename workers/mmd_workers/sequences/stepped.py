@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -81,9 +80,11 @@ class SteppedHost(EngineHost):
 
     async def warm_up(self) -> None:
         """Run what sequences will run."""
+        await warm_up({"engine": self._warm_up_engine}, self._pod.startup, self._device)
+
+    async def _warm_up_engine(self) -> None:
         assert self._runner is not None
-        step = partial(self._runner.call, lambda engine: engine.warm_up())
-        await warm_up({"engine": step}, self._pod.startup, self._device)
+        await self._runner.call(lambda engine: engine.warm_up())
 
     def taken(self) -> None:
         """The thread may post one more."""

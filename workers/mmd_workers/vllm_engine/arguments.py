@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mmd_api.contract.pools import MODALITIES
+from mmd_api.spec.engine import SpeculativeSpec
 from mmd_workers import memory
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model import source
@@ -15,10 +16,12 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import features, sampling, weights
+from mmd_workers.vllm_engine import extra_arguments, features, ranks, sampling, weights
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
+KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
+TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
 
 def block_tokens(wanted: int, device: torch.device) -> int:
@@ -29,13 +32,22 @@ def block_tokens(wanted: int, device: torch.device) -> int:
 def engine_arguments(
     pod: Pod, folder: Path, adapter: Adapter, device: torch.device, engine_id: str
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the model in `folder`."""
+    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the model in `folder`.
+
+    Raises:
+        EngineSettingsError: vLLM refuses a setting of spec.engine.
+        MemoryBudgetError: the KV pool does not hold one request of full length.
+    """
     spec, config = pod.spec, adapter.config
     vocabulary = config.get_text_config().vocab_size
+    settings, field = pod.vllm_spec, f"spec.engine.{pod.pool}"
+    batched = settings.max_num_batched_tokens
+    eager = settings.enforce_eager
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
     module = features.__name__
     return {
+        **extra_arguments.parsed(settings.extra_args, field),
         "model": str(folder),
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
@@ -44,17 +56,25 @@ def engine_arguments(
         "max_model_len": longest,
         "block_size": size,
         "max_num_seqs": spec.decode.max_sequences,
-        "max_num_batched_tokens": max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences),
+        "max_num_batched_tokens": batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences),
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
-        "enforce_eager": device.type == "cpu",
+        "enforce_eager": device.type == "cpu" if eager is None else eager,
+        "quantization": extra_arguments.checked_quantization(settings.quantization, field),
+        "kv_cache_dtype": KV_DTYPES[settings.kv_cache_dtype],
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "speculative_config": _speculative(settings.speculative),
         "async_scheduling": False,  # KV may be read only after the step that computes it
-        "distributed_executor_backend": "uni",
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "worker_cls": "auto"
+        if settings.tensor_parallel_size == 1
+        else f"{ranks.__name__}.{ranks.Rank.__name__}",
         "disable_hybrid_kv_cache_manager": True,  # one block table for all layers: what moves between pods
         "limit_mm_per_prompt": dict.fromkeys(MODALITIES, 0),  # no tower: features come from encoders
         "enable_mm_embeds": True,
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
-        "logits_processors": [sampling.Draws],
+        "logits_processors": [sampling.Draws] if settings.speculative is None else None,
         "ec_transfer_config": {
             "ec_connector": features.FeatureConnector.__name__,
             "ec_connector_module_path": module,
@@ -68,25 +88,39 @@ def engine_arguments(
     }
 
 
+def _speculative(settings: SpeculativeSpec | None) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    found: dict[str, Any] = {
+        "method": settings.method,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+    }
+    return found | ({"model": settings.model} if settings.model is not None else {})
+
+
 def _memory(
     pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int
 ) -> dict[str, Any]:
-    """How much memory the KV pool takes: on a GPU vLLM measures what is left.
+    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks share the machine's.
 
     Raises:
         MemoryBudgetError: it does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
+    settings = pod.vllm_spec
+    parts = settings.tensor_parallel_size
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
-            return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE}
-        percent = pool.kv_cache_percent or memory.default_percent(device)
+            return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts}
+        percent = settings.gpu_memory_utilization_percent or pool.kv_cache_percent
+        percent = percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
     layers = int(text.num_hidden_layers)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layout = KvLayout(layers, [heads] * layers, [head_dim] * layers, str(dtype).removeprefix("torch."))
+    kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
+    layout = KvLayout(layers, [max(heads, parts)] * layers, [head_dim] * layers, kv_dtype)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return {
         "kv_cache_memory_bytes": kv_pool_bytes(
@@ -95,7 +129,8 @@ def _memory(
             layout,
             block_tokens=size,
             max_model_len=longest,
-            activation_bytes=CPU_ACTIVATION_BYTES,
+            activation_bytes=CPU_ACTIVATION_BYTES * parts,
             weight_bytes=weight_bytes,
         )
+        // parts
     }

@@ -38,6 +38,7 @@ from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
 from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.ranks import RankExecutor
 from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
@@ -391,9 +392,12 @@ class VllmCore:
     def _culprits(self, error: Exception) -> list[tuple[str, Exception]]:
         """Requests that must not be placed again, on a pod that would end as well: one that ran alone, or that has ended pods before.
 
-        Those beside them are placed again when this engine ends, with its next step.
+        Those beside them are placed again when this engine ends, with its next step. A rank that has ended is no request's fault, unless
+        that happens again.
         """
         names = list(self._plan.num_scheduled_tokens) if self._plan is not None else []
+        executor = self._core.model_executor
+        lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
         suspects = [(name, self._sequences[name].source) for name in names if name in self._sequences]
         return [
             (
@@ -401,7 +405,7 @@ class VllmCore:
                 StepFailedError(f"vLLM failed on this request: {type(error).__name__}: {str(error)[:300]}"),
             )
             for name, source in suspects
-            if len(suspects) == 1 or source.attempt >= MOST_SUSPICIONS
+            if (len(suspects) == 1 and not lost) or source.attempt >= MOST_SUSPICIONS
         ]
 
     def _planned(self, plan: SchedulerOutput) -> None:
@@ -429,7 +433,8 @@ class VllmCore:
         for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is None:
                 continue
-            if tokens == 1 and (sequence.made or sequence.attached):
+            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
+            if tokens == 1 + len(drafts) and (sequence.made or sequence.attached):
                 output.decode_sequences += 1
             else:
                 output.prefill_tokens += tokens

@@ -7,6 +7,7 @@ import os
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned to the same cores, pods would stall each other
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs on a thread of this process
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # ranks: this process has threads
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` and the KV pool are those of the first
     "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
     "VLLM_CONFIGURE_LOGGING": "0",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from mmd_api.contract.errors import MmdError, UnsupportedModelError
+from mmd_api.contract.errors import EngineDeadError, EngineSettingsError, MmdError
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.model.prompt import KvLayout
@@ -16,10 +18,13 @@ from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
 from mmd_workers.vllm_engine.environment import prepare_environment
+from mmd_workers.vllm_engine.reasons import reason
 from mmd_workers.wire.messages import GenerateRequest
 
 if TYPE_CHECKING:
     from mmd_workers.vllm_engine.core import VllmCore
+
+log = logging.getLogger(__name__)
 
 RECOMPUTED_SECONDS = 0.02
 
@@ -78,6 +83,9 @@ class VllmHost(SteppedHost):
         super().__init__(pod, device)
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
+        self._refused: Exception | None = None  # why it failed in its first steps
+        self._lost: EngineDeadError | None = None  # how a rank ended
+        self._stopping = False
 
     @property
     def engine(self) -> VllmEngine:
@@ -89,44 +97,75 @@ class VllmHost(SteppedHost):
         """Load the weights, and make the KV pool as large as memory allows.
 
         Raises:
-            UnsupportedModelError: vLLM is not installed here, or cannot serve the model; the message is vLLM's own.
+            EngineSettingsError: vLLM is not installed here, refuses its settings, or cannot serve the model; the message has its reason.
             MemoryBudgetError: the pool does not hold one request of full length.
         """
         with self._pod.startup.phase("engine"):
-            core = self._core = await asyncio.to_thread(self._make_core)
+            loop = asyncio.get_running_loop()
+
+            def lost(words: str) -> None:
+                if not self._stopping:
+                    loop.call_soon_threadsafe(self._rank_lost, words)
+
+            core = self._core = await asyncio.to_thread(self._make_core, lost)
         self._max_model_len = core.max_model_len
         self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
 
-    def _make_core(self) -> VllmCore:
+    def _make_core(self, rank_lost: Callable[[str], object]) -> VllmCore:
         prepare_environment()
         try:
             from mmd_workers.vllm_engine.make import make_core
         except ImportError as error:
-            raise UnsupportedModelError(
+            raise EngineSettingsError(
                 f"spec.engine.type: VLLM is not installed in this environment ({error}); use an image built with ENGINE=vllm, or run "
                 "`make vllm` on this machine"
             ) from error
         try:
-            return make_core(self._pod, self._device)
+            return make_core(self._pod, self._device, rank_lost)
         except MmdError:
             raise
-        except Exception as error:  # whatever vLLM raises, it is about the model or the machine
-            raise UnsupportedModelError(
-                f"spec.engine.type: vLLM cannot serve this model here: {_reason(error)}"
-            ) from error
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> EngineSettingsError:
+        """Whatever vLLM raises at its start, it is about the model, its settings or the machine."""
+        remedy = f"change spec.model or spec.engine.{self._pod.pool}, or set spec.engine.type: Native"
+        return EngineSettingsError(f"vLLM cannot start: {reason(error)}; {remedy}")
+
+    def _rank_lost(self, words: str) -> None:
+        self._lost = EngineDeadError(f"{words}; the pod restarts")
+        self._pod.tasks.failed(self._lost)
 
     async def stop(self) -> None:
         """End the engine's thread after its current step, and what vLLM has started."""
+        self._stopping = True
         await super().stop()
         if self._core is not None:
             await asyncio.to_thread(self._core.shut_down)
 
+    async def warm_up(self) -> None:
+        """Generate a few tokens: some of what vLLM refuses, it refuses in its first step.
 
-def _reason(error: BaseException) -> str:
-    """The first line of each message in the chain of causes, the innermost last."""
-    lines: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(lines) < 4:
-        lines.append(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:300]}")
-        cause = cause.__cause__ or cause.__context__
-    return "; ".join(lines)
+        Raises:
+            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason.
+            EngineDeadError: a rank has ended.
+        """
+        await super().warm_up()
+        if self._lost is not None:
+            raise self._lost
+        if self._refused is not None:
+            raise self._refusal(self._refused) from self._refused
+
+    async def _warm_up_engine(self) -> None:
+        """Once more where it fails: the engine stays usable, and what does not fail again need not keep the pod from serving."""
+        try:
+            await super()._warm_up_engine()
+        except MmdError:
+            raise
+        except Exception as error:  # noqa: BLE001  vLLM can raise anything
+            log.warning("vLLM's first step failed (%s); it is tried once more", reason(error))
+            try:
+                await super()._warm_up_engine()
+            except Exception:
+                self._refused = error
+                raise

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
 
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.pod import Pod
+from mmd_workers.vllm_engine import ranks
 from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
@@ -17,11 +17,13 @@ from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 
 
-def make_core(pod: Pod, device: torch.device) -> VllmCore:
-    """Load the model's weights, without its towers, and make the KV pool.
+def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda _: None) -> VllmCore:
+    """Load the model's weights, without its towers, and make the KV pool. `rank_lost`: called, from any thread, when the process of
+    a rank has ended: with which one, and how.
 
     Raises:
-        MemoryBudgetError: it does not hold one request of full length.
+        EngineSettingsError: vLLM refuses a setting of spec.engine.
+        MemoryBudgetError: the pool does not hold one request of full length.
         Exception: vLLM cannot serve this model, or not here.
     """
     spec = pod.spec
@@ -32,11 +34,14 @@ def make_core(pod: Pod, device: torch.device) -> VllmCore:
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
     arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
-    core = EngineCore(arguments, Executor.get_class(arguments), log_stats=False)
+    with ranks.starting(arguments, threads, rank_lost) as make_executor:
+        core = EngineCore(arguments, make_executor, log_stats=False)
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),
         core.request_block_hasher,
         getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
+        drafts=arguments.speculative_config is not None,
+        seeded=device.type != "cpu",
     )
     moves = pod.spec.prefill is not None
     layers = arguments.compilation_config.static_forward_context

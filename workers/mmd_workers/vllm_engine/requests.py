@@ -16,6 +16,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
+from mmd_workers.engine.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
@@ -36,9 +37,15 @@ class RequestBuilder:
         eos_token_ids: frozenset[int],
         block_hasher: Callable[[Request], list[Any]] | None,
         frame_token_id: int | None = None,
+        *,
+        drafts: bool = False,
+        seeded: bool = True,
     ) -> None:
-        """`frame_token_id`: opens a frame of a video, where vLLM looks for it."""
+        """`frame_token_id`: opens a frame of a video, where vLLM looks for it. `drafts`: with speculative decoding. `seeded`: whether vLLM
+        can draw from a seed; on CPUs its step fails where a prompt with one is computed in parts."""
         self._eos = sorted(eos_token_ids)
+        self._drafts = drafts
+        self._seeded = seeded
         self._block_hasher = block_hasher
         self._frame_token_id = frame_token_id
 
@@ -57,8 +64,10 @@ class RequestBuilder:
         )
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
+        """Greedy with `Draws`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
+        first token's index, so that a pod that goes on with a request does not repeat the draws of the one before."""
         wanted = request.sampling
-        return SamplingParams(
+        params = SamplingParams(
             temperature=0.0,
             logprobs=wanted.logprobs,
             max_tokens=max_tokens,
@@ -66,8 +75,13 @@ class RequestBuilder:
             stop_token_ids=None if wanted.ignore_eos else self._eos,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=draw_of(wanted, first),
         )
+        if not self._drafts:
+            params.extra_args = draw_of(wanted, first)
+        elif wanted.temperature > 0:
+            params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k
+            params.seed = int(uniform(wanted.seed, first) * 2**53) if self._seeded else None
+        return params
 
     def _medium(self, ref: FeatureRef, token_ids: Sequence[int]) -> MultiModalFeatureSpec:
         """Where a medium is and what the model must know of its shape, without its pixels."""

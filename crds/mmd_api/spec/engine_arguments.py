@@ -1,0 +1,131 @@
+"""Which of vLLM's command line arguments `extraArgs` may not name. Knows names only: vLLM's own parser checks the rest where it is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+PATTERN = r"^--[a-z0-9][a-z0-9-]*([.][A-Za-z0-9_.]+[+]?)?(=.*)?$"
+"""One argument with its value in one entry: no entry takes the next one as its value."""
+
+HAVE_A_FIELD = (
+    "block-size",
+    "device-memory-utilization",
+    "dtype",
+    "enable-prefix-caching",
+    "enforce-eager",
+    "gpu-memory-utilization",
+    "hf-token",
+    "kv-cache-dtype",
+    "kv-cache-memory-bytes",
+    "log-level",
+    "max-model-len",
+    "max-num-batched-tokens",
+    "max-num-seqs",
+    "model",
+    "num-gpu-blocks-override",
+    "otlp-traces-endpoint",
+    "pipeline-parallel-size",
+    "quantization",
+    "revision",
+    "served-model-name",
+    "spec-[a-z]+",
+    "speculative-config",
+    "tensor-parallel-size",
+)
+"""What a field of the spec sets."""
+
+OF_THE_OPERATOR = (
+    "allowed-[a-z-]+",
+    "api-[a-z-]+",
+    "async-scheduling",
+    "chat-template[a-z-]*",
+    "code-revision",
+    "config",
+    "config-format",
+    "convert",
+    "device-ids",
+    "disable-chunked-mm-input",
+    "disable-hybrid-kv-cache-manager",
+    "distributed-executor-backend",
+    "download-dir",
+    "ec-[a-z-]+",
+    "enable-chunked-prefill",
+    "enable-fault-tolerance",
+    "enable-mm-embeds",
+    "enable-sleep-mode",
+    "fault-tolerance-config",
+    "generation-config",
+    "help",
+    "hf-config-path",
+    "hf-overrides",
+    "host",
+    "interleave-mm-strings",
+    "io-processor-plugin",
+    "kv-events-config",
+    "kv-offloading-[a-z]+",
+    "kv-transfer-config",
+    "language-model-only",
+    "limit-mm-per-prompt",
+    "load-format",
+    "log-config-file",
+    "logging-config",
+    "logits-processors",
+    "logprobs-mode",
+    "media-io-kwargs",
+    "mm-[a-z0-9-]+",
+    "model-class-overrides",
+    "model-loader-extra-config",
+    "override-generation-config",
+    "pooler-config",
+    "port",
+    "reasoning-[a-z-]+",
+    "renderer-[a-z-]+",
+    "root-path",
+    "runner",
+    "scheduler-cls",
+    "skip-mm-profiling",
+    "skip-tokenizer-init",
+    "ssl-[a-z-]+",
+    "tokenizer[a-z-]*",
+    "tool-[a-z-]+",
+    "trust-remote-code",
+    "uds",
+    "video-pruning-[a-z]+",
+    "weight-transfer-config",
+    "worker-[a-z-]+",
+)
+"""What the operator sets itself, or does in other processes: files, media, transfers, scheduling, processes and HTTP."""
+
+NOT_SERVED = (
+    "[a-z0-9-]*lora[a-z-]*",
+    "cp-[a-z-]+",
+    "data-parallel-[a-z-]+",
+    "dcp-[a-z-]+",
+    "decode-context-parallel-size",
+    "elastic-ep-[a-z-]+",
+    "disable-nccl-for-dp-synchronization",
+    "dp-[a-z-]+",
+    "enable-elastic-ep",
+    "master-[a-z]+",
+    "nnodes",
+    "node-rank",
+    "prefill-context-parallel-size",
+)
+"""Adapters, and processes that are more than the ranks of one pod's tensor parallelism."""
+
+
+def expression(names: Sequence[str]) -> str:
+    """A regular expression, the same for Python and CEL, that entries with one of these arguments match, also negated or with a dotted key."""
+    return f"^--(no-)?({'|'.join(names)})([.=]|$)"
+
+
+def spelled(names: Sequence[str]) -> str:
+    """The names as a person writes them, with * for what may follow."""
+    return ", ".join(re.sub(r"\[[^]]*\][*+]|\(.*\)\?|\?", "*", name) for name in names)
+
+
+def none_of(names: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Whether no argument is one of these."""
+    found = re.compile(expression(names))
+    return not any(found.match(argument) for argument in arguments)

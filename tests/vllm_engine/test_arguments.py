@@ -1,0 +1,76 @@
+"""What a spec means for vLLM, and which of its command line arguments a spec may not name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmd_api.spec.engine_arguments import HAVE_A_FIELD, NOT_SERVED, OF_THE_OPERATOR, expression
+from mmd_workers.memory import MEBIBYTE
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.source import load_config
+from mmd_workers.vllm_engine.arguments import engine_arguments
+from mmd_workers.vllm_engine.extra_arguments import EngineArgs, _Parser, refused
+
+from . import cores
+
+CPU, GPU = cores.CPU, torch.device("cuda")
+FIELD = "spec.engine.decode"
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cores.checkpoint("llava", tmp_path_factory.mktemp("models"))
+
+
+def arguments(folder: Path, device: torch.device = CPU, **vllm: Any) -> dict[str, Any]:
+    pod = cores.pod_of(folder, vllm=vllm)
+    return engine_arguments(pod, folder, adapter_for(load_config(folder)), device, "engine")
+
+
+def test_every_argument_that_the_operator_sets_is_refused_by_name_under_each_of_its_names(llava):
+    named = re.compile("|".join(map(expression, (HAVE_A_FIELD, OF_THE_OPERATOR, NOT_SERVED))))
+    mine = arguments(llava, speculative={"method": "ngram", "numSpeculativeTokens": 2}).keys()
+    mine |= arguments(llava, GPU).keys()
+    actions = {action.dest: action.option_strings for action in EngineArgs.add_cli_args(_Parser())._actions}
+    free = {
+        option
+        for name in mine & actions.keys()
+        for option in actions[name]
+        if option.startswith("--") and not named.match(option)
+    }
+    assert not free
+
+
+def test_ranks_share_the_memory_that_a_pod_has_for_kv(llava):
+    for device in (CPU, GPU):
+        one = arguments(llava, device)["kv_cache_memory_bytes"]
+        two = arguments(llava, device, tensorParallelSize=2)["kv_cache_memory_bytes"]
+        assert (one, two) == (16 * MEBIBYTE, 8 * MEBIBYTE)
+
+
+def test_a_refusal_names_the_argument_and_leaves_out_its_value():
+    (refusal,) = refused(["--hf-tokn=secret"], FIELD)
+    assert refusal.startswith(f"{FIELD}.extraArgs[0]: vLLM ")
+    assert "unrecognized arguments: --hf-tokn" in refusal
+    assert "secret" not in refusal
+
+
+def test_a_refusal_of_a_structured_value_leaves_out_what_pydantic_adds():
+    (refusal,) = refused(['--kernel-config={"secret": 1}'], FIELD)
+    assert "Unexpected keyword argument" in refusal
+    assert "input_value" not in refusal
+    assert "pydantic.dev" not in refusal
+
+
+def test_an_argument_with_two_values_is_refused():
+    assert refused(["--seed=1", "--seed=2"], FIELD) == [
+        f"{FIELD}.extraArgs[1]: --seed is given more than once; keep one"
+    ]
+    (refusal,) = refused(["--enable-eplb", "--no-enable-eplb"], FIELD)
+    assert "--no-enable-eplb is given more than once" in refusal
+    assert not refused(["--compilation-config.mode=0", "--compilation-config.backend=eager"], FIELD)

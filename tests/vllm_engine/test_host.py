@@ -1,0 +1,68 @@
+"""What a pod with vLLM makes of a first step that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mmd_api.contract.errors import CapacityError, EngineDeadError, EngineSettingsError
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.startup import Startup
+from mmd_workers.pod import Tasks
+from mmd_workers.vllm_engine.host import VllmHost
+
+from .cores import CPU
+
+
+class Runner:
+    """Runs first steps, of which the first ones fail; `during` happens in each."""
+
+    def __init__(self, *errors: Exception, during: Any = None) -> None:
+        self.errors = list(errors)
+        self.during = during
+        self.steps = 0
+
+    async def call(self, command: Any) -> None:
+        self.steps += 1
+        if self.during is not None:
+            self.during()
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
+    host = host or made()
+    host._runner = runner  # type: ignore[assignment]
+    asyncio.run(host.warm_up())
+    return host
+
+
+def made() -> VllmHost:
+    pod: Any = SimpleNamespace(startup=Startup(Metrics(("decode",))), tasks=Tasks(), pool="decode")
+    return VllmHost(pod, CPU)
+
+
+def test_a_first_step_that_fails_once_does_not_keep_a_pod_from_serving(caplog):
+    runner = Runner(RuntimeError("busy"))
+    warmed_up(runner)
+    assert runner.steps == 2
+    assert "vLLM's first step failed (busy); it is tried once more" in caplog.text
+
+
+def test_a_pod_whose_first_step_fails_again_does_not_become_ready_and_gives_the_first_reason():
+    with pytest.raises(EngineSettingsError, match=r"vLLM cannot start: no kernel; change spec\.model or"):
+        warmed_up(Runner(ValueError("no kernel"), RuntimeError("Executor failed.")))
+
+
+def test_a_warm_up_that_finds_no_room_is_no_refusal_of_vllm():
+    warmed_up(Runner(CapacityError("the pool is small")))
+
+
+def test_a_rank_that_ends_in_the_first_step_is_reported_as_such():
+    host = made()
+    lost = lambda: host._rank_lost("rank 1 of vLLM was killed")  # noqa: E731
+    with pytest.raises(EngineDeadError, match="rank 1 of vLLM was killed; the pod restarts"):
+        warmed_up(Runner(RuntimeError("cancelled"), RuntimeError("cancelled"), during=lost), host)

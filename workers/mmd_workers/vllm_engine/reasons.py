@@ -1,0 +1,23 @@
+"""Why vLLM does not start, in one line. Independent of vLLM."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import ValidationError
+
+MAX_CHARACTERS = 240  # with what surrounds it, no more than a condition keeps of a pod's last message
+FROM_A_RANK = re.compile(r"^Worker failed with error '(.*)', please check the stack trace .*$", re.DOTALL)
+
+
+def reason(error: BaseException) -> str:
+    """vLLM's own words: those of the innermost cause, since outer ones point to it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ValidationError):  # whose own text begins with how many errors there are
+        words = "; ".join(str(one["msg"]) for one in error.errors(include_url=False))
+    else:
+        words = str(error) or type(error).__name__
+    words = FROM_A_RANK.sub(r"\1", words)
+    line = " ".join(words.removeprefix("Value error, ").split()).rstrip(".:;")
+    return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]}…"
