@@ -34,7 +34,6 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     steps.hold_gateway_until_pools_are_ready,
     steps.hold_new_pools_without_gpus,
     steps.start_pools_at_present_size,
-    steps.limit_new_pools_to_free_gpus,
     # What is corrected.
     steps.correct_pool_sizes,
     steps.replace_outdated_pods,

@@ -15,7 +15,7 @@ from mmd_api.status import StepEffect
 from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown
 from mmd_operator.gpu_share import GpuShare, gpu_share
 from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
-from mmd_operator.pool_sizes import affordable, pool_in, wanted_replicas
+from mmd_operator.pool_sizes import pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
@@ -26,8 +26,7 @@ class RolloutState:
     """One pass: what is wanted, what exists, and what the steps so far want done.
 
     `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own. `free_gpus`: what the
-    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `short`: the pools that it does
-    not leave enough, in words.
+    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: which pools it does not leave enough, in words.
     """
 
     spec: MultimodalDeploymentSpec
@@ -38,7 +37,7 @@ class RolloutState:
     now: float
     share: GpuShare = field(default_factory=GpuShare)
     free_gpus: int | None = None
-    short: tuple[str, ...] = ()
+    waits_for: str = ""
     apply: tuple[Manifest, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     replace: Mapping[str, Replacement] = field(default_factory=dict)
@@ -61,12 +60,6 @@ class RolloutState:
     def in_use(self) -> set[str | None]:
         """Revisions that serve, are to serve, or have gateway pods left."""
         return {self.revision, self.serving} | {pod.revision for pod in self.observed.pods_of("gateway")}
-
-    @property
-    def waits_for(self) -> str:
-        """Which pools the GPU budget does not leave enough, in words."""
-        until = f" until GPUs of spec.gpuBudget {self.spec.gpu_budget} are free"
-        return f"{', '.join(self.short)}{until}" if self.short else ""
 
     @property
     def ready(self) -> bool:
@@ -146,35 +139,6 @@ def start_pools_at_present_size(state: RolloutState) -> StepResult:
     return replace(state, apply=apply), effect
 
 
-def limit_new_pools_to_free_gpus(state: RolloutState) -> StepResult:
-    """A pool is created with the pods that `gpuBudget` leaves room for, and not before that is one.
-
-    So a pool that another client has deleted does not come back while pods of a pool that shrinks still hold its GPUs.
-    """
-    if state.spec.gpu_budget is None:
-        return state, None
-    free, apply, short = state.spec.gpu_budget - gpus_held(state.observed), [], []
-    for manifest in state.apply:
-        pool = pool_in(state.spec, manifest["metadata"]["labels"].get("app.kubernetes.io/component"))
-        if pool is None or not _is_new_pool(manifest, state):
-            apply.append(manifest)
-            continue
-        name, wanted = manifest["metadata"]["name"], manifest["spec"]["replicas"]
-        own = gpus_growing(state.observed, name)
-        size = affordable(0, wanted, pool.gpus, free + own)
-        free -= max(0, size * pool.gpus - own)
-        if size < wanted:
-            short.append(
-                f"StatefulSet {name} is created with {size} of {wanted} pods"
-                if size
-                else f"StatefulSet {name} is not created"
-            )
-        if size or not wanted:
-            apply.append({**manifest, "spec": {**manifest["spec"], "replicas": size}})
-    effect = _effect(limit_new_pools_to_free_gpus, short)
-    return replace(state, apply=tuple(apply), short=tuple(short)), effect
-
-
 def correct_pool_sizes(state: RolloutState) -> StepResult:
     """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves.
 
@@ -200,8 +164,11 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
             given = size == present and pool.autoscaling is not None  # by the autoscaler
             if size != shown and not given and not shown < size < present:
                 sizes[child.name] = size
+    waits_for = (
+        f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
+    )
     effect = _effect(correct_pool_sizes, [*(_sized(*size) for size in sizes.items()), *short])
-    return replace(state, sizes=sizes, free_gpus=free, short=(*state.short, *short)), effect
+    return replace(state, sizes=sizes, free_gpus=free, waits_for=waits_for), effect
 
 
 def replace_outdated_pods(state: RolloutState) -> StepResult:
@@ -308,8 +275,8 @@ def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
     growth = _created(state)
     for name, replicas in state.sizes.items():
         child = state.observed.stateful_set(name)
-        if child is not None and (larger := PoolGrowth.to(replicas, child)) is not None:
-            growth[name] = larger
+        if child is not None and child.workload is not None and replicas > child.workload.replicas:
+            growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
     return growth
 
 

@@ -97,10 +97,6 @@ ACTING = {
     "start_pools_at_present_size": lambda: rollout(
         gateway(BEFORE), *pools(BEFORE, prefill=3), wanted=autoscaled()
     ),
-    "limit_new_pools_to_free_gpus": lambda: rollout(
-        gateway(AFTER), *pools(AFTER)[1:],
-        pods=(pod("encoder", AFTER, name="demo-encoder-0", deleting=True, gpus=1),), wanted=budgeted(3),
-    ),
     "correct_pool_sizes": lambda: rollout(gateway(AFTER), *pools(AFTER, decode=5)),
     "replace_outdated_pods": lambda: rollout(
         gateway(AFTER), *pools(AFTER),

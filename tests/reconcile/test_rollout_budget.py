@@ -112,21 +112,3 @@ def test_pods_that_are_ending_are_counted_before_a_new_revision_starts():
 def test_a_pool_grows_by_what_pools_that_are_created_now_leave(budget: int, grown: dict[str, int]):
     found = step(budget, {}, {"decode": 3}, serving="new", ending={"decode": 1})
     assert {name.split("-")[1]: n for name, n in found.sizes.items()} == grown
-
-
-@pytest.mark.parametrize(
-    ("budget", "created", "reason"),
-    [
-        (14, {"prefill": 2}, None),
-        (13, {"prefill": 1}, "is created with 1 of 2 pods until GPUs of spec.gpuBudget 13 are free"),
-        (12, {}, "is not created until GPUs of spec.gpuBudget 12 are free"),
-    ],
-)
-def test_a_deleted_pool_comes_back_with_what_pods_that_are_ending_do_not_hold(
-    budget: int, created: dict[str, int], reason: str | None
-):
-    found = step(budget, {}, {"decode": 4}, serving="new", ending={"decode": 2})
-    assert sizes(found) == {"decode": 4, **created}
-    assert (reason or "") in found.waits_for
-    assert bool(found.waits_for) == bool(reason)
-    assert found.stage != "Complete"
