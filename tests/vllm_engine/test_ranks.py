@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import children
+
 from . import cores
 
 pytestmark = pytest.mark.timeout(300)
@@ -89,12 +91,9 @@ cores.make(Path(sys.argv[1]), vllm={"tensorParallelSize": 2})
 """
 
 
-def children(pid: int) -> list[int]:
+def spawned(pid: int) -> list[int]:
     """Processes of vLLM that a process has started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def running(pid: int) -> bool:
@@ -114,8 +113,8 @@ def wait_until(condition: Any) -> None:
 def test_no_rank_outlives_a_pod_that_is_killed_while_it_starts(llava: Path) -> None:
     """Not even one that waits for another, which ended with the pod."""
     with subprocess.Popen([sys.executable, "-c", PARENT, str(llava)]) as pod:
-        wait_until(lambda: pod.poll() is not None or len(children(pod.pid)) == 2)
-        first, second = children(pod.pid)
+        wait_until(lambda: pod.poll() is not None or len(spawned(pod.pid)) == 2)
+        first, second = spawned(pod.pid)
         pod.kill()
         os.kill(second, signal.SIGKILL)
     try:

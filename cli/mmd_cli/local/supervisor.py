@@ -62,6 +62,11 @@ class PodProcess:
     task: asyncio.Task[None] | None = None
 
     @property
+    def last_output(self) -> str:
+        """Why it ended, in its own words if it gave any."""
+        return self.reason or self.last_line or "nothing"
+
+    @property
     def ready(self) -> bool:
         """Whether it has been Ready since its last start."""
         return self.ready_since > 0
@@ -122,7 +127,7 @@ class Supervisor:
                 self.gave_up(
                     GaveUpError(
                         f"{child.pod.name} exited {futile} times in a row before it became Ready, last with code {code}; last output: "
-                        f"{child.reason or child.last_line or 'nothing'}"
+                        f"{child.last_output}"
                     )
                 )
                 return
@@ -130,7 +135,7 @@ class Supervisor:
                 self.gave_up(
                     GaveUpError(
                         f"{child.pod.name} exited {crashes} times in a row, each time before it had been Ready for {STABLE_SECONDS:.0f} s, last with "
-                        f"code {code}; last output: {child.reason or child.last_line or 'nothing'}"
+                        f"code {code}; last output: {child.last_output}"
                     )
                 )
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal
 
@@ -19,7 +20,6 @@ from mmd_api.spec.pools import DecodeSpec, EncoderSpec, Pool, PrefillSpec
 from mmd_api.spec.transfer import TransferSpec
 
 LanguagePool = Literal["prefill", "decode"]
-
 
 _CEL_MINIMUM = "(has({p}.autoscaling) ? {p}.autoscaling.minReplicas : has({p}.replicas) ? {p}.replicas : 1)"
 
@@ -69,12 +69,10 @@ def _windows_see_samples(s: MultimodalDeploymentSpec) -> bool:
     return all(w == 0 or w * 1000 >= 2 * heartbeat for w in windows)
 
 
-def _vllm_pools(s: MultimodalDeploymentSpec) -> list[tuple[Pool, VllmPoolSpec]]:
-    """The pools that run the language model with vLLM, and its settings there."""
-    if s.engine.type == "Native":
-        return []
-    pools = [(s.prefill, s.engine.prefill), (s.decode, s.engine.decode)]
-    return [(pool, settings or VllmPoolSpec()) for pool, settings in pools if pool is not None]
+def _vllm(name: LanguagePool, s: MultimodalDeploymentSpec) -> VllmPoolSpec:
+    """Settings of vLLM in the pods of a pool: its defaults where the spec has none."""
+    settings: VllmPoolSpec | None = getattr(s.engine, name)
+    return settings or VllmPoolSpec()
 
 
 def _prefill_settings_have_a_pool(s: MultimodalDeploymentSpec) -> bool:
@@ -82,45 +80,34 @@ def _prefill_settings_have_a_pool(s: MultimodalDeploymentSpec) -> bool:
 
 
 def _ranks_have_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    return all(
-        pool.gpus in (0, v.tensor_parallel_size * v.pipeline_parallel_size)
-        for pool, v in _vllm_pools(s)
-        if pool is getattr(s, name)
-    )
+    v, pool = _vllm(name, s), getattr(s, name)
+    ranks = v.tensor_parallel_size * v.pipeline_parallel_size
+    return s.engine.type == "Native" or pool is None or pool.gpus in (0, ranks)
 
 
 def _steps_hold_sequences(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v = getattr(s.engine, name)
-    return v is None or v.max_num_batched_tokens is None or v.max_num_batched_tokens >= s.decode.max_sequences
+    tokens = _vllm(name, s).max_num_batched_tokens
+    return tokens is None or tokens >= s.decode.max_sequences
 
 
 def _memory_has_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v, pool = getattr(s.engine, name), getattr(s, name)
-    set_ = v is not None and v.gpu_memory_utilization_percent is not None
-    return not set_ or pool is None or (pool.gpus > 0 and pool.kv_cache_percent is None)
+    percent, pool = _vllm(name, s).gpu_memory_utilization_percent, getattr(s, name)
+    return percent is None or pool is None or (pool.gpus > 0 and pool.kv_cache_percent is None)
 
 
-def _one_rank_where_kv_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v = getattr(s.engine, name)
-    return s.prefill is None or v is None or v.tensor_parallel_size == 1
-
-
-def _plain_kv_where_it_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v = getattr(s.engine, name)
-    return s.prefill is None or v is None or v.kv_cache_dtype == "Auto"
-
-
-def _no_drafts_where_kv_moves(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v = getattr(s.engine, name)
-    return s.prefill is None or v is None or v.speculative is None
+def _holds_where_kv_moves(
+    name: LanguagePool, holds: Callable[[VllmPoolSpec], bool], s: MultimodalDeploymentSpec
+) -> bool:
+    return s.prefill is None or holds(_vllm(name, s))
 
 
 def _same_weights(s: MultimodalDeploymentSpec) -> bool:
-    return s.prefill is None or len({v.quantization for _, v in _vllm_pools(s)}) <= 1
+    kv_moves = s.engine.type == "VLLM" and s.prefill is not None
+    return not kv_moves or _vllm("prefill", s).quantization == _vllm("decode", s).quantization
 
 
 def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
-    """Rules between a pool, what vLLM is told about it, and whether KV moves between pods."""
+    """Rules between a pool, its settings of vLLM, and whether KV moves between pods."""
     settings = f"self.engine.{pool}"
     unset = f"!has({settings})"
     stays = f"!has(self.prefill) || {unset}"
@@ -136,21 +123,21 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
         Rule(
             field=f"engine.{pool}.tensorParallelSize",
             cel=f"{stays} || {settings}.tensorParallelSize == 1",
-            holds=partial(_one_rank_where_kv_moves, pool),
+            holds=partial(_holds_where_kv_moves, pool, lambda v: v.tensor_parallel_size == 1),
             problem="KV that is split across GPUs cannot move between prefill and decode yet",
             remedy="omit spec.prefill, so that it does not move, or set tensorParallelSize: 1",
         ),
         Rule(
             field=f"engine.{pool}.kvCacheDtype",
             cel=f"{stays} || {settings}.kvCacheDtype == 'Auto'",
-            holds=partial(_plain_kv_where_it_moves, pool),
+            holds=partial(_holds_where_kv_moves, pool, lambda v: v.kv_cache_dtype == "Auto"),
             problem="quantized KV cannot move between prefill and decode yet",
             remedy="omit spec.prefill, so that it does not move, or set kvCacheDtype: Auto",
         ),
         Rule(
             field=f"engine.{pool}.speculative",
             cel=f"{stays} || !has({settings}.speculative)",
-            holds=partial(_no_drafts_where_kv_moves, pool),
+            holds=partial(_holds_where_kv_moves, pool, lambda v: v.speculative is None),
             problem="speculative decoding is not served yet where KV moves between prefill and decode",
             remedy="omit spec.prefill, so that it does not move, or remove speculative",
         ),

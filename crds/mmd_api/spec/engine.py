@@ -1,4 +1,4 @@
-"""The engine that runs the language model, and what vLLM is told about each pool."""
+"""The engine that runs the language model, and the settings of vLLM for each pool."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def _free(names: tuple[str, ...], p: VllmPoolSpec) -> bool:
     return none_of(names, p.extra_args)
 
 
+def _none_is(names: tuple[str, ...]) -> str:
+    return f"!self.extraArgs.exists(a, a.matches('{expression(names)}'))"
+
+
 def _settings_of_vllm(e: EngineSpec) -> bool:
     return e.type == "VLLM" or (e.prefill is None and e.decode is None)
 
@@ -65,21 +69,21 @@ VLLM_POOL = (
     ),
     Rule(
         field="extraArgs",
-        cel=f"!self.extraArgs.exists(a, a.matches('{expression(HAVE_A_FIELD)}'))",
+        cel=_none_is(HAVE_A_FIELD),
         holds=partial(_free, HAVE_A_FIELD),
         problem=f"an argument is set by a field of the spec: {spelled(HAVE_A_FIELD)}",
         remedy="set the field instead",
     ),
     Rule(
         field="extraArgs",
-        cel=f"!self.extraArgs.exists(a, a.matches('{expression(OF_THE_OPERATOR)}'))",
+        cel=_none_is(OF_THE_OPERATOR),
         holds=partial(_free, OF_THE_OPERATOR),
         problem=f"an argument belongs to the operator: {spelled(OF_THE_OPERATOR)}",
         remedy="remove it",
     ),
     Rule(
         field="extraArgs",
-        cel=f"!self.extraArgs.exists(a, a.matches('{expression(NOT_SERVED)}'))",
+        cel=_none_is(NOT_SERVED),
         holds=partial(_free, NOT_SERVED),
         problem=f"LoRA adapters, and parallelism across replicas or nodes, are not served yet: {spelled(NOT_SERVED)}",
         remedy="remove the argument",

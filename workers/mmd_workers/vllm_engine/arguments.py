@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mmd_api.contract.pools import MODALITIES
-from mmd_api.spec.engine import SpeculativeSpec
 from mmd_workers import memory
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model import source
@@ -41,8 +40,8 @@ def engine_arguments(
     spec, config = pod.spec, adapter.config
     vocabulary = config.get_text_config().vocab_size
     settings, field = pod.vllm_spec, f"spec.engine.{pod.pool}"
-    batched = settings.max_num_batched_tokens
-    eager = settings.enforce_eager
+    batched, eager, drafts = settings.max_num_batched_tokens, settings.enforce_eager, settings.speculative
+    split = settings.tensor_parallel_size > 1
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
     module = features.__name__
@@ -63,18 +62,16 @@ def engine_arguments(
         "kv_cache_dtype": KV_DTYPES[settings.kv_cache_dtype],
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "speculative_config": _speculative(settings.speculative),
+        "speculative_config": drafts and drafts.model_dump(exclude_none=True),
         "async_scheduling": False,  # KV may be read only after the step that computes it
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "worker_cls": "auto"
-        if settings.tensor_parallel_size == 1
-        else f"{ranks.__name__}.{ranks.Rank.__name__}",
+        "distributed_executor_backend": "mp" if split else "uni",
+        "worker_cls": f"{ranks.__name__}.{ranks.Rank.__name__}" if split else "auto",
         "disable_hybrid_kv_cache_manager": True,  # one block table for all layers: what moves between pods
         "limit_mm_per_prompt": dict.fromkeys(MODALITIES, 0),  # no tower: features come from encoders
         "enable_mm_embeds": True,
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
-        "logits_processors": [sampling.Draws] if settings.speculative is None else None,
+        "logits_processors": [sampling.Draws] if drafts is None else None,
         "ec_transfer_config": {
             "ec_connector": features.FeatureConnector.__name__,
             "ec_connector_module_path": module,
@@ -86,16 +83,6 @@ def engine_arguments(
         },
         **_memory(pod, folder, device, config, longest, size),
     }
-
-
-def _speculative(settings: SpeculativeSpec | None) -> dict[str, Any] | None:
-    if settings is None:
-        return None
-    found: dict[str, Any] = {
-        "method": settings.method,
-        "num_speculative_tokens": settings.num_speculative_tokens,
-    }
-    return found | ({"model": settings.model} if settings.model is not None else {})
 
 
 def _memory(
