@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from e2e.faults import Struck
+from e2e.storm_client import SILENCE_SECONDS
 
 Line = dict[str, Any]
 Span = tuple[float, float]
@@ -150,9 +151,9 @@ def _explains(kill: Struck, deletions: Sequence[Struck], without_gateway: Sequen
     elif any(end["began"] <= deletion.ended and deletion.began <= end["ended"] for deletion in deletions):
         return False
     routed = kill.ended + RETURN_SECONDS
-    if end["tokens"]:
+    if end["tokens"] or end["silent"]:
         noticed = kill.ended + (NOTICE_SECONDS if end["kind"] == PACED else RETURN_SECONDS)
-        return bool(end["ended"] <= noticed)
+        return bool(end["ended"] <= noticed + (SILENCE_SECONDS if end["silent"] else 0.0))
     began = (kill.began - LOOK_SECONDS, kill.ended + LOOK_SECONDS)
     outages = [to + RETURN_SECONDS for since, to in without_gateway if began[0] <= since <= began[1]]
     return bool(end["ended"] <= max([routed, *outages]))

@@ -45,18 +45,22 @@ LONG_TOKENS_PER_SECOND = 20.0
 RECEIVE_BUFFER_BYTES = 4096
 """Of connections whose answers are read at a pace: with the default, a node keeps minutes of a stream whose gateway has died."""
 TIMEOUT_SECONDS = 620.0
+SILENCE_SECONDS = 60.0
+"""After which an answer that is read at a pace is broken off: its gateway would have sent a comment every 10 s. Nothing else tells of a
+pod whose network has gone before all that it sent was read."""
 
 
 class Storm:
     """Askers of each kind, one question after the other each; text at a steady pace while few of its answers are late."""
 
     def __init__(self, url: str, questions: int, long_streams: int) -> None:
-        options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "timeout": TIMEOUT_SECONDS}
-        self._client = openai.AsyncOpenAI(**options, max_retries=0)
+        options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
+        self._client = openai.AsyncOpenAI(**options, timeout=TIMEOUT_SECONDS)
         small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)]
         transport = httpx.AsyncHTTPTransport(socket_options=small)
         paced = httpx.AsyncClient(transport=transport)
-        self._paced_client = openai.AsyncOpenAI(**options, max_retries=0, http_client=paced)
+        patience = httpx.Timeout(TIMEOUT_SECONDS, read=SILENCE_SECONDS)
+        self._paced_client = openai.AsyncOpenAI(**options, timeout=patience, http_client=paced)
         self._fewest, self._asked = questions, 0
         self._long_streams = long_streams
         self._samples = {(kind, seed): draw(kind, seed) for kind in ASKERS for seed in seeds()}
@@ -110,7 +114,7 @@ class Storm:
         """One request; True if its connection broke."""
         kind, number = question["kind"], question["question"]
         began, first, text, tokens, ends = time.time(), 0.0, "", [], 0
-        error, broken, gateway = "", False, ""
+        error, broken, silent, gateway = "", False, False, ""
         try:
             client = self._paced_client if kind == "long" else self._client
             stream = await client.chat.completions.create(
@@ -133,7 +137,8 @@ class Storm:
                     await asyncio.sleep(began + len(tokens) / LONG_TOKENS_PER_SECOND - time.time())
         except Exception as trouble:  # noqa: BLE001 - whatever it is, it is counted
             error = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
-            broken = _connection_broke(trouble)
+            silent = kind == "long" and bool(gateway) and isinstance(trouble, openai.APITimeoutError)
+            broken = silent or _connection_broke(trouble)
         ended = time.time()
         report(
             **question,
@@ -146,6 +151,7 @@ class Storm:
             ends=ends,
             error=error,
             broken=broken,
+            silent=silent,
             gateway=gateway,
         )
         return broken

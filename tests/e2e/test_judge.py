@@ -31,6 +31,7 @@ def ended(question: int, attempt: int = 0, **changes: Any) -> dict[str, Any]:
         "ends": 1,
         "error": "",
         "broken": False,
+        "silent": False,
         "gateway": "",
     }
     return facts | changes
@@ -220,6 +221,20 @@ def test_a_request_without_headers_is_lost_where_a_gateway_was_deleted_meanwhile
     again = (sent(0, 1, 117.0), ended(0, 1, began=117.0, ended=126.0))
     deletion = Struck(deleted_at, deleted_at, component, "g-2", killed=False)
     assert verdict(sent(0), first, *again, struck=(KILLED, deletion)) == found
+
+
+@pytest.mark.parametrize("tokens", [RIGHT[:2], []], ids=["a stream", "a stream before its first token"])
+@pytest.mark.parametrize(
+    ("gateway", "ended_at", "found"),
+    [("g-1", 225.0, {"cut": 1}), ("g-1", 227.0, {"lost": 1}), ("g-2", 170.0, {"lost": 1})],
+    ids=["killed", "silent since long after the kill", "not killed"],
+)
+def test_a_paced_stream_that_falls_silent_is_lost_unless_its_gateway_was_killed(
+    tokens: list[int], gateway: str, ended_at: float, found: dict[str, int]
+) -> None:
+    silent = broken(0, began=104.0, ended=ended_at, tokens=tokens, gateway=gateway, silent=True)
+    again = (sent(0, 1, 230.0), ended(0, 1, began=230.0, ended=240.0))
+    assert verdict(sent(0), silent | {"kind": "long"}, *again, struck=(KILLED,)) == found
 
 
 def test_a_timeout_is_not_excused_by_a_killed_gateway() -> None:

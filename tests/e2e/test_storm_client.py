@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -55,3 +56,26 @@ async def test_neither_an_error_nor_a_late_answer_is_a_broken_connection():
     assert not await broke(ERROR)
     assert not await broke(b"", stays_open=True)
     assert not await broke(HEAD, stays_open=True)
+
+
+@pytest.mark.parametrize(("kind", "is_broken"), [("long", True), ("text", False)])
+async def test_silence_breaks_an_answer_that_is_read_at_a_pace_and_no_other(
+    kind: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD.replace(b"\r\n\r\n", b"\r\nx-mmd-gateway: g-1\r\n\r\n"))
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(storm_client, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(storm_client, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(storm_client, "ASKERS", {})
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        storm = storm_client.Storm(f"http://127.0.0.1:{port}", 1, 1)
+        storm._model = "m"
+        question = {"question": 0, "kind": kind, "seed": 1, "phase": "storm"}
+        assert await storm._send(question, 0) is is_broken
+    said = json.loads(capsys.readouterr().out)
+    assert (said["silent"], said["broken"], said["gateway"]) == (is_broken, is_broken, "g-1")
