@@ -76,8 +76,8 @@ def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Depl
             return bool(prometheus.firing(alert, begun))
 
         with frozen(observed.pid(encoder)):
-            until(lambda: pour("MmdPodNotScraped"), 60, "scrapes without an answer are an alert")
-            until(lambda: pour("MmdBacklogGrows"), 60, "ten seconds of work that becomes more are an alert")
+            until(lambda: pour("MmdPodNotScraped"), 120, "scrapes without an answer are an alert")
+            until(lambda: pour("MmdBacklogGrows"), 120, "ten seconds of work that becomes more are an alert")
             assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} == {"encode"}
             assert prometheus.query('mmd_prefill_waiting_tokens{role="encode"} > 0')
         assert {one["pod"] for one in prometheus.firing("MmdPodNotScraped", begun)} == {encoder.name}
