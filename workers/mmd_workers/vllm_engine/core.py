@@ -61,6 +61,12 @@ class _Sequence:
     computed: int = 0  # tokens whose KV is in `blocks`
     announced: int = 0  # tokens whose KV has been there; a preemption takes it away for a while
 
+    @property
+    def decodes(self) -> bool:
+        """Whether only its newest token has no KV. After a preemption, which takes all KV away, it prefills again."""
+        without_kv = self.request.num_tokens - self.request.num_computed_tokens
+        return without_kv == 1 and bool(self.made or self.attached)
+
 
 @dataclass(slots=True)
 class _Reservation:
@@ -433,6 +439,7 @@ class VllmCore:
         for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is None:
                 continue
+            output.sequences += 1
             drafts = plan.scheduled_spec_decode_tokens.get(name, ())
             if tokens == 1 + len(drafts) and (sequence.made or sequence.attached):
                 output.decode_sequences += 1
@@ -546,9 +553,7 @@ class VllmCore:
         scheduler = self._scheduler
         running, waiting = scheduler.get_request_counts()
         unfinished = [
-            s
-            for name, s in self._sequences.items()
-            if name in scheduler.requests and not s.made and not s.attached
+            s for name, s in self._sequences.items() if name in scheduler.requests and not s.decodes
         ]
         held = sum(name not in scheduler.requests for name in self._sequences)
         return EngineStats(
@@ -567,7 +572,7 @@ class VllmCore:
             prefix_hit_tokens=self._hit_tokens,
             prefix_miss_tokens=self._miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
-            step_seconds=self._estimates.step_seconds,
+            itl_seconds=self._estimates.itl_seconds,
         )
 
     def _blocked(self, sequence: _Sequence) -> int:
