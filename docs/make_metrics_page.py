@@ -30,6 +30,7 @@ deleted. Scrape it with `honor_labels: true`. Only the leader exposes them.
 
 Scraped as OpenMetrics, `mmd_ttft_seconds` and `mmd_e2e_seconds` carry the trace id of a recent request in each bucket as an
 exemplar. Every process also exposes the usual `process_*` metrics (CPU time, memory, file descriptors).
+Pods that run vLLM serve [vLLM's own metrics](engines.md#metrics), too.
 
 A process belongs to one pipeline revision for its whole life, so revision is not a label of each series: join it where
 needed.

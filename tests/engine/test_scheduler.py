@@ -313,6 +313,7 @@ def test_when_decode_runs_out_of_blocks_the_newest_waits_and_keeps_its_tokens():
     bench.scheduler.remove(old)
     assert bench.step() == {"young": (0, 9)}
     assert bench.scheduler.preemptions == 1
+    assert bench.scheduler.prefix_miss_tokens == 8 + 7, "counted once"
 
 
 def attached(bench, name, tokens, arrived):

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.contract.metric_table import MetricTable
 from mmd_operator.metrics import OperatorMetrics
@@ -112,6 +115,35 @@ def test_a_scraper_that_asks_for_openmetrics_gets_exemplars() -> None:
     assert f'# {{trace_id="{"ab" * 16}"}} 0.3'.encode() in modern
     assert modern_type.startswith("application/openmetrics-text")
     assert b"_created" not in modern
+
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+ACCEPTED = {
+    "none": "",
+    "Prometheus 2": f"{OPENMETRICS},application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 3": f"{OPENMETRICS};escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5",
+    "underscores": f"{OPENMETRICS};escaping=underscores",
+    "dots": f"{OPENMETRICS}; escaping=dots",
+}
+
+
+@pytest.mark.parametrize("accept", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_passed_through_keeps_its_names_for_every_scraper(accept: str) -> None:
+    metrics, other = Metrics(), CollectorRegistry()
+    Counter("other:tokens", "Tokens", ["model"], registry=other).labels("m").inc(2)
+    Histogram("other:step_tokens_total", "Tokens of a step", buckets=(1, 2), registry=other).observe(2)
+    metrics.pass_through(other)
+    text, content_type = metrics.expose(accept)
+    modern = content_type.startswith("application/openmetrics-text")
+    assert modern == (OPENMETRICS in accept)
+    assert "escaping=dots" not in content_type
+    read = openmetrics.text_string_to_metric_families if modern else text_string_to_metric_families
+    samples = {
+        (s.name, s.labels.get("model")): s.value for family in read(text.decode()) for s in family.samples
+    }
+    assert samples["other:tokens_total", "m"] == 2
+    assert samples["other:step_tokens_total_sum", None] == 2
+    assert samples["mmd_gateway_sequences", None] == 0
 
 
 def test_a_pod_exposes_what_belongs_to_its_roles_and_can_be_fed_the_rest() -> None:

@@ -121,7 +121,7 @@ def test_the_engine_has_run_prefill_and_decode_and_is_as_it_was(num_blocks: int)
     assert rows == ([48, 1] if num_blocks > 1 else [15, 1])
     assert sampled == [1, 1]
     assert engine.stats() == before
-    assert before.prefill_tokens_per_second == before.step_seconds == 0
+    assert before.prefill_tokens_per_second == before.itl_seconds == 0
     assert engine.prefix_blocks(64) == []
     assert not engine.has_work()
     after = (*engine.kv.keys, *engine.kv.values)

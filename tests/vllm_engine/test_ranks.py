@@ -83,6 +83,21 @@ def test_ranks_that_are_stopped_are_not_reported(split, lost):
     assert lost.empty()
 
 
+def test_a_pod_of_several_ranks_has_the_metrics_of_one_engine(split, llava):
+    split.add("a", cores.text_request([1, 2, 3], 5), stop_after_prefill=False)
+    cores.step(split)
+    counted = {
+        (sample.name, sample.labels["engine"]): sample.value
+        for family in split.metrics.registry.collect()
+        for sample in family.samples
+        if "generation_tokens" in sample.name and "request" not in sample.name
+    }
+    assert counted["vllm:generation_tokens_total", "0"] == 5
+    assert {engine for _, engine in counted} == {"0"}
+    whole = cores.served(llava).language.loaded_bytes
+    assert whole <= split.loaded_bytes < 1.1 * whole, "norms are on both"
+
+
 PARENT = """
 import sys
 from pathlib import Path

@@ -7,10 +7,11 @@ this module: prometheus-client comes with their extras.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,9 +22,12 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_ESCAPING = re.compile(r";\s*escaping=[^;,]*")  # what a scraper asks for in its Accept header
 
 MovedBy = Literal["load", "deployment", "scaling", "trouble"]
 
@@ -54,9 +58,17 @@ class MetricTable:
         self._exposed = True
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that.
+
+        Names are valid for every scraper, so none is escaped: prometheus-client would replace the colons that vLLM's have.
+        """
+        encode: Any
+        encode, content_type = choose_encoder(_ESCAPING.sub("", accept))
+        return encode(self.registry, escaping=ALLOWUTF8), content_type
+
+    def pass_through(self, registry: CollectorRegistry) -> None:
+        """Expose what is on another registry, too, under the names that it has there."""
+        self.registry.register(registry)
 
     def _open(self, section: str, *, exposed: bool = True) -> None:
         """What follows belongs to `section`; what is not exposed can be fed all the same."""

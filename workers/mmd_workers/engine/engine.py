@@ -277,6 +277,7 @@ class Engine:
         chunks = schedule.prefills
         work = schedule.decodes + sorted(chunks, key=lambda item: item.end - item.start > 1)
         output = StepOutput(
+            sequences=len(work),
             prefill_tokens=sum(item.end - item.start for item in chunks),
             decode_sequences=len(schedule.decodes),
         )
@@ -479,7 +480,7 @@ class Engine:
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             prefix_miss_tokens=self.scheduler.prefix_miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
-            step_seconds=self._estimates.step_seconds,
+            itl_seconds=self._estimates.itl_seconds,
         )
 
     def prefix_blocks(self, limit: int) -> list[str]:

@@ -8,11 +8,14 @@ AVERAGE_WEIGHT = 0.2  # of the newest step
 
 
 class Estimates:
-    """Both are 0 before the first step of their kind."""
+    """All are 0 before the first step of their kind."""
 
     def __init__(self) -> None:
         self.prefill_tokens_per_second = 0.0
         self.step_seconds = 0.0  # of steps that decode
+        self.itl_seconds = (
+            0.0  # less than that where a step yields several tokens of a sequence: with speculative decoding
+        )
 
     def add(self, output: StepOutput) -> None:
         """Count a step. What decoding takes of one that also prefills is estimated from those before."""
@@ -24,6 +27,8 @@ class Estimates:
             )
         elif output.decode_sequences:
             self.step_seconds = _average(self.step_seconds, output.duration_seconds)
+            tokens_each = max(1.0, len(output.tokens) / output.decode_sequences)
+            self.itl_seconds = _average(self.itl_seconds, output.duration_seconds / tokens_each)
 
 
 def _average(old: float, new: float) -> float:

@@ -73,12 +73,13 @@ class KvReady:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step did. `prefill_tokens` and `decode_sequences` describe the batch that ran."""
+    """What one step did. `sequences`, `prefill_tokens` and `decode_sequences` describe the batch that ran."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     kv_ready: list[KvReady] = field(default_factory=list)
     failed: list[tuple[str, Exception]] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)  # since the last step, with their cached tokens
+    sequences: int = 0
     prefill_tokens: int = 0
     decode_sequences: int = 0
     duration_seconds: float = 0.0
@@ -103,7 +104,9 @@ class EngineStats:
     waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
     blocked_tokens: int  # those of them that come after a missing feature
     preemptions: int
-    prefix_hit_tokens: int  # of all prompts admitted so far: with KV in the prefix cache, and without
+    prefix_hit_tokens: (
+        int  # of all prompts at their first admission: with KV in the prefix cache, and without
+    )
     prefix_miss_tokens: int
     prefill_tokens_per_second: float
-    step_seconds: float  # of steps that decode
+    itl_seconds: float  # from one token of a sequence to its next one

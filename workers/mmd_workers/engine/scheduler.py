@@ -166,8 +166,10 @@ class Scheduler:
         sequence.computed = len(cached) * self.pool.block_tokens
         sequence.registered = len(cached)
         sequence.waited_steps = sequence.overtaken = 0
-        self.prefix_hit_tokens += sequence.computed
-        self.prefix_miss_tokens += sequence.num_tokens - sequence.computed
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.prefix_hit_tokens += sequence.computed
+            self.prefix_miss_tokens += sequence.num_tokens - sequence.computed
         self.admitted[sequence.sequence_id] = sequence.computed
         self.start(sequence)
         return True

@@ -43,6 +43,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)  # of the leading full blocks
     registered: int = 0  # leading blocks offered to the prefix cache
+    admitted: bool = False  # now, or before a preemption
     computed: int = 0
     waited_steps: int = 0
     overtaken: int = 0  # admissions of others past this one while it did not fit

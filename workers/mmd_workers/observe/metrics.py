@@ -192,7 +192,7 @@ class Metrics(MetricTable):
         self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache: feature")
         self.prefix_tokens = counter(
             "mmd_prefix_cache_tokens_total",
-            "Tokens of admitted prompts, by whether their KV was in the prefix cache",
+            "Tokens of prompts at their first admission, by whether their KV was in the prefix cache",
             "outcome: hit, miss",
         )
 
@@ -235,7 +235,11 @@ class Metrics(MetricTable):
         )
 
         self._begin("Prefill and decode roles", "prefill", "decode")
-        self.kv_blocks = gauge("mmd_kv_blocks", "Blocks of the KV pool", "state: free, reserved, used")
+        self.kv_blocks = gauge(
+            "mmd_kv_blocks",
+            "Blocks of the KV pool; the native engine allocates those of a prompt when it admits it, vLLM chunk by chunk",
+            "state: free, reserved, used",
+        )
         self.prefill_waiting = gauge(
             "mmd_prefill_waiting_tokens",
             "Prompt tokens not yet prefilled, by the pool they wait for: this one, or encoders first",
@@ -252,7 +256,9 @@ class Metrics(MetricTable):
             "mmd_max_sequences", "Maximum number of sequences that the engine runs at once"
         )
         self.step = histogram("mmd_step_seconds", "Duration of one engine step", SHORT_SECONDS)
-        self.step_sequences = histogram("mmd_step_sequences", "Sequences in an engine step", STEP_SEQUENCES)
+        self.step_sequences = histogram(
+            "mmd_step_sequences", "Sequences computed in an engine step, prefills included", STEP_SEQUENCES
+        )
         self.resent_tokens = counter(
             "mmd_resent_tokens_total",
             "Tokens sent again because a report showed that the gateway had not received them",
@@ -296,11 +302,14 @@ class Metrics(MetricTable):
         )
         self.startup = gauge(
             "mmd_startup_seconds",
-            "Duration of each start-up phase; the process accepts requests after the last",
+            "Duration of each start-up phase; the process accepts requests after the last. With vLLM, engine includes load_language and memory, "
+            "which are absent",
             "phase: connect, load_encoder, load_language, sandbox, memory_encoder, memory, engine, services, warm_up_messages, warm_up_tracing, "
             "warm_up_image, warm_up_video, warm_up_audio, warm_up_engine, warm_up_links",
         )
-        self.loaded_bytes = gauge("mmd_model_loaded_bytes", "Weights loaded by this process")
+        self.loaded_bytes = gauge(
+            "mmd_model_loaded_bytes", "Weights loaded by this process and the ranks that it started"
+        )
         self.config_reloads = counter(
             "mmd_config_reloads_total",
             "Changed configuration files, by result",

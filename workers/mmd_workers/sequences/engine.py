@@ -144,7 +144,7 @@ class EngineHost(Part, ABC):
             kv_blocks_free=stats.blocks_free,
             kv_blocks_reserved=stats.blocks_reserved,
             kv_block_tokens=stats.block_tokens,
-            itl_seconds=stats.step_seconds,
+            itl_seconds=stats.itl_seconds,
         )
 
     def advertised(self) -> Advertised:

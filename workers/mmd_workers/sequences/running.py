@@ -108,8 +108,9 @@ class Sequences(Part):
     def _count(self, output: StepOutput) -> None:
         metrics = self._pod.metrics
         metrics.prefill_tokens.inc(output.prefill_tokens)
-        metrics.step.observe(output.duration_seconds)
-        metrics.step_sequences.observe(max(output.decode_sequences, len(output.tokens)))
+        if output.sequences:
+            metrics.step.observe(output.duration_seconds)
+            metrics.step_sequences.observe(output.sequences)
 
     async def _cancelled(self, cancel: Cancel) -> None:
         for sequence in self.book.cancel(cancel.request_id, cancel.attempt):

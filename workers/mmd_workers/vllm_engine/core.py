@@ -38,8 +38,10 @@ from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
 from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.metrics import VllmMetrics
 from mmd_workers.vllm_engine.ranks import RankExecutor
 from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
+from mmd_workers.vllm_engine.weights import loaded_bytes
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
 BAD_LOGITS = "the model computed logits that are not numbers; check its weights and spec.model.dtype"
@@ -60,6 +62,12 @@ class _Sequence:
     blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
     computed: int = 0  # tokens whose KV is in `blocks`
     announced: int = 0  # tokens whose KV has been there; a preemption takes it away for a while
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only its newest token has no KV. After a preemption, which takes all KV away, it prefills again."""
+        without_kv = self.request.num_tokens - self.request.num_computed_tokens
+        return without_kv == 1 and bool(self.made or self.attached)
 
 
 @dataclass(slots=True)
@@ -120,6 +128,8 @@ class VllmCore:
         self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
         self._estimates = Estimates()
+        self.metrics = VllmMetrics(config)
+        self.loaded_bytes = sum(core.model_executor.collective_rpc(loaded_bytes))  # by all ranks
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -140,13 +150,15 @@ class VllmCore:
         request = GenerateRequest(
             "warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0
         )
-        self.add("warm-up", request, stop_after_prefill=False)
+        self.metrics.paused = True
         try:
+            self.add("warm-up", request, stop_after_prefill=False)
             while "warm-up" in self._sequences:
                 self.step()
         finally:
             self.abort("warm-up")
             self._failure = None  # the first request that fails ends the pod, with its own reason
+            self.metrics.paused = False
         self._manager.reset_prefix_cache()
         self._prefixes.clear()
         self._hit_tokens = self._miss_tokens = 0
@@ -181,7 +193,7 @@ class VllmCore:
         self._sequences[name] = _Sequence(request, made, len(outputs), stop_after_prefill)
         for ref in request.features:
             self._shelf.share(ref.feature_id, name)
-        self._scheduler.add_request(made)
+        self._begin(made)
 
     def fill(self, name: str, medium: int, feature: Feature) -> None:
         """Give a sequence the feature of its medium; nothing happens if it is no longer here.
@@ -214,6 +226,11 @@ class VllmCore:
             self._pool.free_blocks(reversed(sequence.blocks))
             self._shelf.release(name)
             self._reported.pop(name, None)
+            self.metrics.forget(name)
+
+    def _begin(self, request: Request) -> None:
+        self.metrics.begin(request)
+        self._scheduler.add_request(request)
 
     def _check_new(self, name: str) -> None:
         if name in self._sequences or name in self._reservations:
@@ -343,7 +360,7 @@ class VllmCore:
         self._adopt(made, reservation.blocks, known - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)
-        self._scheduler.add_request(made)
+        self._begin(made)
 
     def _adopt(self, request: Request, blocks: list[KVCacheBlock], tokens: int) -> None:
         """Make blocks that hold the KV of a request's first tokens its own, as if it had computed them."""
@@ -352,6 +369,10 @@ class VllmCore:
         manager.num_cached_block[request.request_id] = 0
         self._manager.cache_blocks(request, tokens)
         request.num_computed_tokens = tokens
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                request.num_prompt_tokens, num_local_cached_tokens=0, num_external_cached_tokens=tokens
+            )
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -379,6 +400,8 @@ class VllmCore:
         except Exception as error:  # noqa: BLE001  the next step raises it
             self._failure = error
             return StepOutput(failed=self._culprits(error), changed=True)
+        preempted = self._plan.preempted_req_ids if self._plan is not None else None
+        self.metrics.record(outputs.values(), len(preempted or ()))
         output = StepOutput()
         self._note_plan(output)
         for made in outputs.values():
@@ -433,6 +456,7 @@ class VllmCore:
         for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is None:
                 continue
+            output.sequences += 1
             drafts = plan.scheduled_spec_decode_tokens.get(name, ())
             if tokens == 1 + len(drafts) and (sequence.made or sequence.attached):
                 output.decode_sequences += 1
@@ -544,11 +568,10 @@ class VllmCore:
     def stats(self) -> EngineStats:
         """How loaded the engine is."""
         scheduler = self._scheduler
+        self.metrics.refresh(scheduler.make_stats())
         running, waiting = scheduler.get_request_counts()
         unfinished = [
-            s
-            for name, s in self._sequences.items()
-            if name in scheduler.requests and not s.made and not s.attached
+            s for name, s in self._sequences.items() if name in scheduler.requests and not s.decodes
         ]
         held = sum(name not in scheduler.requests for name in self._sequences)
         return EngineStats(
@@ -567,7 +590,7 @@ class VllmCore:
             prefix_hit_tokens=self._hit_tokens,
             prefix_miss_tokens=self._miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
-            step_seconds=self._estimates.step_seconds,
+            itl_seconds=self._estimates.itl_seconds,
         )
 
     def _blocked(self, sequence: _Sequence) -> int:

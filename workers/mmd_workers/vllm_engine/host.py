@@ -108,6 +108,10 @@ class VllmHost(SteppedHost):
                     loop.call_soon_threadsafe(self._rank_lost, words)
 
             core = self._core = await asyncio.to_thread(self._make_core, lost)
+        metrics = self._pod.metrics
+        metrics.pass_through(core.metrics.registry)
+        metrics.loaded_bytes.inc(core.loaded_bytes)
+        log.info("vLLM loaded %d bytes", core.loaded_bytes)
         self._max_model_len = core.max_model_len
         self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
 

@@ -35,7 +35,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     engine_id = pod.settings.incarnation
     arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
-        core = EngineCore(arguments, make_executor, log_stats=False)
+        core = EngineCore(arguments, make_executor, log_stats=True)
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),
         core.request_block_hasher,

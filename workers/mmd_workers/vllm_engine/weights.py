@@ -57,8 +57,21 @@ class Loader(DefaultModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Load them, and change what vLLM's model does otherwise."""
         super().load_weights(model, model_config)
+        _note_size(model)
         _take_deepstack(model, model_config)
         _suppress(model, self._suppressed)
+
+
+def _note_size(model: Any) -> None:
+    """Before vLLM repacks weights for the device."""
+    tensors = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+    model.loaded_bytes = sum(tensors.values())
+
+
+def loaded_bytes(worker: Any) -> int:
+    """Bytes of the weights that a rank has loaded, those of a model that drafts included."""
+    models = (worker.get_model(), worker.get_draft_model())
+    return sum(getattr(model, "loaded_bytes", 0) for model in models)
 
 
 def _suppress(model: Any, token_ids: list[int]) -> None:
