@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mmd_api.faults import InvalidDeploymentError
+from mmd_cli.local import supervisor, up
 from tests.support import adapters, oracle
 from tests.support.engines import needs_vllm
 from tests.support.local_deployment import Deployment, write
@@ -89,3 +93,53 @@ def test_a_stream_of_an_adapter_continues_when_its_decode_pod_is_killed(
     deployment.kill(pod)
     assert text + "".join(answer) == expected
     deployment.wait_ready(pod, RESTORE_SECONDS)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------
+
+
+def test_up_starts_nothing_with_an_adapter_of_a_kind_that_vllm_refuses(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    bad = adapters.write(tmp_path / "bad", oracle.served(checkpoint).model, seed=1, use_dora=True)
+    lines: list[str] = []
+    with pytest.raises(
+        InvalidDeploymentError, match=r"spec\.engine\.adapters\[bad\]: .* not yet support DoRA"
+    ):
+        asyncio.run(started(checkpoint, bad, tmp_path, lines))
+    assert not lines
+
+
+def test_an_adapter_of_a_tower_ends_its_pod_with_one_line_that_names_the_first_tensor(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_FUTILE_STARTS", 1)
+    tensor = f"{adapters.PREFIX}model.visual.blocks.0.attn.proj.lora_A.weight"
+    also = {tensor: torch.zeros(8, 8)}
+    bad = adapters.write(tmp_path / "bad", oracle.served(checkpoint).model, seed=1, also=also)
+    lines: list[str] = []
+    with pytest.raises(supervisor.GaveUpError, match="before it became Ready") as gave_up:
+        asyncio.run(started(checkpoint, bad, tmp_path, lines))
+    for part in (
+        "cannot serve (engine_settings): spec.engine.adapters[bad]: ",
+        tensor,
+        "; set id to another",
+    ):
+        assert part in gave_up.value.message
+
+
+async def started(checkpoint: Path, adapter: Path, folder: Path, decode_lines: list[str]) -> None:
+    """Run a deployment with an adapter until it is ready; its path is relative to the file."""
+    spec = {
+        "engine": {"type": "VLLM", "adapters": [{"name": "bad", "id": f"./{adapter.relative_to(folder)}"}]},
+        "model": {"id": str(checkpoint), "dtype": "Float32"},
+        "decode": {"replicas": 1, **KV},
+    }
+
+    def log(pod: str, line: str) -> None:
+        if "decode" in pod:
+            decode_lines.append(line)
+
+    file = write(folder / "refused.yaml", spec, name="refused")
+    async with up.running(up.load(file), threads=1, log_line=log):
+        pass

@@ -24,7 +24,7 @@ from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.spec.adapters import AdapterSpec
 from mmd_api.spec.model import ModelSpec
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BUILTIN = {"builtin/demo": "demo"}
 SETTINGS_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_PATTERNS = [*SETTINGS_PATTERNS, "*.safetensors"]
@@ -42,7 +42,8 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
     """
     if spec.id in BUILTIN:
         return _checked(Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id], spec.id)
-    return _checked(_folder(spec, "spec.model", weights), spec.id)
+    patterns = WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS
+    return _checked(_folder(spec, "spec.model", patterns), spec.id)
 
 
 def resolve_adapter(spec: AdapterSpec, *, weights: bool) -> Path:
@@ -52,11 +53,10 @@ def resolve_adapter(spec: AdapterSpec, *, weights: bool) -> Path:
         UnsupportedModelError: there is no such adapter; names its entry in spec.engine.adapters and the remedy.
     """
     field = f"spec.engine.adapters[{spec.name}]"
-    folder = _folder(spec, field, weights)
+    folder = _folder(spec, field, [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if weights else [ADAPTER_CONFIG])
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UnsupportedModelError(
-            f"{field}.id: {spec.id!r} has no {ADAPTER_CONFIG}; use a folder as PEFT saves it (adapter_config.json, "
-            "adapter_model.safetensors)"
+            f"{field}.id: {spec.id!r} has no {ADAPTER_CONFIG}; use a folder as PEFT saves it, with {ADAPTER_WEIGHTS} beside it"
         )
     return folder
 
@@ -67,7 +67,7 @@ def commit_of(folder: Path, spec: ModelSpec | AdapterSpec) -> str | None:
     return folder.name if is_snapshot else None
 
 
-def _folder(spec: ModelSpec | AdapterSpec, field: str, weights: bool) -> Path:
+def _folder(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) -> Path:
     local = Path(spec.id)
     if local.is_absolute() or local.is_dir():
         return local
@@ -75,7 +75,7 @@ def _folder(spec: ModelSpec | AdapterSpec, field: str, weights: bool) -> Path:
         raise UnsupportedModelError(
             f"{field}.id: {spec.id!r} is neither an existing folder nor a hub id; use an absolute path or `owner/name`"
         )
-    return _from_hub(spec, field, weights)
+    return _from_hub(spec, field, patterns)
 
 
 def _checked(folder: Path, model_id: str) -> Path:
@@ -87,13 +87,13 @@ def _checked(folder: Path, model_id: str) -> Path:
     return folder
 
 
-def _from_hub(spec: ModelSpec | AdapterSpec, field: str, weights: bool) -> Path:
+def _from_hub(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) -> Path:
     where = f"{field}.id: {spec.id!r}"
     try:
         path = snapshot_download(
             spec.id,
             revision=spec.revision,
-            allow_patterns=WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS,
+            allow_patterns=patterns,
             token=os.environ.get("HF_TOKEN"),
         )
     except GatedRepoError as error:

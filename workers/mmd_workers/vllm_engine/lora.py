@@ -7,7 +7,7 @@ checked before vLLM takes it. An adapter changes linear layers of the language m
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -21,12 +21,11 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.v1.engine.core import EngineCore
 
-from mmd_api.contract.errors import EngineSettingsError
+from mmd_api.contract.errors import EngineSettingsError, MmdError
 from mmd_api.spec.adapters import AdapterSpec
+from mmd_api.spec.engine import EngineSpec
 from mmd_workers.model import source
 from mmd_workers.vllm_engine.reasons import reason
-
-WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,23 @@ def found(specs: Sequence[AdapterSpec]) -> list[Lora]:
     return [_read(spec.name, source.resolve_adapter(spec, weights=True)) for spec in specs]
 
 
+def faults(engine: EngineSpec) -> Iterator[str]:
+    """What vLLM refuses of the adapters of a spec whose folders are on this machine: field, problem and remedy."""
+    for spec in engine.adapters:
+        if Path(spec.id).is_dir():
+            try:
+                found([spec])
+            except MmdError as error:
+                yield error.message
+
+
 def _read(name: str, folder: Path) -> Lora:
     try:
         kind = json.loads((folder / source.ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind != "LORA":
             raise ValueError(f"its peft_type is {kind}, and only LORA is served")
-        if not (folder / WEIGHTS).is_file():
-            raise ValueError(f"it has no {WEIGHTS}")
+        if not (folder / source.ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"it has no {source.ADAPTER_WEIGHTS}")
         config = PEFTHelper.from_local_dir(str(folder), None)
         rank = max([config.r, *config.rank_pattern.values()])
         config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(rank)))
@@ -101,7 +110,7 @@ def memory_bytes(loras: Sequence[Lora], model: Path, device: torch.device, items
     shapes = _matrices(model)
     slots = _slots(loras, device) * rank * sum(rows + columns for rows, columns in shapes)
     widest = max((columns for _, columns in shapes), default=0)
-    own = sum((lora.folder / WEIGHTS).stat().st_size for lora in loras)
+    own = sum((lora.folder / source.ADAPTER_WEIGHTS).stat().st_size for lora in loras)
     return (slots + tokens * rank * widest) * itemsize + own
 
 
@@ -137,7 +146,7 @@ def _take(worker: Any, request: LoRARequest) -> None:
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     renamed = mapper.get_rename_mapper() if mapper is not None else None
     layers = _layers(manager)
-    with safe_open(Path(request.lora_path) / WEIGHTS, framework="pt") as tensors:
+    with safe_open(Path(request.lora_path) / source.ADAPTER_WEIGHTS, framework="pt") as tensors:
         for name in sorted(tensors.keys()):
             module, is_a = parse_fine_tuned_lora_name(name, renamed)
             if module not in layers:
