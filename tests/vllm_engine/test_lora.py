@@ -183,6 +183,58 @@ def specs(folders: dict[str, Path]) -> list[AdapterSpec]:
     return [AdapterSpec(name=name, id=str(folder)) for name, folder in folders.items()]
 
 
+# --- other architectures ------------------------------------------------------------------------------------------
+
+OTHERS = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "gemma3",
+    "llava_next",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "qwen2_5_omni",
+    "audioflamingo3",
+]
+WITHOUT = ["llava_onevision", "qwen2_audio"]
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_an_architecture_answers_with_an_adapter_as_the_merged_model_does(arch, tmp_path):
+    """In a step with a request for the model alone."""
+    folder = cores.checkpoint(arch, tmp_path)
+    asked = cores.question(folder, LONG)
+    loras = {"one": adapters.write(tmp_path / "one", asked.served.model, seed=1, targets=adapters.ALL_LINEAR)}
+    answers = {name: asked.answer(TOKENS, loras.get(name)) for name in (BASE, "one")}
+    assert answers[BASE] != answers["one"]
+    core = cores.make(folder, adapters=loras)
+    for name in answers:
+        core.add(f"by {name}", asked.by(name), stop_after_prefill=False)
+    assert cores.step(core).tokens == {f"by {name}": answer for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("arch", WITHOUT)
+def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_in_its_words(arch, tmp_path):
+    folder = cores.checkpoint(arch, tmp_path)
+    loras = {"one": adapters.write(tmp_path / "one", cores.served(folder).model, seed=1)}
+    with pytest.raises(ValueError, match="does not support LoRA yet"):
+        cores.make(folder, adapters=loras)
+
+
+def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_not_fit(tmp_path):
+    adapted = Adapted("llava", tmp_path)
+    core = cores.make(adapted.folder, vllm={"tensorParallelSize": 2}, adapters=adapted.adapters)
+    try:
+        for name in (BASE, *adapted.adapters):
+            assert cores.ask(core, adapted.image, adapted.image.by(name)) == adapted.answers["image", name]
+        tensor = f"{adapters.PREFIX}model.vision_tower.lora_A.weight"
+        bad = adapters.write(tmp_path / "bad", adapted.whole, seed=3, also={tensor: torch.zeros(8, 8)})
+        assert f"cannot serve it: its tensor {tensor} changes no linear layer" in refused(core, bad)
+    finally:
+        core.shut_down()
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 KINDS = {

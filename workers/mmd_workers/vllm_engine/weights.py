@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 LOAD_FORMAT = "mmd"
 SUPPRESSED = "suppressed_token_ids"  # in the loader's extra configuration
 RENAMED: dict[str, list[tuple[str, str]]] = {
+    "audioflamingo3": [(r"^model\.language_model\.", "language_model.model.")],
     "llava": [(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.")],
     "qwen2_5_omni": [(r"^model\.language_model\.", "model."), (r"^(?!thinker\.)", "thinker.")],
 }
@@ -67,7 +68,8 @@ def _take_names(model: Any, model_config: ModelConfig) -> None:
     """Adapters have the names of the model that they were trained on."""
     if patterns := RENAMED.get(model_config.hf_config.model_type):
         renamed = {re.compile(pattern): replacement for pattern, replacement in patterns}
-        model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=renamed) | model.hf_to_vllm_mapper
+        known = getattr(model, "hf_to_vllm_mapper", WeightsMapper())
+        model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=renamed) | known
 
 
 def _suppress(model: Any, token_ids: list[int]) -> None:
