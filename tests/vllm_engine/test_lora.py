@@ -15,7 +15,9 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.spec.adapters import AdapterSpec
 from mmd_workers.gateway.prefix import prefix_blocks
 from mmd_workers.model import __file__ as model_package
-from mmd_workers.vllm_engine import lora
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.source import load_config
+from mmd_workers.vllm_engine import arguments, lora
 from mmd_workers.vllm_engine.make import make_core
 from mmd_workers.wire.messages import Heartbeat
 from tests.support import adapters
@@ -173,6 +175,21 @@ def test_what_adapters_take_is_counted_before_the_kv_pool_is_made(core, adapted)
     assert lora.memory_bytes([], adapted.folder, cores.CPU, 4, 64) == 0
 
 
+def test_the_kv_pool_is_made_of_what_adapters_leave(adapted, monkeypatch):
+    pod, seen = cores.pod_of(adapted.folder), []
+
+    def pool(*_: object, weight_bytes: int, **__: object) -> int:
+        seen.append(weight_bytes)
+        return 0
+
+    monkeypatch.setattr(arguments, "kv_pool_bytes", pool)
+    config = load_config(adapted.folder)
+    loras = lora.found(specs(adapted.adapters))
+    for those in ([], loras):
+        arguments.engine_arguments(pod, adapted.folder, adapter_for(config), cores.CPU, "engine", those)
+    assert seen[1] - seen[0] == lora.memory_bytes(loras, adapted.folder, cores.CPU, 4, cores.CHUNK)
+
+
 def tensors_of(model):
     for layer in model.loras.values():
         for part in (layer.lora_a, layer.lora_b):
@@ -215,10 +232,12 @@ def test_an_architecture_answers_with_an_adapter_as_the_merged_model_does(arch, 
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
-def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_in_its_words(arch, tmp_path):
+def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_field(arch, tmp_path):
     folder = cores.checkpoint(arch, tmp_path)
     loras = {"one": adapters.write(tmp_path / "one", cores.served(folder).model, seed=1)}
-    with pytest.raises(ValueError, match="does not support LoRA yet"):
+    with pytest.raises(
+        EngineSettingsError, match=r"^spec\.engine\.adapters: vLLM .* has no LoRA adapters for "
+    ):
         cores.make(folder, adapters=loras)
 
 

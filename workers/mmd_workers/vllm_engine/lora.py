@@ -15,10 +15,13 @@ from typing import Any, get_args
 import torch
 from safetensors import safe_open
 from vllm import __version__
+from vllm.config import ModelConfig
 from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models import supports_lora
 from vllm.v1.engine.core import EngineCore
 
 from mmd_api.contract.errors import EngineSettingsError, MmdError
@@ -84,6 +87,19 @@ def _served_rank(rank: int) -> int:
     if rank > max(ranks):
         raise ValueError(f"its rank is {rank}, and the largest is {max(ranks)}")
     return min(int(one) for one in ranks if one >= rank)
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Before its weights are read.
+
+    Raises:
+        EngineSettingsError: vLLM has no adapters for it.
+    """
+    architecture = get_model_cls(model)
+    if not supports_lora(architecture):
+        raise EngineSettingsError(
+            f"spec.engine.adapters: vLLM {__version__} has no LoRA adapters for {architecture.__name__}; remove them, or change spec.model"
+        )
 
 
 def _slots(loras: Sequence[Lora], device: torch.device) -> int:

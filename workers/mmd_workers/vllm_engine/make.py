@@ -38,6 +38,8 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     arguments = EngineArgs(
         **engine_arguments(pod, folder, adapter, device, engine_id, loras)
     ).create_engine_config()
+    if loras:
+        lora.check_architecture(arguments.model_config)
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=False)
         lora_requests = lora.load(core, loras)
