@@ -47,7 +47,7 @@ _KV_FORMAT = ("Auto", "Native")
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
-    Covers the weights and where they come from, their dtype, how video is sampled, the KV block layout and format, the
+    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and format, the
     engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and adapters) and
     `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
     """
@@ -64,6 +64,8 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         meaning["engine"] = spec.engine.type
         if formats := spec.engine.formats(prefills=spec.prefill is not None):
             meaning["formats"] = formats
+        if adapters := spec.engine.adapters:
+            meaning["adapters"] = sorted([a.name, a.id, a.revision] for a in adapters)
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 

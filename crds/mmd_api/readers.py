@@ -108,6 +108,7 @@ EFFECTS: Mapping[str, Effect] = {
     "engine.type": _REVISION,
     **_vllm("prefill"),
     **_vllm("decode"),
+    "engine.adapters": _REVISION,
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),
     "image.pullPolicy": _pods(*_WORKERS, "nats"),

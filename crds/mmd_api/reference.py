@@ -27,8 +27,8 @@ _HEAD = """\
   or `../` is resolved by `mmd up` relative to the file; a cluster rejects it, and `mmd validate` notes this without failing.
 - **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never communicate. It changes
   with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim and sub-path), `gateway.media.video.maxFrames` and
-  `framesPerSecondMilli`, `decode.kvBlockTokens`, `engine.type`, `quantization`, `kvCacheDtype` and `extraArgs` of `engine.prefill` and
-  `engine.decode`, `image.worker` and the wire version, and with nothing else.
+  `framesPerSecondMilli`, `decode.kvBlockTokens`, `engine.type`, `engine.adapters`, `quantization`, `kvCacheDtype` and `extraArgs` of
+  `engine.prefill` and `engine.decode`, `image.worker` and the wire version, and with nothing else.
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
 - **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with

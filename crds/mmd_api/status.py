@@ -13,6 +13,7 @@ from pydantic import AwareDatetime, Field
 
 from mmd_api.base import ApiModel
 from mmd_api.contract.pools import MODALITIES
+from mmd_api.spec.adapters import MAX_ADAPTERS
 
 ConditionType = Literal[
     "Ready",
@@ -27,6 +28,7 @@ ConditionType = Literal[
 ]
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Revision = Annotated[str, Field(max_length=10, pattern=r"^[0-9a-f]{10}$")]
+Commit = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
 Reason = Annotated[str, Field(max_length=128, pattern=r"^[A-Z][A-Za-z0-9]*$")]
 Text = Annotated[str, Field(max_length=1024)]
 RuleName = Annotated[str, Field(max_length=64, pattern=r"^[a-z][a-z0-9_]*$")]
@@ -168,6 +170,15 @@ class PoolsStatus(ApiModel):
         return " ".join(f"{letter} {p.ready}/{p.desired}" for letter, p in entries if p is not None)
 
 
+class PinnedAdapter(ApiModel):
+    """Commit of an adapter's hub repository."""
+
+    name: Annotated[str, Field(max_length=256)]
+    """Name of the adapter."""
+    commit: Commit
+    """Commit of its hub repository."""
+
+
 class PinnedRevision(ApiModel):
     """What a pipeline revision consists of, as reported by its first Ready pod. Pods that run anything else exit."""
 
@@ -175,8 +186,16 @@ class PinnedRevision(ApiModel):
     """Pipeline revision."""
     identity: Revision
     """Digest of code and weights."""
-    commit: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    commit: Commit | None = None
     """Commit of the model's hub repository. Not set for a model loaded from a folder."""
+    adapters: Annotated[
+        list[PinnedAdapter],
+        Field(
+            max_length=MAX_ADAPTERS,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = []
+    """Commits of the adapters from the hub."""
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Digest reference of the worker image, as reported by the node."""
 

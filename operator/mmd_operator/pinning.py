@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mmd_api.contract import paths
 from mmd_api.contract.pools import POOL_NAMES
-from mmd_api.status import PinnedRevision
+from mmd_api.status import PinnedAdapter, PinnedRevision
 from mmd_operator.autoscaling import MAX_REPORT_BYTES, ReportError, worker_report
 from mmd_operator.observed import Observed, PodView
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
@@ -64,6 +64,10 @@ class Pins:
                     revision=revision,
                     identity=report.identity,
                     commit=report.commit or None,
+                    adapters=[
+                        PinnedAdapter(name=name, commit=commit)
+                        for name, commit in sorted(report.adapter_commits.items())
+                    ],
                     image=pod.image_id,
                 )
             except (NoAnswerError, ReportError, ValidationError) as error:

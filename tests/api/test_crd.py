@@ -170,6 +170,8 @@ def test_conditions_and_variables_are_lists_keyed_by_what_names_them():
     }
     assert keyed.pop(".status.conditions") == ["type"]
     assert keyed.pop(".status.pinned") == ["revision"]
+    for adapters in (".spec.engine.adapters", ".status.pinned[].adapters"):
+        assert keyed.pop(adapters) == ["name"]
     parts = ("gateway", "nats", "encoder", "prefill", "decode")
     assert keyed == {f".spec.{p}.template.env": ["name"] for p in parts}
 

@@ -105,6 +105,19 @@ def test_how_vllm_computes_the_same_leaves_the_revision_alone(settings):
     assert revision(engine=engine, prefill=None) == revision(engine={"type": "VLLM"}, prefill=None)
 
 
+SQL, POEMS = {"name": "sql", "id": "org/sql"}, {"name": "poems", "id": "org/poems"}
+
+
+def test_adapters_and_where_they_come_from_change_the_revision_and_their_order_does_not():
+    def of(*adapters) -> str:
+        return revision(engine={"type": "VLLM", "adapters": list(adapters)})
+
+    sets = [(), (SQL,), (SQL, POEMS), ({**SQL, "revision": "v2"},), ({**SQL, "id": "org/other"},)]
+    renamed = ({**SQL, "name": "poems"}, {**POEMS, "name": "sql"})
+    assert len({of(*adapters) for adapters in (*sets, renamed)}) == len(sets) + 1
+    assert of(SQL, POEMS) == of(POEMS, SQL)
+
+
 def test_a_prefill_pool_with_the_quantization_of_decode_joins_its_revision():
     alone = revision(engine={"type": "VLLM", "decode": QUANTIZED}, prefill=None)
     assert revision(engine={"type": "VLLM", "decode": QUANTIZED, "prefill": QUANTIZED}) == alone

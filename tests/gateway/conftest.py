@@ -40,9 +40,10 @@ async def launch(
         model: dict | None = None,
         nats: NatsServer = nats_server,
         encoder: dict | None = None,
+        engine: dict | None = None,
         **gateway,
     ) -> Running:
-        pipeline = pipeline_config(f"t{next(_names)}", gateway, model, encoder)
+        pipeline = pipeline_config(f"t{next(_names)}", gateway, model, encoder, engine)
         settings = WorkerSettings(
             pipeline=pipeline,
             pod="gateway-0",

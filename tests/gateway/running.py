@@ -18,7 +18,11 @@ from .scripted import Script, ScriptedWorker, answer_well
 
 
 def pipeline_config(
-    name: str, gateway: dict, model: dict | None = None, encoder: dict | None = None
+    name: str,
+    gateway: dict,
+    model: dict | None = None,
+    encoder: dict | None = None,
+    engine: dict | None = None,
 ) -> PipelineConfig:
     spec = {
         "model": {"id": "builtin/demo", **(model or {})},
@@ -28,6 +32,8 @@ def pipeline_config(
     }
     if encoder is not None:
         spec["encoder"] = encoder
+    if engine is not None:
+        spec["engine"] = engine
     return PipelineConfig.model_validate({"namespace": "test", "name": name, "revision": "r1", "spec": spec})
 
 

@@ -6,9 +6,13 @@ import json
 
 import pytest
 
+from mmd_api.contract.load import PodLoad
 from mmd_api.spec.model import ModelSpec
+from mmd_workers.gateway.prefix import prefix_blocks
+from mmd_workers.wire.messages import GenerateRequest, Heartbeat
 
 from .running import Launch
+from .scripted import ScriptedWorker, answer_well
 
 HELLO = [{"role": "user", "content": "hello"}]
 TEXT = "the red circle"
@@ -64,3 +68,50 @@ async def test_an_unknown_model_is_not_found_and_the_served_names_are_given(laun
             assert len(error["message"]) < 400
     text = (await gateway.admin.get("/metrics")).text
     assert "Chat" not in text
+
+
+async def test_adapters_are_listed_as_models_and_travel_with_the_requests_for_them(launch: Launch) -> None:
+    adapters = [{"name": "sql", "id": "org/sql"}, {"name": "org/poems:v2", "id": "/models/poems"}]
+    gateway = await launch(model={"servedName": ["chat"]}, engine={"type": "VLLM", "adapters": adapters})
+    worker = await gateway.worker(TEXT)
+    listed = (await gateway.http.get("/v1/models")).json()["data"]
+    assert [(one["id"], one.get("parent")) for one in listed] == [
+        ("chat", None),
+        ("sql", "chat"),
+        ("org/poems:v2", "chat"),
+    ]
+    for name, adapter in (("chat", ""), ("sql", "sql"), ("org/poems:v2", "org/poems:v2")):
+        assert (await gateway.http.get(f"/v1/models/{name}")).json()["id"] == name
+        answer = await gateway.http.post("/v1/chat/completions", json={"model": name, "messages": HELLO})
+        assert answer.json()["model"] == name
+        assert worker.requests[-1].adapter == adapter
+    unknown = await gateway.http.post("/v1/chat/completions", json={"model": "poems", "messages": HELLO})
+    assert "use 'chat' or 'sql' or 'org/poems:v2'" in unknown.json()["error"]["message"]
+
+
+async def test_a_request_that_is_placed_again_keeps_its_adapter(launch: Launch) -> None:
+    gateway = await launch(engine={"type": "VLLM", "adapters": [{"name": "sql", "id": "org/sql"}]})
+
+    async def begin_and_give_up(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt == 0:
+            await worker.tokens(request, [0])
+            await worker.fail(request, "link_failed", "the KV link broke", retryable=True)
+        else:
+            await answer_well(worker, request)
+
+    worker = await gateway.worker(TEXT, begin_and_give_up)
+    answer = await gateway.http.post("/v1/chat/completions", json={"model": "sql", "messages": HELLO})
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    assert [(r.attempt, r.adapter, len(r.output_token_ids)) for r in worker.requests] == [
+        (0, "sql", 0),
+        (1, "sql", 1),
+    ]
+
+
+def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter() -> None:
+    load = PodLoad(kv_block_tokens=16)
+    beat = Heartbeat("p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, load, prefix_blocks=["any"])
+    tokens = list(range(64))
+    blocks = [prefix_blocks(tokens, [], adapter, [beat]) for adapter in ("", "sql", "poems")]
+    assert [len(found) for found in blocks] == [4, 4, 4]
+    assert len({block for found in blocks for block in found}) == 12

@@ -70,6 +70,7 @@ OTHER: dict[str, Any] = {
     "decode": None,
     "speculative": None,
     "extraArgs": ["--max-logprobs=5"],
+    "adapters": [{"name": "a", "id": "org/a"}],
 }
 """Another value for fields whose type does not lead to one, by their last name. Other strings become `another`."""
 # Where a field shows in a pod only beside another value of some other field.

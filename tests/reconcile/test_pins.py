@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -83,3 +85,27 @@ def test_a_gateway_of_another_image_is_reported_too() -> None:
     assert moved(FIRST, gateway=True) == []
     (problem,) = moved(SECOND, gateway=True)
     assert "demo-gateway-0" in problem
+
+
+async def test_the_commits_of_adapters_are_pinned_with_the_first_ready_pod_and_survive_a_restart() -> None:
+    report = {
+        "pod": "demo-decode-0",
+        "revision": NEW,
+        "state": "ready",
+        "load": {},
+        "identity": "0123456789",
+        "commit": "a" * 40,
+        "adapter_commits": {"sql": "c" * 40, "poems": "b" * 40},
+    }
+
+    class Fetcher:
+        async def get(self, *_: object) -> bytes:
+            return json.dumps(report).encode()
+
+    seen = replace(pod("decode", NEW, ready=True), address="10.0.0.1")
+    pin = await Pins(cast(Any, Fetcher())).look(Observed({}, (seen,)), NEW)
+    assert pin is not None
+    assert [(one.name, one.commit) for one in pin.adapters] == [("poems", "b" * 40), ("sql", "c" * 40)]
+    later = Pins(cast(Any, None))
+    later.remember({"pinned": [pin.model_dump(mode="json", by_alias=True, exclude_none=True)]})
+    assert later.of(NEW) == pin

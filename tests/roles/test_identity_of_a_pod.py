@@ -6,14 +6,15 @@ import json
 import shutil
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mmd_api.contract.errors import RevisionMismatchError
+from mmd_api.contract.errors import RevisionMismatchError, UnsupportedModelError
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.model import ModelSpec
-from mmd_api.status import PinnedRevision
+from mmd_api.status import PinnedAdapter, PinnedRevision
 from mmd_workers import identity
 from mmd_workers.identity import check_pinned, code_fingerprint, identified, of_model, weights_fingerprint
 from mmd_workers.model import source
@@ -27,13 +28,18 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 
-def settings(model: Path, pinned: PinnedRevision | None = None) -> WorkerSettings:
-    body = {
+def settings(
+    model: Path, pinned: PinnedRevision | None = None, adapters: dict[str, str] | None = None
+) -> WorkerSettings:
+    body: dict[str, Any] = {
         "apiVersion": "serving.multimodal.dev/v1alpha1",
         "kind": "MultimodalDeployment",
         "metadata": {"name": "sample"},
         "spec": {"model": {"id": str(model)}, "decode": {"gpus": 0}},
     }
+    if adapters is not None:
+        listed = [{"name": name, "id": where} for name, where in adapters.items()]
+        body["spec"]["engine"] = {"type": "VLLM", "adapters": listed}
     spec = MultimodalDeployment.parse(body).spec
     text = PipelineConfig.text_for(spec, "default", "sample", "decode", pinned)
     return WorkerSettings(
@@ -128,3 +134,56 @@ def test_a_hub_model_is_named_by_its_commit_and_later_pods_take_the_pinned_one(
     later = identified(settings(Path("org/m"), pinned))
     assert (later.commit, later.mesh) == (first.commit, first.mesh)
     assert identified(settings(Path("org/m"))).identity != first.identity
+
+
+def adapter(folder: Path, content: bytes = b"weights") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_the_weights_of_an_adapter_and_its_name_are_part_of_the_identity(model: Path, tmp_path: Path):
+    one, other = adapter(tmp_path / "one"), adapter(tmp_path / "other", b"others")
+
+    def name(**adapters: Path) -> str:
+        return identified(settings(model, adapters={n: str(f) for n, f in adapters.items()})).identity
+
+    names = [name(), name(a=one), name(a=other), name(b=one), name(a=one, b=other), name(a=other, b=one)]
+    assert len(set(names)) == len(names)
+    assert name() == of_model(ModelSpec(id=str(DEMO)))
+    adapter(one, b"trained on")
+    assert name(a=one) != names[1]
+
+
+@pytest.mark.parametrize("where", ["/nowhere/adapter", "nowhere"])
+def test_an_adapter_that_is_not_there_is_named_with_its_entry(model: Path, where: str):
+    with pytest.raises(UnsupportedModelError, match=r"^spec\.engine\.adapters\[sql\]\.id: "):
+        identified(settings(model, adapters={"sql": where}))
+
+
+def test_an_adapter_from_the_hub_is_named_by_its_commit_and_later_pods_take_the_pinned_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commits = {None: "a" * 40}
+
+    def fetched(repository: str, revision: str | None, **_: object) -> str:
+        assert repository == "org/sql"
+        return str(
+            adapter(tmp_path / "models--org--sql" / "snapshots" / commits.get(revision, str(revision)))
+        )
+
+    monkeypatch.setattr(source, "snapshot_download", fetched)
+    adapters = {"sql": "org/sql"}
+    first = identified(settings(model, adapters=adapters))
+    assert first.adapter_commits == {"sql": "a" * 40}
+    assert [one.revision for one in first.pipeline.spec.engine.adapters] == ["a" * 40]
+    commits[None] = "c" * 40  # the branch has moved
+    pinned = PinnedRevision(
+        revision="0123456789",
+        identity=first.identity,
+        adapters=[PinnedAdapter(name="sql", commit=first.adapter_commits["sql"])],
+    )
+    later = identified(settings(model, pinned, adapters))
+    assert (later.adapter_commits, later.mesh) == (first.adapter_commits, first.mesh)
+    assert identified(settings(model, adapters=adapters)).identity != first.identity

@@ -16,6 +16,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.decode import decode_audio, decode_video
 from mmd_workers.media.probe import probe
 from mmd_workers.model.source import eos_token_ids, load_config
+from tests.support import adapters
 from tests.support import model_zoo as zoo
 
 File = tuple[str, bytes]  # modality and bytes
@@ -28,9 +29,11 @@ def served(folder: Path) -> zoo.Served:
     return zoo.serve(folder)
 
 
-def answer(folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False) -> str:
-    """The greedy answer of the whole model in one process, cut at the model's end token as a server would."""
-    ids = tokens(folder, question, max_tokens, ignore_eos)
+def answer(
+    folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False, adapter: Path | None = None
+) -> str:
+    """The greedy answer of the whole model in one process, cut at the model's end token as a server would. `adapter`: merged into it."""
+    ids = tokens(folder, question, max_tokens, ignore_eos, adapter)
     if not ignore_eos and ids and ids[-1] in end_tokens(folder):
         ids = ids[:-1]
     return str(served(folder).frontend.decode(list(ids)))
@@ -42,14 +45,16 @@ def end_tokens(folder: Path) -> frozenset[int]:
     return frozenset(eos_token_ids(folder, load_config(folder)))
 
 
-def tokens(folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False) -> tuple[int, ...]:
+def tokens(
+    folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False, adapter: Path | None = None
+) -> tuple[int, ...]:
     """The greedy tokens, up to and with the model's end token."""
-    return _tokens(folder, tuple(question), max_tokens, ignore_eos)
+    return _tokens(folder, tuple(question), max_tokens, ignore_eos, adapter)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tokens(
-    folder: Path, question: tuple[str | File, ...], max_tokens: int, ignore_eos: bool
+    folder: Path, question: tuple[str | File, ...], max_tokens: int, ignore_eos: bool, adapter: Path | None
 ) -> tuple[int, ...]:
     whole = served(folder)
     parts: list[str | zoo.Medium] = []
@@ -65,7 +70,8 @@ def _tokens(
     inputs = zoo.hf_inputs(
         whole, messages, [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)], layout
     )
-    generated = zoo.generate(whole, inputs, max_tokens)
+    with adapters.merged(whole.model, adapter):
+        generated = zoo.generate(whole, inputs, max_tokens)
     if not ignore_eos:
         ends = end_tokens(folder)
         stop = next((i + 1 for i, token in enumerate(generated) if token in ends), len(generated))

@@ -21,7 +21,7 @@ from mmd_workers.model.source import load_config
 from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine.environment import prepare_environment
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
-from tests.support import engine_oracle
+from tests.support import adapters, engine_oracle
 from tests.support import model_zoo as zoo
 
 prepare_environment()
@@ -51,15 +51,17 @@ def pod_of(
     max_sequences: int = 16,
     prefix_cache: bool = True,
     vllm: dict[str, Any] | None = None,
+    adapters: dict[str, Path] | None = None,
 ) -> Pod:
-    """A pod that serves a checkpoint. `vllm`: settings of vLLM, for a pod whose KV does not move."""
+    """A pod that serves a checkpoint. `vllm`: settings of vLLM, for a pod whose KV does not move. `adapters`: LoRA by name."""
     pool = {"kvCacheMebibytes": 16, "gpus": 0}
     prefill = {**pool, "chunkTokens": chunk_tokens, "prefixCache": prefix_cache}
     layout = {"prefill": prefill} if vllm is None else {}
+    loras = [{"name": name, "id": str(folder)} for name, folder in (adapters or {}).items()]
     spec = MultimodalDeploymentSpec.model_validate(
         {
             "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
-            "engine": {"type": "VLLM"} | ({} if vllm is None else {"decode": vllm}),
+            "engine": {"type": "VLLM", "adapters": loras} | ({} if vllm is None else {"decode": vllm}),
             "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
             "transfer": {"kv": {"backend": "Gloo"}},
             **layout,
@@ -102,14 +104,19 @@ class Question:
     media: list[zoo.Medium]
     layout: PromptLayout
 
-    def answer(self, tokens: int) -> list[int]:
-        """The greedy tokens of the whole model."""
+    def answer(self, tokens: int, adapter: Path | None = None) -> list[int]:
+        """The greedy tokens of the whole model, with an adapter merged into its weights."""
         inputs = zoo.hf_inputs(self.served, self.messages, self.media, self.layout)
-        return zoo.generate(self.served, inputs, tokens)
+        with adapters.merged(self.served.model, adapter):
+            return zoo.generate(self.served, inputs, tokens)
 
     def with_(self, **sampling: Any) -> GenerateRequest:
         """The request with other sampling."""
         return replace(self.request, sampling=replace(self.request.sampling, **sampling))
+
+    def by(self, adapter: str) -> GenerateRequest:
+        """The request for an adapter."""
+        return replace(self.request, adapter=adapter)
 
     def after(self, outputs: Sequence[int]) -> GenerateRequest:
         """The request with tokens that were generated already."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import distributions
@@ -19,6 +19,7 @@ from pathlib import Path
 from mmd_api.contract.errors import RevisionMismatchError
 from mmd_api.contract.version import WIRE_VERSION
 from mmd_api.pipeline import PipelineConfig
+from mmd_api.spec.adapters import AdapterSpec
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import source
 from mmd_workers.settings import WorkerSettings
@@ -31,11 +32,12 @@ such a file may lie between them."""
 
 
 def identified(settings: WorkerSettings) -> WorkerSettings:
-    """The settings with this process's identity, and with the commit of the model's hub repository that is used from now on.
+    """The settings with this process's identity, and with the commits of hub repositories, of the model and of adapters, that are used
+    from now on.
 
     Raises:
         RevisionMismatchError: the pipeline revision is pinned to another identity.
-        UnsupportedModelError: the model is not there.
+        UnsupportedModelError: the model or an adapter is not there.
     """
     model, pinned = settings.pipeline.spec.model, settings.pipeline.pinned
     if pinned is not None and pinned.commit is not None and model.source == "HubId":
@@ -44,13 +46,21 @@ def identified(settings: WorkerSettings) -> WorkerSettings:
     commit = source.commit_of(folder, model)
     if commit is not None:  # the branch may move before the weights are fetched
         model = model.model_copy(update={"revision": commit})
-    spec = settings.pipeline.spec.model_copy(update={"model": model})
-    identity = identity_of(code_fingerprint(), commit or weights_fingerprint(folder))
+    commits = {adapter.name: adapter.commit for adapter in pinned.adapters} if pinned is not None else {}
+    adapters = [_Adapter.of(adapter, commits) for adapter in settings.pipeline.spec.engine.adapters]
+    engine = settings.pipeline.spec.engine.model_copy(update={"adapters": [one.spec for one in adapters]})
+    spec = settings.pipeline.spec.model_copy(update={"model": model, "engine": engine})
+    identity = identity_of(
+        code_fingerprint(),
+        commit or weights_fingerprint(folder),
+        {one.spec.name: one.commit or weights_fingerprint(one.folder) for one in adapters},
+    )
     found = replace(
         settings,
         pipeline=settings.pipeline.model_copy(update={"spec": spec}),
         identity=identity,
         commit=commit or "",
+        adapter_commits={one.spec.name: one.commit for one in adapters if one.commit is not None},
     )
     check_pinned(found, settings.pipeline)
     return found
@@ -73,9 +83,29 @@ def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
     )
 
 
-def identity_of(code: str, weights: str) -> str:
-    """Ten hex digits for code and weights together."""
-    return hashlib.sha256(f"{WIRE_VERSION} {code} {weights}".encode()).hexdigest()[:10]
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An adapter with the commit of its hub repository that is used from now on."""
+
+    spec: AdapterSpec
+    folder: Path
+    commit: str | None
+
+    @classmethod
+    def of(cls, spec: AdapterSpec, pinned: Mapping[str, str]) -> _Adapter:
+        if spec.source == "HubId":
+            spec = spec.model_copy(update={"revision": pinned.get(spec.name, spec.revision)})
+        folder = source.resolve_adapter(spec, weights=False)
+        commit = source.commit_of(folder, spec)
+        if commit is not None:
+            spec = spec.model_copy(update={"revision": commit})
+        return cls(spec, folder, commit)
+
+
+def identity_of(code: str, weights: str, adapters: Mapping[str, str] | None = None) -> str:
+    """Ten hex digits for code and weights, those of adapters by their names too, together."""
+    of_adapters = f" {sorted(adapters.items())}" if adapters else ""
+    return hashlib.sha256(f"{WIRE_VERSION} {code} {weights}{of_adapters}".encode()).hexdigest()[:10]
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,7 @@ class WorkerSettings:
     `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
     `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
     `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
-    `identity`, `commit`: see `mmd_workers.identity`; empty until it has looked.
+    `identity`, `commit`, `adapter_commits`: see `mmd_workers.identity`; empty until it has looked.
     """
 
     pipeline: PipelineConfig
@@ -40,6 +40,7 @@ class WorkerSettings:
     memory_fraction: float = 1.0
     identity: str = ""
     commit: str = ""
+    adapter_commits: dict[str, str] = field(default_factory=dict)
     admin_port: int = 0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 

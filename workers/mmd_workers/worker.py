@@ -248,6 +248,7 @@ class Worker:
             load=sum_of(part.load() for part in self._parts),
             identity=settings.identity,
             commit=settings.commit,
+            adapter_commits=settings.adapter_commits,
             max_model_len=advertised.max_model_len or 0,
             prefix_blocks=advertised.prefix_blocks or [],
             features=advertised.features or [],

@@ -64,7 +64,7 @@ def engine_faults(engine: EngineSpec) -> list[Fault]:
         EngineMissingError: it is installed, but cannot be run.
     """
     pools = [pool for pool in (engine.prefill, engine.decode) if pool is not None]
-    if not any(pool.quantization is not None or pool.extra_args for pool in pools):
+    if not engine.adapters and not any(pool.quantization is not None or pool.extra_args for pool in pools):
         return []
     try:
         found = interpreter_for(engine)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -22,7 +22,9 @@ from mmd_api.contract import paths
 from mmd_api.contract.pools import PoolName
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
+from mmd_api.spec.adapters import AdapterSpec
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.model import ModelSpec
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
@@ -36,6 +38,7 @@ from mmd_workers.wire.server import NatsServer
 
 log = logging.getLogger(__name__)
 
+AnySource = TypeVar("AnySource", ModelSpec, AdapterSpec)
 POLL_SECONDS = 0.2
 NAMESPACE = "default"
 
@@ -72,14 +75,18 @@ class LocalDeployment:
 
 
 def load(path: Path) -> MultimodalDeployment:
-    """Read the resource; a relative model path is taken from the file's folder."""
+    """Read the resource; relative paths of the model and of adapters are taken from the file's folder."""
     deployment = resource.load(path)
-    model = deployment.spec.model
-    if model.id.startswith(("./", "../")):
-        absolute = str((path.parent / model.id).resolve())
-        spec = deployment.spec.model_copy(update={"model": model.model_copy(update={"id": absolute})})
-        return deployment.model_copy(update={"spec": spec})
-    return deployment
+    spec = deployment.spec
+
+    def absolute(part: AnySource) -> AnySource:
+        if part.source != "RelativePath":
+            return part
+        return part.model_copy(update={"id": str((path.parent / part.id).resolve())})
+
+    engine = spec.engine.model_copy(update={"adapters": [absolute(one) for one in spec.engine.adapters]})
+    spec = spec.model_copy(update={"model": absolute(spec.model), "engine": engine})
+    return deployment.model_copy(update={"spec": spec})
 
 
 @asynccontextmanager

@@ -80,6 +80,7 @@ class WorkerStatus(_Report):
     load: PodLoad
     identity: _Name = ""
     commit: _Name = ""
+    adapter_commits: Annotated[dict[str, _Name], Field(max_length=32)] = {}
 
 
 class EncodeQueueStatus(BaseModel):

@@ -12,7 +12,7 @@ from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
 from mmd_api.spec.engine import EngineSpec, VllmPoolSpec
 from mmd_api.spec.gateway import GatewaySpec
-from mmd_api.spec.model import ModelSpec
+from mmd_api.spec.model import MODELS_FOLDER, ModelSpec
 from mmd_api.spec.nats import NatsSpec
 from mmd_api.spec.observability import ObservabilitySpec, SloSpec
 from mmd_api.spec.pods import ImageSpec
@@ -159,6 +159,54 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
     )
 
 
+def _adapters_from_the_hub(s: MultimodalDeploymentSpec) -> bool:
+    return s.model.storage.type != "Hub" or all(a.source == "HubId" for a in s.engine.adapters)
+
+
+def _adapters_on_claim(s: MultimodalDeploymentSpec) -> bool:
+    return s.model.storage.type != "PersistentVolumeClaim" or all(
+        a.id.startswith(f"{MODELS_FOLDER}/") for a in s.engine.adapters
+    )
+
+
+def _adapters_beside_model(s: MultimodalDeploymentSpec) -> bool:
+    return not {a.name for a in s.engine.adapters} & set(s.model.names)
+
+
+_CEL_IS_PATH = (
+    "self.model.id.startsWith('/') || self.model.id.startsWith('./') || self.model.id.startsWith('../')"
+)
+
+
+ADAPTERS = (
+    Rule(
+        field="engine.adapters",
+        cel="self.model.storage.type != 'Hub' || self.engine.adapters.all(a, !(a.id.startsWith('/') || a.id.startsWith('./')"
+        " || a.id.startsWith('../') || a.id.startsWith('builtin/')))",
+        holds=_adapters_from_the_hub,
+        problem="adapters are where model.storage has the model, and a path cannot be downloaded from the hub",
+        remedy="set id to a hub id such as org/adapter, or model.storage.type: Image or PersistentVolumeClaim",
+    ),
+    Rule(
+        field="engine.adapters",
+        cel="self.model.storage.type != 'PersistentVolumeClaim'"
+        f" || self.engine.adapters.all(a, a.id.startsWith('{MODELS_FOLDER}/'))",
+        holds=_adapters_on_claim,
+        problem=f"adapters are where model.storage has the model, and one is not under {MODELS_FOLDER}, where the claim is mounted",
+        remedy=f"set id: {MODELS_FOLDER}/<folder on the claim>",
+    ),
+    Rule(
+        field="engine.adapters",
+        cel="self.engine.adapters.all(a, size(self.model.servedName) > 0 ? !(a.name in self.model.servedName)"
+        f" : ({_CEL_IS_PATH}) ? a.name.contains('/') || !(self.model.id.endsWith('/' + a.name) || self.model.id.endsWith('/' + a.name + '/'))"
+        " : a.name != self.model.id)",
+        holds=_adapters_beside_model,
+        problem="an adapter has a name of the model, under which clients request the model without an adapter",
+        remedy="rename the adapter, or set model.servedName to other names",
+    ),
+)
+
+
 VLLM = (
     Rule(
         field="engine.prefill",
@@ -227,6 +275,7 @@ SPEC = (
         remedy="raise panicWindowSeconds (0 turns it off) or lower heartbeatMilliseconds",
     ),
     *VLLM,
+    *ADAPTERS,
 )
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
+from mmd_api.spec.adapters import MAX_ADAPTERS, AdapterSpec
 from mmd_api.spec.engine_arguments import (
     HAVE_A_FIELD,
     NOT_SERVED,
@@ -48,6 +49,14 @@ def _settings_of_vllm(e: EngineSpec) -> bool:
     return e.type == "VLLM" or (e.prefill is None and e.decode is None)
 
 
+def _adapters_of_vllm(e: EngineSpec) -> bool:
+    return e.type == "VLLM" or not e.adapters
+
+
+def _adapter_names_unique(e: EngineSpec) -> bool:
+    return len({adapter.name for adapter in e.adapters}) == len(e.adapters)
+
+
 SPECULATIVE = (
     Rule(
         field="model",
@@ -85,7 +94,7 @@ VLLM_POOL = (
         field="extraArgs",
         cel=_none_is(NOT_SERVED),
         holds=partial(_free, NOT_SERVED),
-        problem=f"LoRA adapters, and parallelism across replicas or nodes, are not served yet: {spelled(NOT_SERVED)}",
+        problem=f"parallelism across replicas or nodes is not served yet: {spelled(NOT_SERVED)}",
         remedy="remove the argument",
     ),
 )
@@ -99,6 +108,20 @@ ENGINE = (
         problem="engine.prefill and engine.decode are settings of vLLM, which serves tensor parallelism, quantization and speculative "
         "decoding, and type is Native, which does not",
         remedy="set type: VLLM, or remove them",
+    ),
+    Rule(
+        field="adapters",
+        cel="self.type == 'VLLM' || size(self.adapters) == 0",
+        holds=_adapters_of_vllm,
+        problem="engine.adapters are LoRA adapters, which vLLM serves, and type is Native, which does not",
+        remedy="set type: VLLM, or remove them",
+    ),
+    Rule(
+        field="adapters",
+        cel=None,
+        holds=_adapter_names_unique,
+        problem="two adapters have the same name",
+        remedy="rename one of them",
     ),
 )
 
@@ -146,6 +169,14 @@ class EngineSpec(ApiModel, rules=ENGINE):
     """How vLLM runs in prefill pods. Only with type VLLM."""
     decode: VllmPoolSpec | None = None
     """How vLLM runs in decode pods, also where they prefill. Only with type VLLM."""
+    adapters: Annotated[
+        list[AdapterSpec],
+        Field(
+            max_length=MAX_ADAPTERS,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = []
+    """LoRA adapters of the model, each of which clients request as a model of its own. Only with type VLLM."""
 
     def formats(self, *, prefills: bool) -> list[list[object]]:
         """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""

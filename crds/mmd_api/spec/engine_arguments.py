@@ -19,6 +19,7 @@ HAVE_A_FIELD = (
     "kv-cache-dtype",
     "kv-cache-memory-bytes",
     "log-level",
+    "[a-z0-9-]*lora[a-z-]*",
     "max-model-len",
     "max-num-batched-tokens",
     "max-num-seqs",
@@ -98,7 +99,6 @@ OF_THE_OPERATOR = (
 """What the operator sets itself, or does in other processes: files, media, transfers, scheduling, processes and HTTP."""
 
 NOT_SERVED = (
-    "[a-z0-9-]*lora[a-z-]*",
     "cp-[a-z-]+",
     "data-parallel-[a-z-]+",
     "dcp-[a-z-]+",
@@ -112,7 +112,7 @@ NOT_SERVED = (
     "node-rank",
     "prefill-context-parallel-size",
 )
-"""Adapters, and processes that are more than the ranks of one pod's tensor parallelism."""
+"""Processes that are more than the ranks of one pod's tensor parallelism."""
 
 
 def expression(names: Sequence[str]) -> str:

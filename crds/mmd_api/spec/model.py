@@ -21,10 +21,25 @@ ServedName = Annotated[
 ]
 
 
+ModelId = Annotated[str, Field(max_length=512, pattern=r"^(/|\./|\.\./)?[A-Za-z0-9._][A-Za-z0-9._/-]*$")]
+
+
+RevisionName = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
+
+
 MODELS_FOLDER = "/models"
 
 
 DEMO_MODEL = "builtin/demo"
+
+
+def source_of(name: str) -> ModelSource:
+    """Kind of name that an id is, by its prefix."""
+    if name.startswith(("./", "../")):
+        return "RelativePath"
+    if name.startswith("/"):
+        return "AbsolutePath"
+    return "Builtin" if name.startswith("builtin/") else "HubId"
 
 
 def _claim_named(s: ModelStorage) -> bool:
@@ -172,9 +187,9 @@ class ModelSpec(ApiModel, rules=MODEL):
     Paths that start with `./` or `../` are valid only with `mmd up` and are relative to the directory of the file.
     """
 
-    id: Annotated[str, Field(max_length=512, pattern=r"^(/|\./|\.\./)?[A-Za-z0-9._][A-Za-z0-9._/-]*$")]
+    id: ModelId
     """Hub id, path, or `builtin/demo`."""
-    revision: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    revision: RevisionName | None = None
     """Commit, tag or branch of a hub model. Only a commit is immutable."""
     served_name: Annotated[
         list[ServedName],
@@ -199,8 +214,4 @@ class ModelSpec(ApiModel, rules=MODEL):
     @property
     def source(self) -> ModelSource:
         """Kind of name that `id` is, by its prefix."""
-        if self.id.startswith(("./", "../")):
-            return "RelativePath"
-        if self.id.startswith("/"):
-            return "AbsolutePath"
-        return "Builtin" if self.id.startswith("builtin/") else "HubId"
+        return source_of(self.id)

@@ -29,17 +29,23 @@ def block_hash(
     return digest.digest()
 
 
+def root_of(adapter: str) -> bytes:
+    """The parent of a prompt's first block: blocks that different adapters computed never meet. Empty: the model alone."""
+    return hashlib.blake2b(f"adapter {adapter}".encode(), digest_size=16).digest() if adapter else b""
+
+
 def extend_identities(
     identities: list[bytes],
     token_ids: Sequence[int],
     media_spans: Sequence[MediaSpan],
     block_tokens: int,
     full_blocks: int,
+    root: bytes = b"",
 ) -> None:
-    """Append the identities of the following full blocks of `token_ids`, until there are `full_blocks`."""
+    """Append the identities of the following full blocks of `token_ids`, until there are `full_blocks`. `root`: see `root_of`."""
     while len(identities) < full_blocks:
         start = len(identities) * block_tokens
-        parent = identities[-1] if identities else b""
+        parent = identities[-1] if identities else root
         identities.append(block_hash(parent, token_ids[start : start + block_tokens], start, media_spans))
 
 

@@ -50,7 +50,7 @@ def api_routes(gateway: Gateway) -> list[Route]:
     """What both ports serve."""
 
     async def models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in gateway.models]})
+        return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in gateway.names]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -107,6 +107,8 @@ class _FarewellMiddleware:
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    """An adapter names the model that it belongs to as its parent, as vLLM's server does."""
+    adapter = gateway.adapter_of(name)
     return {
         "id": name,
         "object": "model",
@@ -114,6 +116,7 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
         "owned_by": "multimodal-operator",
         "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
         "modalities": ["text", *sorted(gateway.frontend.modalities)],
+        **({"parent": gateway.models[0]} if adapter else {}),
     }
 
 

@@ -51,6 +51,7 @@ class Choices:
             arrived=timeline.arrived,
             deadline=gateway.deadline(timeline.arrived),
             trace=exchange.trace,
+            adapter=gateway.adapter_of(request.model),
         )
         route = RouteRequest(
             request_id=spec.request_id,
@@ -59,7 +60,9 @@ class Choices:
             features=tuple(
                 FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens) for f in prepared.features
             ),
-            prefix_blocks=prefix_blocks(spec.token_ids, spec.features, gateway.directory.pods("prefill")),
+            prefix_blocks=prefix_blocks(
+                spec.token_ids, spec.features, spec.adapter, gateway.directory.pods("prefill")
+            ),
         )
         sequence = gateway.dispatcher.open(spec, route, timeline, self._news)
         self._streams.append(

@@ -28,7 +28,7 @@ MAX_NAME_CHARACTERS = 256  # of an unknown model, in the error
 class Gateway:
     """Everything that requests share.
 
-    `models`: the names of the one model, the preferred one first. `draining`: about to end; connections are closed after their next
+    `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model. `draining`: about to end; connections are closed after their next
     answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
 
@@ -48,6 +48,7 @@ class Gateway:
     tracing: Tracing
     slo: SloSpec
     demand: GatewayDemand
+    adapters: tuple[str, ...] = ()
     web_page: bool = True
     started: float = field(default_factory=time.time)
     draining: bool = False
@@ -56,14 +57,23 @@ class Gateway:
     running: int = 0
     last_request: float = -math.inf
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that clients may request as a model."""
+        return (*self.models, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a served name stands for; empty: the model alone."""
+        return name if name in self.adapters else ""
+
     def check_model(self, name: str) -> None:
         """Check that this gateway serves the model.
 
         Raises:
             ApiError: 404, with the names that are served.
         """
-        if name not in self.models:
-            names = " or ".join(repr(served) for served in self.models)
+        if name not in self.names:
+            names = " or ".join(repr(served) for served in self.names)
             fault = ModelNotFoundError(
                 f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; use {names}"
             )

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmd_workers.engine.blocks import block_hash
+from mmd_workers.engine.blocks import block_hash, root_of
 from mmd_workers.wire.messages import FeatureRef, Heartbeat
 
 MAX_HASHED_BLOCKS = 1024  # of a prompt, for locality: about 10 ms
 
 
 def prefix_blocks(
-    token_ids: list[int], features: Sequence[FeatureRef], prefill: Sequence[Heartbeat]
+    token_ids: list[int], features: Sequence[FeatureRef], adapter: str, prefill: Sequence[Heartbeat]
 ) -> tuple[str, ...]:
-    """The prompt's first whole blocks; none while no pod of `prefill` reports what it has cached."""
+    """The prompt's first whole blocks, as an adapter computes them; none while no pod of `prefill` reports what it has cached."""
     pods = [beat for beat in prefill if beat.prefix_blocks]
     size = max((beat.load.kv_block_tokens for beat in pods), default=0)
     if not size:
         return ()
     spans = [(start, length, feature.feature_id) for feature in features for start, length in feature.ranges]
     blocks: list[str] = []
-    parent = b""
+    parent = root_of(adapter)
     for start in range(0, min(len(token_ids), MAX_HASHED_BLOCKS * size) - size + 1, size):
         parent = block_hash(parent, token_ids[start : start + size], start, spans)
         blocks.append(parent.hex())

@@ -31,6 +31,7 @@ class SequenceSpec:
     arrived: float
     deadline: float
     trace: dict[str, str] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class RequestState:
             arrived=spec.arrived,
             output_token_ids=self.token_ids.tolist(),
             trace=spec.trace,
+            adapter=spec.adapter,
         )
 
     def unplace(self) -> None:

@@ -120,6 +120,7 @@ class GatewayProcess:
         self._gateway = Gateway(
             pod=settings.pod,
             models=spec.model.names,
+            adapters=tuple(adapter.name for adapter in spec.engine.adapters),
             max_body_bytes=max_body_bytes,
             max_concurrent_requests=spec.gateway.max_concurrent_requests,
             request_timeout_seconds=spec.gateway.request_timeout_seconds,
@@ -191,7 +192,7 @@ class GatewayProcess:
         await self._admin.start()  # before heartbeats, which name its port
         await self._heartbeater.start()
         await self._server.start()
-        where = settings.pod, ", ".join(gateway.models), settings.http_port, self._admin.port
+        where = settings.pod, ", ".join(gateway.names), settings.http_port, self._admin.port
         _log.info("gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *where, startup)
 
     def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
@@ -228,6 +229,7 @@ class GatewayProcess:
             load=PodLoad(),
             identity=settings.identity,
             commit=settings.commit,
+            adapter_commits=settings.adapter_commits,
         )
 
     async def stop(self) -> list[BaseException | None]:

@@ -21,8 +21,10 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, GenerationConfig
 
 from mmd_api.contract.errors import UnsupportedModelError
+from mmd_api.spec.adapters import AdapterSpec
 from mmd_api.spec.model import ModelSpec
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BUILTIN = {"builtin/demo": "demo"}
 SETTINGS_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_PATTERNS = [*SETTINGS_PATTERNS, "*.safetensors"]
@@ -39,22 +41,41 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
         UnsupportedModelError: there is no such model; names spec.model.id and the remedy.
     """
     if spec.id in BUILTIN:
-        folder = Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id]
-        return _checked(folder, spec.id)
-    local = Path(spec.id)
-    if local.is_absolute() or local.is_dir():
-        return _checked(local, spec.id)
-    if not HUB_ID.match(spec.id):
+        return _checked(Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id], spec.id)
+    patterns = WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS
+    return _checked(_folder(spec, "spec.model", patterns), spec.id)
+
+
+def resolve_adapter(spec: AdapterSpec, *, weights: bool) -> Path:
+    """The local folder of an adapter, found as that of a model is.
+
+    Raises:
+        UnsupportedModelError: there is no such adapter; names its entry in spec.engine.adapters and the remedy.
+    """
+    field = f"spec.engine.adapters[{spec.name}]"
+    folder = _folder(spec, field, [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if weights else [ADAPTER_CONFIG])
+    if not (folder / ADAPTER_CONFIG).is_file():
         raise UnsupportedModelError(
-            f"spec.model.id: {spec.id!r} is neither an existing folder nor a hub id; use an absolute path, `owner/name` or `builtin/demo`"
+            f"{field}.id: {spec.id!r} has no {ADAPTER_CONFIG}; use a folder as PEFT saves it, with {ADAPTER_WEIGHTS} beside it"
         )
-    return _checked(_from_hub(spec, weights), spec.id)
+    return folder
 
 
-def commit_of(folder: Path, spec: ModelSpec) -> str | None:
-    """The commit that a hub model's folder holds; None for a model that is no hub repository."""
+def commit_of(folder: Path, spec: ModelSpec | AdapterSpec) -> str | None:
+    """The commit that a hub repository's folder holds; None for a folder that is no hub repository."""
     is_snapshot = folder.parent.name == "snapshots" and spec.id not in BUILTIN and not Path(spec.id).is_dir()
     return folder.name if is_snapshot else None
+
+
+def _folder(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) -> Path:
+    local = Path(spec.id)
+    if local.is_absolute() or local.is_dir():
+        return local
+    if not HUB_ID.match(spec.id):
+        raise UnsupportedModelError(
+            f"{field}.id: {spec.id!r} is neither an existing folder nor a hub id; use an absolute path or `owner/name`"
+        )
+    return _from_hub(spec, field, patterns)
 
 
 def _checked(folder: Path, model_id: str) -> Path:
@@ -66,13 +87,13 @@ def _checked(folder: Path, model_id: str) -> Path:
     return folder
 
 
-def _from_hub(spec: ModelSpec, weights: bool) -> Path:
-    where = f"spec.model.id: {spec.id!r}"
+def _from_hub(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) -> Path:
+    where = f"{field}.id: {spec.id!r}"
     try:
         path = snapshot_download(
             spec.id,
             revision=spec.revision,
-            allow_patterns=WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS,
+            allow_patterns=patterns,
             token=os.environ.get("HF_TOKEN"),
         )
     except GatedRepoError as error:
@@ -81,7 +102,7 @@ def _from_hub(spec: ModelSpec, weights: bool) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise UnsupportedModelError(
-            f"spec.model.revision: {spec.revision!r} does not exist in {spec.id!r}"
+            f"{field}.revision: {spec.revision!r} does not exist in {spec.id!r}"
         ) from error
     except RepositoryNotFoundError as error:
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import extra_arguments, features, ranks, sampling, weights
+from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, sampling, weights
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
@@ -29,9 +30,15 @@ def block_tokens(wanted: int, device: torch.device) -> int:
 
 
 def engine_arguments(
-    pod: Pod, folder: Path, adapter: Adapter, device: torch.device, engine_id: str
+    pod: Pod,
+    folder: Path,
+    adapter: Adapter,
+    device: torch.device,
+    engine_id: str,
+    loras: Sequence[lora.Lora] = (),
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the model in `folder`.
+    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the architecture of the model in `folder`. `loras`: what
+    requests may ask for besides the model.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine.
@@ -44,6 +51,9 @@ def engine_arguments(
     split = settings.tensor_parallel_size > 1
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
+    tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
+    dtype = source.resolve_dtype(spec.model, config)
+    lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     return {
         **extra_arguments.parsed(settings.extra_args, field),
@@ -52,11 +62,11 @@ def engine_arguments(
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
         "model_loader_extra_config": {weights.SUPPRESSED: list(adapter.placeholder_ids(vocabulary))},
-        "dtype": str(source.resolve_dtype(spec.model, config)).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": longest,
         "block_size": size,
         "max_num_seqs": spec.decode.max_sequences,
-        "max_num_batched_tokens": batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences),
+        "max_num_batched_tokens": tokens,
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
         "enforce_eager": device.type == "cpu" if eager is None else eager,
         "quantization": extra_arguments.checked_quantization(settings.quantization, field),
@@ -82,12 +92,13 @@ def engine_arguments(
         "ec_manager_config": {
             "encoder_cache_manager_cls": f"{module}.{features.FeatureCacheManager.__name__}"
         },
-        **_memory(pod, folder, device, config, longest, size),
+        **lora.arguments(loras, device),
+        **_memory(pod, folder, device, config, longest, size, lora_bytes),
     }
 
 
 def _memory(
-    pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int
+    pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int, lora_bytes: int
 ) -> dict[str, Any]:
     """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks share the machine's.
 
@@ -118,7 +129,7 @@ def _memory(
             block_tokens=size,
             max_model_len=longest,
             activation_bytes=CPU_ACTIVATION_BYTES * parts,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes + lora_bytes * parts,
         )
         // parts
     }

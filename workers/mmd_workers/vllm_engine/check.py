@@ -12,9 +12,10 @@ from mmd_workers.vllm_engine.environment import prepare_environment
 def main() -> None:
     """Read, check, print."""
     prepare_environment()
-    from mmd_workers.vllm_engine.extra_arguments import faults
+    from mmd_workers.vllm_engine import extra_arguments, lora
 
-    json.dump(list(faults(EngineSpec.model_validate_json(sys.stdin.read()))), sys.stdout)
+    engine = EngineSpec.model_validate_json(sys.stdin.read())
+    json.dump([*extra_arguments.faults(engine), *lora.faults(engine)], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from mmd_api.contract.errors import (
     OverloadedError,
     StepFailedError,
 )
-from mmd_workers.engine.blocks import extend_identities
+from mmd_workers.engine.blocks import extend_identities, root_of
 from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
 from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempted
@@ -145,12 +145,21 @@ class VllmCore:
         self._core.shutdown()
 
     def warm_up(self) -> None:
-        """Generate two tokens, and forget them."""
-        sampling = Sampling(max_tokens=2, ignore_eos=True)
-        request = GenerateRequest(
-            "warm-up", 0, "", [0] * min(64, self.max_model_len // 2), [], sampling, [], 0.0, 0.0
-        )
+        """Generate two tokens, with an adapter too where there is one, and forget them."""
         self.metrics.paused = True
+        try:
+            for adapter in ("", *self._builder.adapters[:1]):
+                self._warm_up(adapter)
+        finally:
+            self.metrics.paused = False
+        self._manager.reset_prefix_cache()
+        self._prefixes.clear()
+        self._hit_tokens = self._miss_tokens = 0
+        self._estimates = Estimates()
+
+    def _warm_up(self, adapter: str) -> None:
+        sampling, prompt = Sampling(max_tokens=2, ignore_eos=True), [0] * min(64, self.max_model_len // 2)
+        request = GenerateRequest("warm-up", 0, "", prompt, [], sampling, [], 0.0, 0.0, adapter=adapter)
         try:
             self.add("warm-up", request, stop_after_prefill=False)
             while "warm-up" in self._sequences:
@@ -158,11 +167,6 @@ class VllmCore:
         finally:
             self.abort("warm-up")
             self._failure = None  # the first request that fails ends the pod, with its own reason
-            self.metrics.paused = False
-        self._manager.reset_prefix_cache()
-        self._prefixes.clear()
-        self._hit_tokens = self._miss_tokens = 0
-        self._estimates = Estimates()
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -545,7 +549,8 @@ class VllmCore:
         tokens = request.prompt_token_ids or []
         covered = min(len(tokens) // self._block_tokens, len(request.block_hashes)) * self._block_tokens
         identities: list[bytes] = []
-        extend_identities(identities, tokens, media_spans(sequence.source), size, covered // size)
+        spans, root = media_spans(sequence.source), root_of(sequence.source.adapter)
+        extend_identities(identities, tokens, spans, size, covered // size, root)
         for number, identity in enumerate(identities):
             last_token = (number + 1) * size - 1
             self._prefixes[identity] = request.block_hashes[last_token // self._block_tokens]

@@ -9,7 +9,7 @@ from vllm.v1.engine.core import EngineCore
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.pod import Pod
-from mmd_workers.vllm_engine import ranks
+from mmd_workers.vllm_engine import lora, ranks
 from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
@@ -22,8 +22,9 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     a rank has ended: with which one, and how.
 
     Raises:
-        EngineSettingsError: vLLM refuses a setting of spec.engine.
+        EngineSettingsError: vLLM refuses a setting of spec.engine, or an adapter.
         MemoryBudgetError: the pool does not hold one request of full length.
+        UnsupportedModelError: an adapter is not there.
         Exception: vLLM cannot serve this model, or not here.
     """
     spec = pod.spec
@@ -33,15 +34,22 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     config = source.load_config(folder)
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
-    arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
+    loras = lora.found(spec.engine.adapters)
+    arguments = EngineArgs(
+        **engine_arguments(pod, folder, adapter, device, engine_id, loras)
+    ).create_engine_config()
+    if loras:
+        lora.check_architecture(arguments.model_config)
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=True)
+        lora_requests = lora.load(core, loras)
     builder = RequestBuilder(
         source.eos_token_ids(folder, config),
         core.request_block_hasher,
         getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
         drafts=arguments.speculative_config is not None,
         seeded=device.type != "cpu",
+        lora_requests=lora_requests,
     )
     moves = pod.spec.prefill is not None
     layers = arguments.compilation_config.static_forward_context

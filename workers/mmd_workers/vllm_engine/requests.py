@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -16,6 +17,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
+from mmd_api.contract.errors import StepFailedError
 from mmd_workers.engine.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
@@ -40,19 +42,26 @@ class RequestBuilder:
         *,
         drafts: bool = False,
         seeded: bool = True,
+        lora_requests: Mapping[str, LoRARequest] | None = None,
     ) -> None:
         """`frame_token_id`: opens a frame of a video, where vLLM looks for it. `drafts`: with speculative decoding. `seeded`: whether vLLM
-        can draw from a seed; on CPUs its step fails where a prompt with one is computed in parts."""
+        can draw from a seed; on CPUs its step fails where a prompt with one is computed in parts. `lora_requests`: of the adapters that are
+        loaded, by name."""
         self._eos = sorted(eos_token_ids)
         self._drafts = drafts
         self._seeded = seeded
+        self._loras = dict(lora_requests or {})
         self._block_hasher = block_hasher
         self._frame_token_id = frame_token_id
 
     def build(
         self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> Request:
-        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt."""
+        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt.
+
+        Raises:
+            StepFailedError: it is for an adapter that is not loaded.
+        """
         return Request(
             request_id=name,
             prompt_token_ids=[*request.token_ids, *output_token_ids],
@@ -60,8 +69,21 @@ class RequestBuilder:
             pooling_params=None,
             arrival_time=request.arrived,
             mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
-            block_hasher=self._block_hasher,
+            block_hasher=self._block_hasher,  # its hashes contain the adapter
+            lora_request=self._lora(request.adapter),
         )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._loras)
+
+    def _lora(self, adapter: str) -> LoRARequest | None:
+        if adapter and adapter not in self._loras:
+            raise StepFailedError(
+                f"adapter {adapter} is not loaded on this pod; gateway and language model serve different settings"
+            )
+        return self._loras.get(adapter)
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
         """Greedy with `Draws`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the

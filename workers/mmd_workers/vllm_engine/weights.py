@@ -14,14 +14,16 @@ from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import WeightsMapper
 
 LOAD_FORMAT = "mmd"
 SUPPRESSED = "suppressed_token_ids"  # in the loader's extra configuration
 RENAMED: dict[str, list[tuple[str, str]]] = {
+    "audioflamingo3": [(r"^model\.language_model\.", "language_model.model.")],
     "llava": [(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.")],
-    "qwen2_5_omni": [(r"^(?!thinker\.)", "thinker.")],
+    "qwen2_5_omni": [(r"^model\.language_model\.", "model."), (r"^(?!thinker\.)", "thinker.")],
 }
-"""By model type: patterns of names as transformers saves them, and what vLLM calls them. Names of the hub match none."""
+"""By model type: patterns of names as transformers saves or has them, and what vLLM calls them. Names of the hub match none."""
 
 
 def as_published(config: Any) -> Any:
@@ -58,6 +60,7 @@ class Loader(DefaultModelLoader):
         """Load them, and change what vLLM's model does otherwise."""
         super().load_weights(model, model_config)
         _note_size(model)
+        _take_names(model, model_config)
         _take_deepstack(model, model_config)
         _suppress(model, self._suppressed)
 
@@ -72,6 +75,14 @@ def loaded_bytes(worker: Any) -> int:
     """Bytes of the weights that a rank has loaded, those of a model that drafts included."""
     models = (worker.get_model(), worker.get_draft_model())
     return sum(getattr(model, "loaded_bytes", 0) for model in models)
+
+
+def _take_names(model: Any, model_config: ModelConfig) -> None:
+    """Adapters have the names of the model that they were trained on."""
+    if patterns := RENAMED.get(model_config.hf_config.model_type):
+        renamed = {re.compile(pattern): replacement for pattern, replacement in patterns}
+        known = getattr(model, "hf_to_vllm_mapper", WeightsMapper())
+        model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=renamed) | known
 
 
 def _suppress(model: Any, token_ids: list[int]) -> None:

@@ -209,6 +209,7 @@ class GenerateRequest:
     `attempt` counts placements from 0: events of older attempts are ignored by the gateway. `output_token_ids` holds what the
     client has already been sent (not empty after a migration): generation goes on at index `len(output_token_ids)`.
     `decode_pods` are candidates in the router's order of preference; empty: the prefill pod decodes itself.
+    `adapter`: name of the LoRA adapter that computes it; empty: the model alone.
     """
 
     request_id: str
@@ -222,6 +223,7 @@ class GenerateRequest:
     arrived: float
     output_token_ids: list[int] = field(default_factory=list)
     trace: dict[str, str] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +448,8 @@ class Heartbeat:
     """State of a pod, twice a second. A pod without heartbeats for `heartbeat_timeout` is lost; a new incarnation is a new pod.
 
     `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing compared with another clock.
-    `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository.
+    `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository,
+    `adapter_commits` those of the adapters from the hub, by name.
     `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing.
     """
 
@@ -462,6 +465,7 @@ class Heartbeat:
     max_model_len: int = 0
     identity: str = ""
     commit: str = ""
+    adapter_commits: dict[str, str] = field(default_factory=dict)
     prefix_blocks: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
 

@@ -1,0 +1,64 @@
+"""A LoRA adapter and where its weights are."""
+
+from __future__ import annotations
+
+from mmd_api.base import ApiModel
+from mmd_api.rule import Rule
+from mmd_api.spec.model import ModelId, ModelSource, RevisionName, ServedName, source_of
+
+MAX_ADAPTERS = 32
+
+
+def _has_files(a: AdapterSpec) -> bool:
+    return a.source != "Builtin"
+
+
+def _revision_of_hub_id(a: AdapterSpec) -> bool:
+    return a.revision is None or a.source == "HubId"
+
+
+def _path_known_to_pods(a: AdapterSpec) -> bool:
+    return a.source != "RelativePath"
+
+
+ADAPTER = (
+    Rule(
+        field="id",
+        cel="!self.id.startsWith('builtin/')",
+        holds=_has_files,
+        problem="no adapter is part of the worker image",
+        remedy="set id to a hub id or a path",
+    ),
+    Rule(
+        field="revision",
+        cel="!has(self.revision) || !(self.id.startsWith('/') || self.id.startsWith('./')"
+        " || self.id.startsWith('../') || self.id.startsWith('builtin/'))",
+        holds=_revision_of_hub_id,
+        problem="only adapters from the hub have revisions",
+        remedy="remove revision",
+    ),
+    Rule(
+        field="id",
+        cel="!self.id.startsWith('./') && !self.id.startsWith('../')",
+        holds=_path_known_to_pods,
+        problem="relative paths work only with `mmd up`",
+        remedy="use a hub id, or an absolute path in the image or on a claim",
+        cluster_only=True,
+    ),
+)
+
+
+class AdapterSpec(ApiModel, rules=ADAPTER):
+    """LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors), from where model.storage has the model."""
+
+    name: ServedName
+    """Name under which clients request the model with this adapter."""
+    id: ModelId
+    """Hub id or path, as of the model."""
+    revision: RevisionName | None = None
+    """Commit, tag or branch of a hub repository. Only a commit is immutable."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Kind of name that `id` is, by its prefix."""
+        return source_of(self.id)

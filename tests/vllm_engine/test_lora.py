@@ -1,0 +1,339 @@
+"""LoRA adapters against `generate` of the model with W + scale * B A in place of W, and what is refused before anything is served."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmd_api.contract.errors import EngineSettingsError, StepFailedError, UnsupportedModelError
+from mmd_api.contract.load import PodLoad
+from mmd_api.spec.adapters import AdapterSpec
+from mmd_workers.gateway.prefix import prefix_blocks
+from mmd_workers.model import __file__ as model_package
+from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.source import load_config
+from mmd_workers.vllm_engine import arguments, lora
+from mmd_workers.vllm_engine.make import make_core
+from mmd_workers.wire.messages import Heartbeat
+from tests.support import adapters
+from tests.support import model_zoo as zoo
+
+from . import cores
+
+TOKENS = zoo.NEW_TOKENS
+LONG = "tell me which of these is the larger one, and what else you see there"
+ARCHITECTURES = ["demo", "qwen2_vl", "llava"]
+BASE = ""
+
+
+class Adapted:
+    """A checkpoint with two adapters of different ranks and layers, and what it answers with and without them."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        demo = Path(model_package).parent / "demo"
+        self.folder = demo if arch == "demo" else cores.checkpoint(arch, folder)
+        self.text = cores.question(self.folder, LONG)
+        self.image = cores.question(self.folder, "what is this", zoo.image(100, 64, 1), LONG)
+        self.whole = self.text.served.model
+        self.adapters = {
+            "one": adapters.write(folder / "one", self.whole, seed=1, rank=8),
+            "two": adapters.write(
+                folder / "two", self.whole, seed=2, rank=3, targets=adapters.ALL_LINEAR, use_rslora=False
+            ),
+        }
+        # vLLM changes the classes of transformers whose models it runs: what they answer comes first.
+        self.answers = {
+            (kind, name): asked.answer(TOKENS, self.adapters.get(name))
+            for kind, asked in (("text", self.text), ("image", self.image))
+            for name in (BASE, *self.adapters)
+        }
+        for kind in ("text", "image"):
+            mine = [self.answers[kind, name] for name in (BASE, *self.adapters)]
+            assert all(a != b for a, b in itertools.combinations(mine, 2)), "the adapters change nothing"
+
+    def asked(self, kind: str) -> cores.Question:
+        return self.text if kind == "text" else self.image
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def adapted(request, tmp_path_factory):
+    return Adapted(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def pair(adapted):
+    """A core that prefills and one that decodes; each could do both."""
+    return [cores.make(adapted.folder, adapters=adapted.adapters) for _ in range(2)]
+
+
+@pytest.fixture
+def core(pair):
+    yield pair[0]
+    cores.clear(pair)
+
+
+def test_requests_with_and_without_adapters_share_steps_and_answer_as_the_merged_models_do(core, adapted):
+    for kind, name in adapted.answers:
+        core.add(f"{kind} {name}", adapted.asked(kind).by(name), stop_after_prefill=False)
+        cores.supply(core, f"{kind} {name}", adapted.asked(kind))
+    outcome = cores.step(core)
+    assert not outcome.failed
+    assert max(step.decode_sequences for step in outcome.steps) == len(adapted.answers)
+    for (kind, name), answer in adapted.answers.items():
+        assert outcome.tokens[f"{kind} {name}"] == answer, (kind, name)
+    cores.assert_empty(core)
+
+
+def test_a_sequence_goes_on_with_its_adapter_on_the_pod_that_it_moved_to(core, pair, adapted):
+    for kind, name in adapted.answers:
+        asked, sequence = adapted.asked(kind), f"{kind} {name}"
+        core.add(sequence, asked.by(name), stop_after_prefill=True)
+        cores.supply(core, sequence, asked)
+        outcome = cores.step(core)
+        prompt = len(asked.request.token_ids)
+        pair[1].reserve(sequence, prompt, TOKENS)
+        for start, end in outcome.ready[sequence]:
+            pair[1].write_kv(sequence, start, core.read_kv(sequence, start, end))
+        pair[1].attach(sequence, asked.by(name), outcome.tokens[sequence])
+        core.abort(sequence)
+        adapted_first = outcome.tokens[sequence]
+        rest = cores.step(pair[1], None, lambda done: not pair[1].has_work()).tokens[sequence]
+        assert [*adapted_first, *rest] == adapted.answers[kind, name], (kind, name)
+
+
+def test_a_prefix_that_one_adapter_computed_serves_no_other_and_not_the_model(core, adapted):
+    asked = adapted.image
+    for name in (BASE, *adapted.adapters):
+        assert core.cached_tokens(asked.by(name)) == 0, name
+        first = cores.run(core, asked, asked.by(name))
+        assert first.admitted["a"] == [0]
+        assert core.cached_tokens(asked.by(name)) > 0
+    for name in (BASE, *adapted.adapters):
+        again = cores.run(core, asked, asked.by(name))
+        assert again.admitted["a"][0] > 0
+        assert again.tokens["a"] == adapted.answers["image", name], name
+
+
+def test_routers_know_the_blocks_of_each_adapter_by_names_of_their_own(core, adapted):
+    asked, known = adapted.image, set()
+    load = PodLoad(kv_block_tokens=16)
+    for name in (BASE, *adapted.adapters):
+        cores.run(core, asked, asked.by(name))
+        reported = core.prefix_blocks(64)
+        beat = Heartbeat(
+            "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, load, prefix_blocks=reported
+        )
+        wanted = prefix_blocks(asked.request.token_ids, asked.request.features, name, [beat])
+        assert set(reported) - known == set(reported) & set(wanted)
+        assert set(reported) - known
+        known |= set(reported)
+
+
+def test_a_request_for_an_adapter_that_is_not_loaded_fails_alone(core, adapted):
+    for work in (core.cached_tokens, lambda request: core.add("a", request, stop_after_prefill=False)):
+        with pytest.raises(StepFailedError, match="adapter three is not loaded on this pod"):
+            work(adapted.text.by("three"))
+    assert cores.ask(core, adapted.text) == adapted.answers["text", BASE]
+
+
+def test_a_warm_up_runs_an_adapter_and_leaves_nothing(core, adapted):
+    core.warm_up()
+    cores.assert_empty(core)
+    assert cores.ask(core, adapted.text, adapted.text.by("two")) == adapted.answers["text", "two"]
+
+
+def test_ranks_and_slots_come_from_the_adapters_and_one_slot_stays_empty_on_cpus(adapted):
+    loras = lora.found(specs(adapted.adapters))
+    assert [one.rank for one in loras] == [8, 3]
+    assert lora.arguments(loras, cores.CPU) == {
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_cpu_loras": 3,
+        "max_lora_rank": 8,
+    }
+    assert lora.arguments(loras, torch.device("cuda"))["max_loras"] == 2
+    assert lora.arguments([], cores.CPU) == {}
+
+
+def test_what_adapters_take_is_counted_before_the_kv_pool_is_made(core, adapted):
+    loras = lora.found(specs(adapted.adapters))
+    counted = lora.memory_bytes(loras, adapted.folder, cores.CPU, 4, 0)
+    manager = core._core.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+    slots = sum(
+        tensor.nbytes
+        for module in manager.modules.values()
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for tensor in getattr(module, name)
+    )
+    own = sum(weights.nbytes for model in manager.list_adapters().values() for weights in tensors_of(model))
+    assert slots + own <= counted <= 4 * (slots + own)
+    assert lora.memory_bytes([], adapted.folder, cores.CPU, 4, 64) == 0
+
+
+def test_the_kv_pool_is_made_of_what_adapters_leave(adapted, monkeypatch):
+    pod, seen = cores.pod_of(adapted.folder), []
+
+    def pool(*_: object, weight_bytes: int, **__: object) -> int:
+        seen.append(weight_bytes)
+        return 0
+
+    monkeypatch.setattr(arguments, "kv_pool_bytes", pool)
+    config = load_config(adapted.folder)
+    loras = lora.found(specs(adapted.adapters))
+    for those in ([], loras):
+        arguments.engine_arguments(pod, adapted.folder, adapter_for(config), cores.CPU, "engine", those)
+    assert seen[1] - seen[0] == lora.memory_bytes(loras, adapted.folder, cores.CPU, 4, cores.CHUNK)
+
+
+def tensors_of(model):
+    for layer in model.loras.values():
+        for part in (layer.lora_a, layer.lora_b):
+            yield from part if isinstance(part, list) else [part]
+
+
+def specs(folders: dict[str, Path]) -> list[AdapterSpec]:
+    return [AdapterSpec(name=name, id=str(folder)) for name, folder in folders.items()]
+
+
+# --- other architectures ------------------------------------------------------------------------------------------
+
+OTHERS = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "gemma3",
+    "llava_next",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "qwen2_5_omni",
+    "audioflamingo3",
+]
+WITHOUT = ["llava_onevision", "qwen2_audio"]
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_an_architecture_answers_with_an_adapter_as_the_merged_model_does(arch, tmp_path):
+    """In a step with a request for the model alone."""
+    folder = cores.checkpoint(arch, tmp_path)
+    asked = cores.question(folder, LONG)
+    loras = {"one": adapters.write(tmp_path / "one", asked.served.model, seed=1, targets=adapters.ALL_LINEAR)}
+    answers = {name: asked.answer(TOKENS, loras.get(name)) for name in (BASE, "one")}
+    assert answers[BASE] != answers["one"]
+    core = cores.make(folder, adapters=loras)
+    for name in answers:
+        core.add(f"by {name}", asked.by(name), stop_after_prefill=False)
+    assert cores.step(core).tokens == {f"by {name}": answer for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("arch", WITHOUT)
+def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_field(arch, tmp_path):
+    folder = cores.checkpoint(arch, tmp_path)
+    loras = {"one": adapters.write(tmp_path / "one", cores.served(folder).model, seed=1)}
+    with pytest.raises(
+        EngineSettingsError, match=r"^spec\.engine\.adapters: vLLM .* has no LoRA adapters for "
+    ):
+        cores.make(folder, adapters=loras)
+
+
+def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_not_fit(tmp_path):
+    adapted = Adapted("llava", tmp_path)
+    core = cores.make(adapted.folder, vllm={"tensorParallelSize": 2}, adapters=adapted.adapters)
+    try:
+        for name in (BASE, *adapted.adapters):
+            assert cores.ask(core, adapted.image, adapted.image.by(name)) == adapted.answers["image", name]
+        tensor = f"{adapters.PREFIX}model.vision_tower.lora_A.weight"
+        bad = adapters.write(tmp_path / "bad", adapted.whole, seed=3, also={tensor: torch.zeros(8, 8)})
+        assert f"cannot serve it: its tensor {tensor} changes no linear layer" in refused(core, bad)
+    finally:
+        core.shut_down()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+KINDS = {
+    "another method": ({"peft_type": "IA3"}, "its peft_type is IA3, and only LORA is served"),
+    "weights that are split into direction and magnitude": (
+        {"use_dora": True},
+        "vLLM does not yet support DoRA",
+    ),
+    "layers that are replaced": ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+    "a rank beyond vLLM's": ({"r": 1024}, "its rank is 1024, and the largest is 512"),
+    "no rank at all": ({"r": None}, "cannot serve it"),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), KINDS.values(), ids=KINDS)
+def test_a_kind_of_adapter_that_is_not_served_is_refused_in_one_line(adapted, tmp_path, config, words):
+    folder = adapters.write(tmp_path / "bad", adapted.whole, seed=3, **config)
+    with pytest.raises(
+        EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: vLLM .* cannot serve it: "
+    ) as refused:
+        lora.found(specs({"bad": folder}))
+    assert words in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_configuration_that_is_none_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(
+        EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: .*; set id to another adapter"
+    ):
+        lora.found(specs({"bad": tmp_path}))
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(
+        UnsupportedModelError, match=r"spec\.engine\.adapters\[gone\]\.id: .* has no adapter_config\.json"
+    ):
+        lora.found(specs({"gone": tmp_path / "gone"}))
+
+
+def test_a_tensor_that_changes_no_layer_of_the_language_model_is_named(core, adapted, tmp_path):
+    """vLLM itself would leave it out, and the adapter would answer in part as the model alone."""
+    layers = (name for name, module in adapted.whole.named_modules() if isinstance(module, torch.nn.Linear))
+    tower = next(name for name in layers if name not in adapters.linears(adapted.whole) and name != "lm_head")
+    first = next(iter(adapters.linears(adapted.whole)))
+    for place in (tower, first.replace("layers.0", "layers.77"), f"another.{first}"):
+        name = f"{adapters.PREFIX}{place}.lora_A.weight"
+        also = {name: torch.zeros(8, 8)}
+        folder = adapters.write(tmp_path / place, adapted.whole, seed=3, also=also)
+        refusal = refused(core, folder)
+        assert f"its tensor {name} changes no linear layer" in refusal
+
+
+def test_an_adapter_of_a_model_of_another_size_is_refused_with_its_first_tensor(core, adapted, tmp_path):
+    """vLLM itself would fill a part of the layer with it."""
+    folder = adapters.write(tmp_path / "small", adapted.whole, seed=3)
+    name = f"{adapters.PREFIX}{next(iter(adapters.linears(adapted.whole)))}"
+    for end, shape, words in (("A", (8, 5), "inputs"), ("B", (5, 8), "outputs")):
+        tensor = f"{name}.lora_{end}.weight"
+        adapters.write(folder, adapted.whole, seed=3, also={tensor: torch.zeros(shape)})
+        refusal = refused(core, folder)
+        assert f"its tensor {tensor} has the shape {list(shape)}, and the model's layer has " in refusal
+        assert words in refusal
+
+
+def refused(core, folder: Path) -> str:
+    with pytest.raises(EngineSettingsError) as error:
+        lora.load(core._core, [replace(one, name="bad") for one in lora.found(specs({"bad": folder}))])
+    return error.value.message
+
+
+def test_a_pod_with_an_adapter_that_does_not_fit_makes_no_core(tmp_path):
+    folder = cores.checkpoint("llava", tmp_path)
+    small = zoo.serve(
+        cores.random_model.build("llava", tmp_path / "small", size=cores.random_model.Size(hidden=64))
+    )
+    bad = adapters.write(tmp_path / "bad", small.model, seed=1)
+    assert json.loads((bad / "adapter_config.json").read_text())["r"] == 8
+    with pytest.raises(
+        EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: .* the model's layer has 128 inputs"
+    ):
+        make_core(cores.pod_of(folder, adapters={"bad": bad}), cores.CPU)

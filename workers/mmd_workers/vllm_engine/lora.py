@@ -1,0 +1,194 @@
+"""LoRA adapters in vLLM: the settings and the memory that they need, and how they are loaded.
+
+vLLM leaves out what it finds no place for: an adapter of another architecture would answer as the model alone. So each tensor is
+checked before vLLM takes it. An adapter changes linear layers of the language model and nothing else, and features are the same with all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import safe_open
+from vllm import __version__
+from vllm.config import ModelConfig
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models import supports_lora
+from vllm.v1.engine.core import EngineCore
+
+from mmd_api.contract.errors import EngineSettingsError, MmdError
+from mmd_api.spec.adapters import AdapterSpec
+from mmd_api.spec.engine import EngineSpec
+from mmd_workers.model import source
+from mmd_workers.vllm_engine.reasons import reason
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter whose configuration vLLM takes. `rank`: the largest of its layers."""
+
+    name: str
+    folder: Path
+    rank: int
+
+
+def found(specs: Sequence[AdapterSpec]) -> list[Lora]:
+    """The adapters of a spec, fetched where they come from the hub.
+
+    Raises:
+        UnsupportedModelError: one is not there.
+        EngineSettingsError: one is of a kind that vLLM does not serve; the message has vLLM's words.
+    """
+    return [_read(spec.name, source.resolve_adapter(spec, weights=True)) for spec in specs]
+
+
+def faults(engine: EngineSpec) -> Iterator[str]:
+    """What vLLM refuses of the adapters of a spec whose folders are on this machine: field, problem and remedy."""
+    for spec in engine.adapters:
+        if Path(spec.id).is_dir():
+            try:
+                found([spec])
+            except MmdError as error:
+                yield error.message
+
+
+def _read(name: str, folder: Path) -> Lora:
+    try:
+        kind = json.loads((folder / source.ADAPTER_CONFIG).read_text()).get("peft_type")
+        if kind != "LORA":
+            raise ValueError(f"its peft_type is {kind}, and only LORA is served")
+        if not (folder / source.ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"it has no {source.ADAPTER_WEIGHTS}")
+        config = PEFTHelper.from_local_dir(str(folder), None)
+        rank = max([config.r, *config.rank_pattern.values()])
+        config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(rank)))
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise _refusal(name, error) from error
+    return Lora(name, folder, rank)
+
+
+def _refusal(name: str, error: Exception) -> EngineSettingsError:
+    return EngineSettingsError(
+        f"spec.engine.adapters[{name}]: vLLM {__version__} cannot serve it: {reason(error)}; set id to another adapter, or remove it"
+    )
+
+
+def _served_rank(rank: int) -> int:
+    """vLLM has room for a few ranks only: the next one."""
+    ranks = get_args(MaxLoRARanks)
+    if rank > max(ranks):
+        raise ValueError(f"its rank is {rank}, and the largest is {max(ranks)}")
+    return min(int(one) for one in ranks if one >= rank)
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Before its weights are read.
+
+    Raises:
+        EngineSettingsError: vLLM has no adapters for it.
+    """
+    architecture = get_model_cls(model)
+    if not supports_lora(architecture):
+        raise EngineSettingsError(
+            f"spec.engine.adapters: vLLM {__version__} has no LoRA adapters for {architecture.__name__}; remove them, or change spec.model"
+        )
+
+
+def _slots(loras: Sequence[Lora], device: torch.device) -> int:
+    """One for each, so that any of them may share a step. On CPUs vLLM computes a request without an adapter with the last slot, which
+    therefore stays empty."""
+    return len(loras) + (device.type == "cpu")
+
+
+def arguments(loras: Sequence[Lora], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs` for these adapters."""
+    if not loras:
+        return {}
+    slots = _slots(loras, device)
+    rank = max(_served_rank(lora.rank) for lora in loras)
+    return {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
+
+
+def memory_bytes(loras: Sequence[Lora], model: Path, device: torch.device, itemsize: int, tokens: int) -> int:
+    """What these adapters take beside the model's weights, at most: their slots in every linear layer, their own weights, and in a step
+    of `tokens` on CPUs a copy of a layer's slot for each token."""
+    if not loras:
+        return 0
+    rank = max(_served_rank(lora.rank) for lora in loras)
+    shapes = _matrices(model)
+    slots = _slots(loras, device) * rank * sum(rows + columns for rows, columns in shapes)
+    widest = max((columns for _, columns in shapes), default=0)
+    own = sum((lora.folder / source.ADAPTER_WEIGHTS).stat().st_size for lora in loras)
+    return (slots + tokens * rank * widest) * itemsize + own
+
+
+def _matrices(folder: Path) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+        found += [(shape[0], shape[1]) for shape in shapes if len(shape) == 2]
+    return found
+
+
+def load(core: EngineCore, loras: Sequence[Lora]) -> dict[str, LoRARequest]:
+    """Load adapters into an engine, on all of its ranks. Returns what a request with each of them carries, by name.
+
+    Raises:
+        EngineSettingsError: one does not fit the model; the message names its first tensor that does not, or has vLLM's words.
+    """
+    requests: dict[str, LoRARequest] = {}
+    for number, lora in enumerate(loras, 1):
+        request = LoRARequest(lora.name, number, str(lora.folder))
+        try:
+            core.model_executor.collective_rpc(_take, args=(request,))
+        except Exception as error:
+            raise _refusal(lora.name, error) from error
+        requests[lora.name] = request
+    return requests
+
+
+def _take(worker: Any, request: LoRARequest) -> None:
+    """On a rank: load an adapter that fits the model."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renamed = mapper.get_rename_mapper() if mapper is not None else None
+    layers = _layers(manager)
+    with safe_open(Path(request.lora_path) / source.ADAPTER_WEIGHTS, framework="pt") as tensors:
+        for name in sorted(tensors.keys()):
+            module, is_a = parse_fine_tuned_lora_name(name, renamed)
+            if module not in layers:
+                raise ValueError(
+                    f"its tensor {name} changes no linear layer of this language model: it is of a tower, of a projector or of another "
+                    "architecture"
+                )
+            size, shape = layers[module][0 if is_a else 1], tensors.get_slice(name).get_shape()
+            if size is not None and size != shape[1 if is_a else 0]:
+                raise ValueError(
+                    f"its tensor {name} has the shape {shape}, and the model's layer has {size} {'inputs' if is_a else 'outputs'}"
+                )
+    worker.add_lora(request)
+
+
+def _layers(manager: Any) -> dict[str, tuple[int | None, int | None]]:
+    """Inputs and outputs of the layers that adapters can change, by vLLM's names, those that it joins into one by their own. None: not
+    told, as of experts."""
+    found: dict[str, tuple[int | None, int | None]] = {}
+    for name, module in manager.modules.items():
+        base = getattr(module, "base_layer", None)
+        inputs, outputs = getattr(base, "input_size", None), getattr(base, "output_size", None)
+        parts = manager.packed_modules.get(name, [])
+        sizes = list(getattr(base, "output_sizes", ()))
+        if len(sizes) != len(parts):
+            sizes = [None] * len(parts)
+        found |= {part: (inputs, size) for part, size in zip(parts, sizes, strict=True)}
+        found[name] = (inputs, outputs)
+    return found
