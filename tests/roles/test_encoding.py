@@ -385,11 +385,11 @@ async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiv
             release.wait(120)
             return super().process(decoded, layout)
 
-    soon = time.time() + 3
     async with Pod(await connect("e-0"), Stuck(), {}) as pod:
         try:
             await queue.publish(job(1))
             await until(lambda: pod.service._jobs)
+            soon = time.time() + 5
             await queue.publish(replace(job(2), deadline=soon))
             await until(lambda: len(pod.service._jobs) == 2)
             await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon, 30)
