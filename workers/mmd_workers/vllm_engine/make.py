@@ -1,13 +1,19 @@
-"""Makes vLLM's engine core for a pod."""
+"""Makes vLLM's engine core for a pod, or, for one that follows the leader of its group, the ranks alone."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine import ranks
 from mmd_workers.vllm_engine.arguments import engine_arguments
@@ -33,7 +39,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     config = source.load_config(folder)
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
-    arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, engine_id)).create_engine_config()
+    arguments = _configured(pod, folder, adapter, device)
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=False)
     builder = RequestBuilder(
@@ -56,3 +62,26 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         row,
         threads,
     )
+
+
+def make_ranks(pod: Pod, device: torch.device, rank_lost: ranks.RankLost) -> Executor:
+    """Load this pod's part of the weights, in ranks that do what the leader's engine core wants. `rank_lost`: as above.
+
+    Raises:
+        Exception: as above.
+    """
+    folder = source.resolve(pod.spec.model, weights=True)
+    adapter = adapter_for(source.load_config(folder))
+    arguments = _configured(pod, folder, adapter, device)
+    with ranks.starting(arguments, pod.settings.compute_threads, rank_lost) as make_executor:
+        return make_executor(arguments)
+
+
+def _configured(pod: Pod, folder: Path, adapter: Adapter, device: torch.device) -> VllmConfig:
+    arguments = EngineArgs(**engine_arguments(pod, folder, adapter, device, pod.settings.incarnation))
+    group = pod.settings.group
+    if group is not None:
+        os.environ["VLLM_HOST_IP"] = (
+            pod.settings.pod_ip
+        )  # where the ranks of other pods reach those of this one
+    return arguments.create_engine_config(headless=group is not None and group.rank > 0)
