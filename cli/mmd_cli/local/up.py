@@ -19,8 +19,8 @@ import httpx
 
 from mmd_api import resource
 from mmd_api.contract import paths
-from mmd_api.contract.pools import PoolName
-from mmd_api.faults import InvalidDeploymentError
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
@@ -72,14 +72,32 @@ class LocalDeployment:
 
 
 def load(path: Path) -> MultimodalDeployment:
-    """Read the resource; a relative model path is taken from the file's folder."""
+    """Read the resource; a relative model path is taken from the file's folder.
+
+    Raises:
+        InvalidDeploymentError: it is none, or one that needs several machines.
+    """
     deployment = resource.load(path)
+    if faults := [_spans_machines(deployment, name) for name in POOL_NAMES if _is_grouped(deployment, name)]:
+        raise InvalidDeploymentError(faults)
     model = deployment.spec.model
     if model.id.startswith(("./", "../")):
         absolute = str((path.parent / model.id).resolve())
         spec = deployment.spec.model_copy(update={"model": model.model_copy(update={"id": absolute})})
         return deployment.model_copy(update={"spec": spec})
     return deployment
+
+
+def _is_grouped(deployment: MultimodalDeployment, pool: PoolName) -> bool:
+    return getattr(deployment.spec, pool) is not None and deployment.spec.group_size(pool) > 1
+
+
+def _spans_machines(deployment: MultimodalDeployment, pool: PoolName) -> Fault:
+    size, gpus = deployment.spec.group_size(pool), deployment.spec.replica_gpus(pool)
+    return Fault(
+        f"spec.{pool}.gpus",
+        f"a replica spans {size} pods, which mmd up does not start; set it to {gpus}, or to 0 to run all ranks on the CPU",
+    )
 
 
 @asynccontextmanager
