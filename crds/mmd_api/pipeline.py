@@ -47,9 +47,9 @@ _KV_FORMAT = ("Auto", "Native")
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
-    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and format, the
-    engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and adapters) and
-    `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
+    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and
+    format, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
+    adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
     meaning = {

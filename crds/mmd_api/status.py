@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, Field
 from mmd_api.base import ApiModel
 from mmd_api.contract.pools import MODALITIES
 from mmd_api.spec.adapters import MAX_ADAPTERS
+from mmd_api.spec.fields import keyed_by
 
 ConditionType = Literal[
     "Ready",
@@ -192,7 +193,7 @@ class PinnedRevision(ApiModel):
         list[PinnedAdapter],
         Field(
             max_length=MAX_ADAPTERS,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+            json_schema_extra=keyed_by("name"),
         ),
     ] = []
     """Commits of the adapters from the hub."""
@@ -211,7 +212,7 @@ class MultimodalDeploymentStatus(ApiModel):
         list[PinnedRevision],
         Field(
             max_length=8,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["revision"]},
+            json_schema_extra=keyed_by("revision"),
         ),
     ] = []
     """Code, model commit and image of each pipeline revision."""
@@ -219,7 +220,7 @@ class MultimodalDeploymentStatus(ApiModel):
         list[Condition],
         Field(
             max_length=16,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+            json_schema_extra=keyed_by("type"),
         ),
     ] = []
     """Conditions of the deployment, keyed by type."""

@@ -178,9 +178,9 @@ class ReconcilePass:
         """Pin a revision to what its first Ready pod runs. Returns whether that is new."""
         pin = await self._pins.look(observed, revision)
         if pin is not None:
-            commit = [f"model commit {pin.commit}"] if pin.commit else []
+            commit = f"model commit {pin.commit}" if pin.commit else ""
             adapters = [f"commit {adapter.commit} of adapter {adapter.name}" for adapter in pin.adapters]
-            names = ", ".join([pin.identity, *commit, *adapters, *([pin.image] if pin.image else [])])
+            names = ", ".join(filter(None, [pin.identity, commit, *adapters, pin.image]))
             self._context.events.report(body, "Pinned", f"revision {pin.revision} is pinned to {names}")
         return pin is not None
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Generic
 
 from mmd_api.contract.errors import RevisionMismatchError
 from mmd_api.contract.version import WIRE_VERSION
 from mmd_api.pipeline import PipelineConfig
-from mmd_api.spec.adapters import AdapterSpec
+from mmd_api.spec.adapters import ModelOrAdapter
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import source
 from mmd_workers.settings import WorkerSettings
@@ -40,26 +41,24 @@ def identified(settings: WorkerSettings) -> WorkerSettings:
         UnsupportedModelError: the model or an adapter is not there.
     """
     model, pinned = settings.pipeline.spec.model, settings.pipeline.pinned
-    if pinned is not None and pinned.commit is not None and model.source == "HubId":
-        model = model.model_copy(update={"revision": pinned.commit})
-    folder = source.resolve(model, weights=False)
-    commit = source.commit_of(folder, model)
-    if commit is not None:  # the branch may move before the weights are fetched
-        model = model.model_copy(update={"revision": commit})
+    used = _Used.of(model, pinned.commit if pinned is not None else None, source.resolve)
     commits = {adapter.name: adapter.commit for adapter in pinned.adapters} if pinned is not None else {}
-    adapters = [_Adapter.of(adapter, commits) for adapter in settings.pipeline.spec.engine.adapters]
+    adapters = [
+        _Used.of(adapter, commits.get(adapter.name), source.resolve_adapter)
+        for adapter in settings.pipeline.spec.engine.adapters
+    ]
     engine = settings.pipeline.spec.engine.model_copy(update={"adapters": [one.spec for one in adapters]})
-    spec = settings.pipeline.spec.model_copy(update={"model": model, "engine": engine})
+    spec = settings.pipeline.spec.model_copy(update={"model": used.spec, "engine": engine})
     identity = identity_of(
         code_fingerprint(),
-        commit or weights_fingerprint(folder),
-        {one.spec.name: one.commit or weights_fingerprint(one.folder) for one in adapters},
+        used.weights,
+        {one.spec.name: one.weights for one in adapters},
     )
     found = replace(
         settings,
         pipeline=settings.pipeline.model_copy(update={"spec": spec}),
         identity=identity,
-        commit=commit or "",
+        commit=used.commit or "",
         adapter_commits={one.spec.name: one.commit for one in adapters if one.commit is not None},
     )
     check_pinned(found, settings.pipeline)
@@ -84,22 +83,29 @@ def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapter:
-    """An adapter with the commit of its hub repository that is used from now on."""
+class _Used(Generic[ModelOrAdapter]):
+    """A model or an adapter, with the commit of its hub repository that is used from now on."""
 
-    spec: AdapterSpec
+    spec: ModelOrAdapter
     folder: Path
     commit: str | None
 
     @classmethod
-    def of(cls, spec: AdapterSpec, pinned: Mapping[str, str]) -> _Adapter:
-        if spec.source == "HubId":
-            spec = spec.model_copy(update={"revision": pinned.get(spec.name, spec.revision)})
-        folder = source.resolve_adapter(spec, weights=False)
+    def of(
+        cls, spec: ModelOrAdapter, pinned: str | None, resolve: Callable[..., Path]
+    ) -> _Used[ModelOrAdapter]:
+        if pinned is not None and spec.source == "HubId":
+            spec = spec.model_copy(update={"revision": pinned})
+        folder = resolve(spec, weights=False)
         commit = source.commit_of(folder, spec)
-        if commit is not None:
+        if commit is not None:  # the branch may move before the weights are fetched
             spec = spec.model_copy(update={"revision": commit})
         return cls(spec, folder, commit)
+
+    @property
+    def weights(self) -> str:
+        """What its weights are known by."""
+        return self.commit or weights_fingerprint(self.folder)
 
 
 def identity_of(code: str, weights: str, adapters: Mapping[str, str] | None = None) -> str:

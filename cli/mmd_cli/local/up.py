@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -22,9 +22,8 @@ from mmd_api.contract import paths
 from mmd_api.contract.pools import PoolName
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
-from mmd_api.spec.adapters import AdapterSpec
+from mmd_api.spec.adapters import ModelOrAdapter
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_api.spec.model import ModelSpec
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
@@ -38,7 +37,6 @@ from mmd_workers.wire.server import NatsServer
 
 log = logging.getLogger(__name__)
 
-AnySource = TypeVar("AnySource", ModelSpec, AdapterSpec)
 POLL_SECONDS = 0.2
 NAMESPACE = "default"
 
@@ -79,7 +77,7 @@ def load(path: Path) -> MultimodalDeployment:
     deployment = resource.load(path)
     spec = deployment.spec
 
-    def absolute(part: AnySource) -> AnySource:
+    def absolute(part: ModelOrAdapter) -> ModelOrAdapter:
         if part.source != "RelativePath":
             return part
         return part.model_copy(update={"id": str((path.parent / part.id).resolve())})

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
-from mmd_api.spec.model import ModelId, ModelSource, RevisionName, ServedName, source_of
+from mmd_api.spec.model import (
+    KNOWN_TO_PODS,
+    REVISION_OF_HUB_ID_CEL,
+    ModelId,
+    ModelSource,
+    ModelSpec,
+    RevisionName,
+    ServedName,
+    revision_of_hub_id,
+    source_of,
+)
 
 MAX_ADAPTERS = 32
 
 
 def _has_files(a: AdapterSpec) -> bool:
     return a.source != "Builtin"
-
-
-def _revision_of_hub_id(a: AdapterSpec) -> bool:
-    return a.revision is None or a.source == "HubId"
-
-
-def _path_known_to_pods(a: AdapterSpec) -> bool:
-    return a.source != "RelativePath"
 
 
 ADAPTER = (
@@ -31,20 +35,12 @@ ADAPTER = (
     ),
     Rule(
         field="revision",
-        cel="!has(self.revision) || !(self.id.startsWith('/') || self.id.startsWith('./')"
-        " || self.id.startsWith('../') || self.id.startsWith('builtin/'))",
-        holds=_revision_of_hub_id,
+        cel=REVISION_OF_HUB_ID_CEL,
+        holds=revision_of_hub_id,
         problem="only adapters from the hub have revisions",
         remedy="remove revision",
     ),
-    Rule(
-        field="id",
-        cel="!self.id.startsWith('./') && !self.id.startsWith('../')",
-        holds=_path_known_to_pods,
-        problem="relative paths work only with `mmd up`",
-        remedy="use a hub id, or an absolute path in the image or on a claim",
-        cluster_only=True,
-    ),
+    KNOWN_TO_PODS,
 )
 
 
@@ -62,3 +58,6 @@ class AdapterSpec(ApiModel, rules=ADAPTER):
     def source(self) -> ModelSource:
         """Kind of name that `id` is, by its prefix."""
         return source_of(self.id)
+
+
+ModelOrAdapter = TypeVar("ModelOrAdapter", ModelSpec, AdapterSpec)

@@ -12,7 +12,7 @@ from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
 from mmd_api.spec.engine import EngineSpec, VllmPoolSpec
 from mmd_api.spec.gateway import GatewaySpec
-from mmd_api.spec.model import MODELS_FOLDER, ModelSpec
+from mmd_api.spec.model import MODELS_FOLDER, NO_HUB_ID, PATH, ModelSpec, begins_with
 from mmd_api.spec.nats import NatsSpec
 from mmd_api.spec.observability import ObservabilitySpec, SloSpec
 from mmd_api.spec.pods import ImageSpec
@@ -173,16 +173,10 @@ def _adapters_beside_model(s: MultimodalDeploymentSpec) -> bool:
     return not {a.name for a in s.engine.adapters} & set(s.model.names)
 
 
-_CEL_IS_PATH = (
-    "self.model.id.startsWith('/') || self.model.id.startsWith('./') || self.model.id.startsWith('../')"
-)
-
-
 ADAPTERS = (
     Rule(
         field="engine.adapters",
-        cel="self.model.storage.type != 'Hub' || self.engine.adapters.all(a, !(a.id.startsWith('/') || a.id.startsWith('./')"
-        " || a.id.startsWith('../') || a.id.startsWith('builtin/')))",
+        cel=f"self.model.storage.type != 'Hub' || self.engine.adapters.all(a, !({begins_with('a.id', NO_HUB_ID)}))",
         holds=_adapters_from_the_hub,
         problem="adapters are where model.storage has the model, and a path cannot be downloaded from the hub",
         remedy="set id to a hub id such as org/adapter, or model.storage.type: Image or PersistentVolumeClaim",
@@ -198,7 +192,7 @@ ADAPTERS = (
     Rule(
         field="engine.adapters",
         cel="self.engine.adapters.all(a, size(self.model.servedName) > 0 ? !(a.name in self.model.servedName)"
-        f" : ({_CEL_IS_PATH}) ? a.name.contains('/') || !(self.model.id.endsWith('/' + a.name) || self.model.id.endsWith('/' + a.name + '/'))"
+        f" : ({begins_with('self.model.id', PATH)}) ? a.name.contains('/') || !(self.model.id.endsWith('/' + a.name) || self.model.id.endsWith('/' + a.name + '/'))"
         " : a.name != self.model.id)",
         holds=_adapters_beside_model,
         problem="an adapter has a name of the model, under which clients request the model without an adapter",

@@ -19,6 +19,7 @@ from mmd_api.spec.engine_arguments import (
     none_of,
     spelled,
 )
+from mmd_api.spec.fields import keyed_by
 
 EngineType = Literal["Native", "VLLM"]
 KvCacheDtype = Literal["Auto", "Fp8E4M3", "Fp8E5M2"]
@@ -173,7 +174,7 @@ class EngineSpec(ApiModel, rules=ENGINE):
         list[AdapterSpec],
         Field(
             max_length=MAX_ADAPTERS,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+            json_schema_extra=keyed_by("name"),
         ),
     ] = []
     """LoRA adapters of the model, each of which clients request as a model of its own. Only with type VLLM."""

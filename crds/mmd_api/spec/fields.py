@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
+from pydantic.types import JsonValue
+
+
+def keyed_by(field: str) -> dict[str, JsonValue]:
+    """Of the schema of a list whose entries have this key: `kubectl apply` merges them one by one, and none may stand there twice."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
+
 
 Name = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -33,9 +33,54 @@ MODELS_FOLDER = "/models"
 DEMO_MODEL = "builtin/demo"
 
 
+class Located(Protocol):
+    """What has an id like that of a model."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Kind of name that its id is."""
+
+    @property
+    def revision(self) -> str | None:
+        """Commit, tag or branch of a hub repository."""
+
+
+RELATIVE = ("./", "../")
+PATH = ("/", *RELATIVE)
+NO_HUB_ID = (*PATH, "builtin/")
+"""What ids begin with that are relative paths, paths, and no ids of the hub."""
+
+
+def begins_with(name: str, prefixes: tuple[str, ...]) -> str:
+    """CEL: a string begins with one of these."""
+    return " || ".join(f"{name}.startsWith('{prefix}')" for prefix in prefixes)
+
+
+REVISION_OF_HUB_ID_CEL = f"!has(self.revision) || !({begins_with('self.id', NO_HUB_ID)})"
+
+
+def revision_of_hub_id(named: Located) -> bool:
+    """Whether only an id of the hub has a revision."""
+    return named.revision is None or named.source == "HubId"
+
+
+def _known_to_pods(named: Located) -> bool:
+    return named.source != "RelativePath"
+
+
+KNOWN_TO_PODS = Rule(
+    field="id",
+    cel="!self.id.startsWith('./') && !self.id.startsWith('../')",
+    holds=_known_to_pods,
+    problem="relative paths work only with `mmd up`",
+    remedy="use a hub id, or an absolute path in the image or on a claim",
+    cluster_only=True,
+)
+
+
 def source_of(name: str) -> ModelSource:
     """Kind of name that an id is, by its prefix."""
-    if name.startswith(("./", "../")):
+    if name.startswith(RELATIVE):
         return "RelativePath"
     if name.startswith("/"):
         return "AbsolutePath"
@@ -72,14 +117,6 @@ def _path_on_claim(m: ModelSpec) -> bool:
         or m.id == MODELS_FOLDER
         or m.id.startswith(f"{MODELS_FOLDER}/")
     )
-
-
-def _revision_of_hub_id(m: ModelSpec) -> bool:
-    return m.revision is None or m.source == "HubId"
-
-
-def _path_known_to_pods(m: ModelSpec) -> bool:
-    return m.source != "RelativePath"
 
 
 def _served_names_unique(m: ModelSpec) -> bool:
@@ -128,8 +165,7 @@ MODEL = (
     ),
     Rule(
         field="id",
-        cel="self.storage.type != 'Hub' || !(self.id.startsWith('/') || self.id.startsWith('./')"
-        " || self.id.startsWith('../') || self.id.startsWith('builtin/'))",
+        cel=f"self.storage.type != 'Hub' || !({begins_with('self.id', NO_HUB_ID)})",
         holds=_hub_id,
         problem="a path cannot be downloaded from the hub",
         remedy="set storage.type: Image or PersistentVolumeClaim, or a hub id such as org/model",
@@ -144,20 +180,12 @@ MODEL = (
     ),
     Rule(
         field="revision",
-        cel="!has(self.revision) || !(self.id.startsWith('/') || self.id.startsWith('./')"
-        " || self.id.startsWith('../') || self.id.startsWith('builtin/'))",
-        holds=_revision_of_hub_id,
+        cel=REVISION_OF_HUB_ID_CEL,
+        holds=revision_of_hub_id,
         problem="only models from the hub have revisions",
         remedy="remove revision",
     ),
-    Rule(
-        field="id",
-        cel="!self.id.startsWith('./') && !self.id.startsWith('../')",
-        holds=_path_known_to_pods,
-        problem="relative paths work only with `mmd up`",
-        remedy="use a hub id, or an absolute path in the image or on a claim",
-        cluster_only=True,
-    ),
+    KNOWN_TO_PODS,
     Rule(
         field="servedName",
         cel=None,

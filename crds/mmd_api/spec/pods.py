@@ -8,7 +8,16 @@ from pydantic import Field
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
-from mmd_api.spec.fields import Annotations, CpuQuantity, Labels, LabelValue, Name, QualifiedName, Quantity
+from mmd_api.spec.fields import (
+    Annotations,
+    CpuQuantity,
+    Labels,
+    LabelValue,
+    Name,
+    QualifiedName,
+    Quantity,
+    keyed_by,
+)
 
 RESERVED_LABEL_DOMAINS = ("app.kubernetes.io/", "serving.multimodal.dev/")
 
@@ -140,7 +149,7 @@ class PodTemplate(ApiModel, rules=POD_TEMPLATE):
         list[EnvVar],
         Field(
             max_length=64,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+            json_schema_extra=keyed_by("name"),
         ),
     ] = []
     """Environment variables added to the container. They override those of the operator, except MMD_ variables."""

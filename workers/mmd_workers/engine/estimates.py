@@ -13,9 +13,7 @@ class Estimates:
     def __init__(self) -> None:
         self.prefill_tokens_per_second = 0.0
         self.step_seconds = 0.0  # of steps that decode
-        self.itl_seconds = (
-            0.0  # less than that where a step yields several tokens of a sequence: with speculative decoding
-        )
+        self.itl_seconds = 0.0  # less where a step yields several tokens of a sequence
 
     def add(self, output: StepOutput) -> None:
         """Count a step. What decoding takes of one that also prefills is estimated from those before."""

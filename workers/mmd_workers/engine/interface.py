@@ -104,9 +104,7 @@ class EngineStats:
     waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
     blocked_tokens: int  # those of them that come after a missing feature
     preemptions: int
-    prefix_hit_tokens: (
-        int  # of all prompts at their first admission: with KV in the prefix cache, and without
-    )
+    prefix_hit_tokens: int  # of prompts at their first admission: with KV in the prefix cache, and without
     prefix_miss_tokens: int
     prefill_tokens_per_second: float
     itl_seconds: float  # from one token of a sequence to its next one

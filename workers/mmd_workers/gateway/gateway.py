@@ -28,8 +28,8 @@ MAX_NAME_CHARACTERS = 256  # of an unknown model, in the error
 class Gateway:
     """Everything that requests share.
 
-    `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model. `draining`: about to end; connections are closed after their next
-    answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
+    `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model.
+    `draining`: about to end; connections are closed after their next answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
 
     pod: str

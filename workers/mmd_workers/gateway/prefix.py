@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmd_workers.engine.blocks import block_hash, root_of
+from mmd_workers.engine.blocks import extend_identities, root_of
 from mmd_workers.wire.messages import FeatureRef, Heartbeat
 
 MAX_HASHED_BLOCKS = 1024  # of a prompt, for locality: about 10 ms
@@ -19,9 +19,7 @@ def prefix_blocks(
     if not size:
         return ()
     spans = [(start, length, feature.feature_id) for feature in features for start, length in feature.ranges]
-    blocks: list[str] = []
-    parent = root_of(adapter)
-    for start in range(0, min(len(token_ids), MAX_HASHED_BLOCKS * size) - size + 1, size):
-        parent = block_hash(parent, token_ids[start : start + size], start, spans)
-        blocks.append(parent.hex())
-    return tuple(blocks)
+    identities: list[bytes] = []
+    whole = min(len(token_ids) // size, MAX_HASHED_BLOCKS)
+    extend_identities(identities, token_ids, spans, size, whole, root_of(adapter))
+    return tuple(identity.hex() for identity in identities)
