@@ -43,7 +43,7 @@ async def launch(
         engine: dict | None = None,
         **gateway,
     ) -> Running:
-        pipeline = pipeline_config(f"t{next(_names)}", gateway, model, encoder, engine)
+        pipeline = pipeline_config(f"gateway{next(_names)}", gateway, model, encoder, engine)
         settings = WorkerSettings(
             pipeline=pipeline,
             pod="gateway-0",

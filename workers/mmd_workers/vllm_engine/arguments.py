@@ -58,7 +58,7 @@ def engine_arguments(
     return {
         **extra_arguments.parsed(settings.extra_args, field),
         "model": str(folder),
-        "served_model_name": list(spec.model.names),
+        "served_model_name": spec.model.id,
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
         "model_loader_extra_config": {weights.SUPPRESSED: list(adapter.placeholder_ids(vocabulary))},
