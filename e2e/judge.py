@@ -141,14 +141,18 @@ def _explains(kill: Struck, deletions: Sequence[Struck], without_gateway: Sequen
     of another gateway, which may drain since it was deleted, breaks by none of that, and no stream that began after the kill: the
     container that replaces the killed one has the name of the same pod. A request that found no gateway is refused until nodes no
     longer route to the dead one, or until one is Ready again if this kill left none; where one was deleted during the request, that
-    may have been its gateway.
+    may have been its gateway. Silence without a response's head is that of the killed pod, also where the same pod was deleted.
     """
     if not end["broken"] or end["ended"] + 1 < kill.began:
         return False
     if end["tokens"] or end["gateway"]:
         if end["gateway"] != kill.pod or end["began"] > kill.ended:
             return False
-    elif any(end["began"] <= deletion.ended and deletion.began <= end["ended"] for deletion in deletions):
+    elif any(
+        end["began"] <= deletion.ended and deletion.began <= end["ended"]
+        for deletion in deletions
+        if not (end["silent"] and deletion.pod == kill.pod)
+    ):
         return False
     routed = kill.ended + RETURN_SECONDS
     if end["tokens"] or end["silent"]:

@@ -137,7 +137,7 @@ class Storm:
                     await asyncio.sleep(began + len(tokens) / LONG_TOKENS_PER_SECOND - time.time())
         except Exception as trouble:  # noqa: BLE001 - whatever it is, it is counted
             error = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
-            silent = kind == "long" and bool(gateway) and isinstance(trouble, openai.APITimeoutError)
+            silent = kind == "long" and isinstance(trouble, openai.APITimeoutError)
             broken = silent or _connection_broke(trouble)
         ended = time.time()
         report(

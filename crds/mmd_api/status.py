@@ -171,6 +171,10 @@ class PoolsStatus(ApiModel):
         return " ".join(f"{letter} {p.ready}/{p.desired}" for letter, p in entries if p is not None)
 
 
+def _is_empty(values: list[object]) -> bool:
+    return not values
+
+
 class PinnedAdapter(ApiModel):
     """Commit of an adapter's hub repository."""
 
@@ -194,6 +198,7 @@ class PinnedRevision(ApiModel):
         Field(
             max_length=MAX_ADAPTERS,
             json_schema_extra=keyed_by("name"),
+            exclude_if=_is_empty,  # pods and operators of the release before do not know the field
         ),
     ] = []
     """Commits of the adapters from the hub."""

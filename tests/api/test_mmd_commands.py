@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mmd_cli import program
+from mmd_cli.commands import validate as validate_command
 from tests.support.manifests import base_manifest, merge
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -70,6 +71,24 @@ def test_a_relative_model_path_is_valid_with_a_note_that_it_is_local_only():
     assert result.exit_code == 0
     assert "valid for `mmd up` only" in result.stdout
     assert mmd("render", "-f", "-", stdin=yaml.safe_dump(manifest)).exit_code == 1
+
+
+def test_relative_adapters_are_looked_for_beside_the_file_and_a_path_that_ids_cannot_have_is_named(
+    tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(validate_command, "engine_faults", lambda engine: asked.append(engine.adapters) or [])
+    engine = {"type": "VLLM", "adapters": [{"name": "sql", "id": "./sql"}]}
+    manifest = yaml.safe_dump(merge(base_manifest(), {"spec": {"engine": engine}}))
+    for folder, code in (("good", 0), ("my folder", 1)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "one.yaml"
+        file.write_text(manifest)
+        result = mmd("validate", "-f", str(file))
+        assert result.exit_code == code, result.output
+    assert [[one.id for one in adapters] for adapters in asked] == [[str(tmp_path / "good" / "sql")]]
+    assert "spec.engine.adapters[sql].id: " in result.output
+    assert "has characters that an id cannot have" in result.output
 
 
 def test_render_takes_the_namespace_of_the_command_line_before_that_of_the_file():

@@ -5,6 +5,7 @@ import pytest
 from mmd_api import pipeline
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_api.resource import MultimodalDeployment
+from mmd_api.status import MultimodalDeploymentStatus, PinnedRevision
 from tests.support.manifests import base_manifest, merge
 
 
@@ -145,3 +146,13 @@ def test_a_worker_configuration_survives_a_round_trip(tmp_path):
     config = PipelineConfig.load(tmp_path / "decode.json")
     assert config == PipelineConfig.of(spec, "default", "sample", "decode")
     assert config.spec.decode.max_sequences == spec.decode.max_sequences
+
+
+def test_pods_of_the_release_before_read_the_pin_of_a_revision_without_adapters():
+    """They refuse fields that they do not know, and are not replaced when the operator is upgraded."""
+    pin = PinnedRevision(revision="0123456789", identity="abcdefabcd", commit="a" * 40, image="r/w@sha256:1")
+    text = PipelineConfig.text_for(
+        MultimodalDeployment.parse(base_manifest()).spec, "default", "sample", "decode", pin
+    )
+    assert set(json.loads(text)["pinned"]) == {"revision", "identity", "commit", "image"}
+    assert "adapters" not in MultimodalDeploymentStatus(pinned=[pin]).model_dump(by_alias=True)["pinned"][0]

@@ -237,6 +237,16 @@ def test_a_paced_stream_that_falls_silent_is_lost_unless_its_gateway_was_killed(
     assert verdict(sent(0), silent | {"kind": "long"}, *again, struck=(KILLED,)) == found
 
 
+@pytest.mark.parametrize(("deleted", "found"), [("g-1", {"cut": 1}), ("g-2", {"lost": 1})])
+def test_silence_without_a_head_is_that_of_a_killed_gateway_unless_another_was_deleted(
+    deleted: str, found: dict[str, int]
+) -> None:
+    silent = broken(0, began=104.0, ended=170.0, tokens=[], gateway="", silent=True) | {"kind": "long"}
+    again = (sent(0, 1, 172.0), ended(0, 1, began=172.0, ended=180.0))
+    deletion = Struck(120.0, 120.0, "gateway", deleted, killed=False)
+    assert verdict(sent(0), silent, *again, struck=(KILLED, deletion)) == found
+
+
 def test_a_timeout_is_not_excused_by_a_killed_gateway() -> None:
     lines = (sent(0), broken(0, broken=False), sent(0, 1), ended(0, 1))
     assert verdict(*lines, struck=(KILLED,)) == {"lost": 1}

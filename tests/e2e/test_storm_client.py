@@ -59,12 +59,18 @@ async def test_neither_an_error_nor_a_late_answer_is_a_broken_connection():
 
 
 @pytest.mark.parametrize(("kind", "is_broken"), [("long", True), ("text", False)])
+@pytest.mark.parametrize("headed", [True, False])
 async def test_silence_breaks_an_answer_that_is_read_at_a_pace_and_no_other(
-    kind: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    is_broken: bool,
+    headed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(HEAD.replace(b"\r\n\r\n", b"\r\nx-mmd-gateway: g-1\r\n\r\n"))
+        if headed:
+            writer.write(HEAD.replace(b"\r\n\r\n", b"\r\nx-mmd-gateway: g-1\r\n\r\n"))
         await reader.read()
         writer.close()
 
@@ -78,4 +84,8 @@ async def test_silence_breaks_an_answer_that_is_read_at_a_pace_and_no_other(
         question = {"question": 0, "kind": kind, "seed": 1, "phase": "storm"}
         assert await storm._send(question, 0) is is_broken
     said = json.loads(capsys.readouterr().out)
-    assert (said["silent"], said["broken"], said["gateway"]) == (is_broken, is_broken, "g-1")
+    assert (said["silent"], said["broken"], said["gateway"]) == (
+        is_broken,
+        is_broken,
+        "g-1" if headed else "",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,36 @@ def test_an_adapter_from_the_hub_is_named_by_its_commit_and_later_pods_take_the_
     later = identified(settings(model, pinned, adapters))
     assert (later.adapter_commits, later.mesh) == (first.adapter_commits, first.mesh)
     assert identified(settings(model, adapters=adapters)).identity != first.identity
+
+
+def test_a_pinned_adapter_is_not_fetched_by_pods_that_only_need_its_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fetched(*_: object, **__: object) -> str:
+        raise AssertionError("its repository may be gone")
+
+    monkeypatch.setattr(source, "snapshot_download", fetched)
+    weights = identity.identity_of(code_fingerprint(), weights_fingerprint(model), {"sql": "a" * 40})
+    pinned = PinnedRevision(
+        revision="0123456789", identity=weights, adapters=[PinnedAdapter(name="sql", commit="a" * 40)]
+    )
+    found = identified(settings(model, pinned, {"sql": "org/sql"}))
+    assert found.adapter_commits == {"sql": "a" * 40}
+    assert [one.revision for one in found.pipeline.spec.engine.adapters] == ["a" * 40]
+
+
+def test_the_adapter_whose_commit_differs_from_the_pinned_one_is_named(model: Path, tmp_path: Path):
+    running = replace(
+        identified(settings(model, adapters={"sql": str(adapter(tmp_path / "sql"))})),
+        adapter_commits={"sql": "a" * 40, "poems": "c" * 40},
+    )
+    pinned = PinnedRevision(
+        revision="0123456789",
+        identity="ffffffffff",
+        adapters=[PinnedAdapter(name="sql", commit="b" * 40), PinnedAdapter(name="poems", commit="c" * 40)],
+    )
+    with pytest.raises(RevisionMismatchError) as other:
+        check_pinned(running, settings(model, pinned, {"sql": "org/sql"}).pipeline)
+    assert f"commit {'a' * 40} of adapter sql, pinned {'b' * 40}" in other.value.message
+    assert "of adapter poems" not in other.value.message
+    assert "or of one of spec.engine.adapters" in other.value.message

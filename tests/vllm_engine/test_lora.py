@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from mmd_api.contract.errors import EngineSettingsError, StepFailedError, UnsupportedModelError
+from mmd_api.contract.errors import (
+    BadLogitsError,
+    EngineSettingsError,
+    MemoryBudgetError,
+    StepFailedError,
+    UnsupportedModelError,
+)
 from mmd_api.contract.load import PodLoad
 from mmd_api.spec.adapters import AdapterSpec
 from mmd_workers.gateway.prefix import prefix_blocks
@@ -141,10 +148,29 @@ def test_a_request_for_an_adapter_that_is_not_loaded_fails_alone(core, adapted):
     assert cores.ask(core, adapted.text) == adapted.answers["text", BASE]
 
 
-def test_a_warm_up_runs_an_adapter_and_leaves_nothing(core, adapted):
+def test_a_warm_up_runs_every_adapter_and_leaves_nothing(core, adapted):
     core.warm_up()
     cores.assert_empty(core)
     assert cores.ask(core, adapted.text, adapted.text.by("two")) == adapted.answers["text", "two"]
+
+
+def test_vllms_metric_of_adapters_names_those_that_run_now(core, adapted):
+    def series() -> list[dict[str, str]]:
+        found = [f for f in core.metrics.registry.collect() if f.name == "vllm:lora_requests_info"]
+        return [sample.labels for family in found for sample in family.samples]
+
+    for name in ("two", "one", BASE):
+        core.add(f"by {name}", adapted.text.by(name), stop_after_prefill=False)
+    cores.step(core, None, lambda done: len(done.tokens) == 3)
+    core.stats()
+    (running,) = series()
+    assert set(running["running_lora_adapters"].split(",")) == {"one", "two"}
+    core.abort("by two")
+    core.stats()
+    assert [one["running_lora_adapters"] for one in series()] == ["one"]
+    cores.step(core)
+    core.stats()
+    assert [one["running_lora_adapters"] for one in series()] == [""]
 
 
 def test_ranks_and_slots_come_from_the_adapters_and_one_slot_stays_empty_on_cpus(adapted):
@@ -173,6 +199,32 @@ def test_what_adapters_take_is_counted_before_the_kv_pool_is_made(core, adapted)
     own = sum(weights.nbytes for model in manager.list_adapters().values() for weights in tensors_of(model))
     assert slots + own <= counted <= 4 * (slots + own)
     assert lora.memory_bytes([], adapted.folder, cores.CPU, 4, 64) == 0
+
+
+@pytest.mark.parametrize(("itemsize", "copied"), [(4, 4), (2, 6)])
+def test_a_steps_copies_of_half_precision_are_counted_in_both_precisions(adapted, itemsize, copied):
+    """What vLLM's CPU kernel gathers for each token, it converts to float32."""
+    loras = lora.found(specs(adapted.adapters))
+    at_rest, in_a_step = (
+        lora.memory_bytes(loras, adapted.folder, cores.CPU, itemsize, tokens) for tokens in (0, 10)
+    )
+    widest = max(columns for _, columns in lora._matrices(adapted.folder))
+    assert in_a_step - at_rest == 10 * 8 * widest * copied
+
+
+def test_where_adapters_leave_too_little_memory_the_message_has_what_they_take(adapted, monkeypatch):
+    def pool(*_: object, **__: object) -> int:
+        raise MemoryBudgetError("enough KV for 3 tokens")
+
+    monkeypatch.setattr(arguments, "kv_pool_bytes", pool)
+    pod, config = cores.pod_of(adapted.folder), load_config(adapted.folder)
+    for loras, words in (
+        (lora.found(specs(adapted.adapters)), "MiB are for spec.engine.adapters"),
+        ([], "3 tokens"),
+    ):
+        with pytest.raises(MemoryBudgetError, match=f"{words}.*$") as refused:
+            arguments.engine_arguments(pod, adapted.folder, adapter_for(config), cores.CPU, "engine", loras)
+        assert ("adapters" in refused.value.message) == bool(loras)
 
 
 def test_the_kv_pool_is_made_of_what_adapters_leave(adapted, monkeypatch):
@@ -254,6 +306,20 @@ def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_n
         core.shut_down()
 
 
+def test_ranks_that_share_a_head_of_keys_and_values_answer_with_an_adapter(tmp_path):
+    """vLLM counts the copies of such a head, and the adapter has it once."""
+    size = cores.random_model.Size(hidden=128, kv_heads=1)
+    folder = cores.random_model.build("qwen2_vl", tmp_path / "model", size=size)
+    asked = cores.question(folder, LONG)
+    loras = {"one": adapters.write(tmp_path / "one", asked.served.model, seed=1, targets=adapters.ALL_LINEAR)}
+    answers = {name: asked.answer(TOKENS, loras.get(name)) for name in (BASE, "one")}
+    core = cores.make(folder, vllm={"tensorParallelSize": 2}, adapters=loras)
+    try:
+        assert {name: cores.ask(core, asked, asked.by(name)) for name in answers} == answers
+    finally:
+        core.shut_down()
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -318,6 +384,41 @@ def test_an_adapter_of_a_model_of_another_size_is_refused_with_its_first_tensor(
         refusal = refused(core, folder)
         assert f"its tensor {tensor} has the shape {list(shape)}, and the model's layer has " in refusal
         assert words in refusal
+
+
+def test_half_of_a_layer_or_a_rank_other_than_the_configurations_is_refused(core, adapted, tmp_path):
+    """vLLM itself would answer as the model alone there, or scale what the tensors make wrongly."""
+    name = f"{adapters.PREFIX}{next(iter(adapters.linears(adapted.whole)))}"
+    folder = adapters.write(tmp_path / "bad", adapted.whole, seed=3)
+    whole = load_file(folder / "adapter_model.safetensors")
+    for missing, left in (("A", "B"), ("B", "A")):
+        some = {key: value for key, value in whole.items() if key != f"{name}.lora_{missing}.weight"}
+        save_file(some, folder / "adapter_model.safetensors")
+        assert f"it has lora_{left} alone" in refused(core, folder)
+    save_file({}, folder / "adapter_model.safetensors")
+    assert "it has no tensors" in refused(core, folder)
+    adapters.write(folder, adapted.whole, seed=3, rank=4, r=8)
+    assert "are 4 and 4, and its configuration has [8]" in refused(core, folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_with_values_that_are_no_numbers_is_refused_with_the_tensor(
+    core, adapted, tmp_path, value
+):
+    layer, module = next(iter(adapters.linears(adapted.whole).items()))
+    tensor = f"{adapters.PREFIX}{layer}.lora_A.weight"
+    bad = torch.full((8, module.in_features), value)
+    folder = adapters.write(tmp_path / "bad", adapted.whole, seed=3, also={tensor: bad})
+    assert f"its tensor {tensor} has values that are not numbers, or infinite" in refused(core, folder)
+
+
+def test_an_adapter_whose_values_overflow_is_named_before_the_pod_is_ready(adapted, tmp_path):
+    folder = adapters.write(tmp_path / "huge", adapted.whole, seed=3, strength=1e30)
+    core = cores.make(adapted.folder, adapters={"huge": folder, **adapted.adapters})
+    with pytest.raises(
+        BadLogitsError, match="adapter huge and the model computed logits that are not numbers"
+    ):
+        core.warm_up()
 
 
 def refused(core, folder: Path) -> str:

@@ -20,8 +20,9 @@ from typing import Generic
 from mmd_api.contract.errors import RevisionMismatchError
 from mmd_api.contract.version import WIRE_VERSION
 from mmd_api.pipeline import PipelineConfig
-from mmd_api.spec.adapters import ModelOrAdapter
+from mmd_api.spec.adapters import AdapterSpec, ModelOrAdapter
 from mmd_api.spec.model import ModelSpec
+from mmd_api.status import PinnedRevision
 from mmd_workers.model import source
 from mmd_workers.settings import WorkerSettings
 
@@ -44,8 +45,7 @@ def identified(settings: WorkerSettings) -> WorkerSettings:
     used = _Used.of(model, pinned.commit if pinned is not None else None, source.resolve)
     commits = {adapter.name: adapter.commit for adapter in pinned.adapters} if pinned is not None else {}
     adapters = [
-        _Used.of(adapter, commits.get(adapter.name), source.resolve_adapter)
-        for adapter in settings.pipeline.spec.engine.adapters
+        _adapter(adapter, commits.get(adapter.name)) for adapter in settings.pipeline.spec.engine.adapters
     ]
     engine = settings.pipeline.spec.engine.model_copy(update={"adapters": [one.spec for one in adapters]})
     spec = settings.pipeline.spec.model_copy(update={"model": used.spec, "engine": engine})
@@ -74,21 +74,31 @@ def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
     pinned = config.pinned
     if pinned is None or not settings.identity or pinned.identity == settings.identity:
         return
-    commits = f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
+    adapters = ", or of one of spec.engine.adapters," if config.spec.engine.adapters else ""
     raise RevisionMismatchError(
         f"pod {settings.pod} runs code and weights {settings.identity}, but revision {config.revision} is pinned to "
-        f"{pinned.identity} ({commits}): the image tag, the branch or the files of the model changed after the revision was pinned; set "
-        f"spec.image.worker to a digest ({pinned.image or 'see status.pinned'} keeps what is running) and spec.model.revision to a commit"
+        f"{pinned.identity} ({'; '.join(_commits(settings, pinned))}): the image tag, or the branch or files of the model{adapters} "
+        f"changed after the revision was pinned; set spec.image.worker to a digest ({pinned.image or 'see status.pinned'} keeps what is "
+        "running) and each revision to a commit"
     )
+
+
+def _commits(settings: WorkerSettings, pinned: PinnedRevision) -> Iterator[str]:
+    """The commits that this process uses and those that are pinned."""
+    yield f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
+    for adapter in pinned.adapters:
+        found = settings.adapter_commits.get(adapter.name, "none")
+        if found != adapter.commit:
+            yield f"commit {found} of adapter {adapter.name}, pinned {adapter.commit}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Used(Generic[ModelOrAdapter]):
-    """A model or an adapter, with the commit of its hub repository that is used from now on."""
+    """A model or an adapter, with the commit of its hub repository that is used from now on. `weights`: what they are known by."""
 
     spec: ModelOrAdapter
-    folder: Path
     commit: str | None
+    weights: str
 
     @classmethod
     def of(
@@ -100,12 +110,14 @@ class _Used(Generic[ModelOrAdapter]):
         commit = source.commit_of(folder, spec)
         if commit is not None:  # the branch may move before the weights are fetched
             spec = spec.model_copy(update={"revision": commit})
-        return cls(spec, folder, commit)
+        return cls(spec, commit, commit or weights_fingerprint(folder))
 
-    @property
-    def weights(self) -> str:
-        """What its weights are known by."""
-        return self.commit or weights_fingerprint(self.folder)
+
+def _adapter(spec: AdapterSpec, pinned: str | None) -> _Used[AdapterSpec]:
+    """One that is pinned is not fetched: pods without an engine need no adapter, and start also while the hub does not have it."""
+    if pinned is not None and spec.source == "HubId":
+        return _Used(spec.model_copy(update={"revision": pinned}), pinned, pinned)
+    return _Used.of(spec, None, source.resolve_adapter)
 
 
 def identity_of(code: str, weights: str, adapters: Mapping[str, str] | None = None) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
 from mmd_api.resource import load_all
 from mmd_cli.console import fail, fail_with_faults
 from mmd_cli.local.engines import EngineMissingError, engine_faults
+from mmd_cli.local.located import located
 
 
 def validate(
@@ -30,7 +32,8 @@ def validate(
     for file in files:
         try:
             deployments = load_all(file)
-            if faults := [f for one in deployments for f in engine_faults(one.spec.engine)]:
+            here = [located(one, Path(file).parent) for one in deployments]
+            if faults := [f for one in here for f in engine_faults(one.spec.engine)]:
                 raise InvalidDeploymentError(faults)
         except InvalidDeploymentError as error:
             errors[file] = error

@@ -22,12 +22,12 @@ from mmd_api.contract import paths
 from mmd_api.contract.pools import PoolName
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
-from mmd_api.spec.adapters import ModelOrAdapter
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
 from mmd_cli.local.follow import FileFollower
+from mmd_cli.local.located import located
 from mmd_cli.local.pods import LocalPod, component_of, local_pods
 from mmd_cli.local.scale import LocalScaler
 from mmd_cli.local.supervisor import NATS, GaveUpError, Supervisor
@@ -73,18 +73,12 @@ class LocalDeployment:
 
 
 def load(path: Path) -> MultimodalDeployment:
-    """Read the resource; relative paths of the model and of adapters are taken from the file's folder."""
-    deployment = resource.load(path)
-    spec = deployment.spec
+    """Read the resource; relative paths of the model and of adapters are taken from the file's folder.
 
-    def absolute(part: ModelOrAdapter) -> ModelOrAdapter:
-        if part.source != "RelativePath":
-            return part
-        return part.model_copy(update={"id": str((path.parent / part.id).resolve())})
-
-    engine = spec.engine.model_copy(update={"adapters": [absolute(one) for one in spec.engine.adapters]})
-    spec = spec.model_copy(update={"model": absolute(spec.model), "engine": engine})
-    return deployment.model_copy(update={"spec": spec})
+    Raises:
+        InvalidDeploymentError: it is no valid resource, or a path has characters that ids cannot have.
+    """
+    return located(resource.load(path), path.parent)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers import memory
 from mmd_workers.memory import MEBIBYTE
@@ -121,8 +122,8 @@ def _memory(
     kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
     layout = KvLayout(layers, [max(heads, parts)] * layers, [head_dim] * layers, kv_dtype)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return {
-        "kv_cache_memory_bytes": kv_pool_bytes(
+    try:
+        num_bytes = kv_pool_bytes(
             pod,
             device,
             layout,
@@ -131,5 +132,11 @@ def _memory(
             activation_bytes=CPU_ACTIVATION_BYTES * parts,
             weight_bytes=weight_bytes + lora_bytes * parts,
         )
-        // parts
-    }
+    except MemoryBudgetError as error:
+        if not lora_bytes:
+            raise
+        mebibytes = lora_bytes * parts // MEBIBYTE
+        raise MemoryBudgetError(
+            f"{error.message}; {mebibytes} MiB are for spec.engine.adapters: remove some, or use smaller ranks"
+        ) from error
+    return {"kv_cache_memory_bytes": num_bytes // parts}

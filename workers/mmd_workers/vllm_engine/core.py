@@ -44,7 +44,6 @@ from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
 from mmd_workers.vllm_engine.weights import loaded_bytes
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
-BAD_LOGITS = "the model computed logits that are not numbers; check its weights and spec.model.dtype"
 MOST_SUSPICIONS = 2  # attempts of a request that may end with their engine, where others ran beside it
 MAX_PREFIXES = 4096  # blocks whose identity is remembered
 
@@ -75,6 +74,13 @@ class _Reservation:
     blocks: list[KVCacheBlock]
     prompt_tokens: int
     written: int = 0
+
+
+def _bad_logits(adapter: str) -> BadLogitsError:
+    what = f"adapter {adapter} and the model" if adapter else "the model"
+    return BadLogitsError(
+        f"{what} computed logits that are not numbers; check {'their' if adapter else 'its'} weights and spec.model.dtype"
+    )
 
 
 class VllmCore:
@@ -145,10 +151,14 @@ class VllmCore:
         self._core.shutdown()
 
     def warm_up(self) -> None:
-        """Generate two tokens, with an adapter too where there is one, and forget them."""
+        """Generate two tokens, with each adapter too, and forget them.
+
+        Raises:
+            BadLogitsError: the model, or an adapter with it, computes no numbers.
+        """
         self.metrics.paused = True
         try:
-            for adapter in ("", *self._builder.adapters[:1]):
+            for adapter in ("", *self._builder.adapters):
                 self._warm_up(adapter)
         finally:
             self.metrics.paused = False
@@ -163,7 +173,8 @@ class VllmCore:
         try:
             self.add("warm-up", request, stop_after_prefill=False)
             while "warm-up" in self._sequences:
-                self.step()
+                for _, error in self.step().failed:
+                    raise error
         finally:
             self.abort("warm-up")
             self._failure = None  # the first request that fails ends the pod, with its own reason
@@ -493,7 +504,7 @@ class VllmCore:
             return
         if made.num_nans_in_logits:
             self.abort(name)
-            output.failed.append((name, BadLogitsError(BAD_LOGITS)))
+            output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
         for number, token in enumerate(made.new_token_ids):
             last = number == len(made.new_token_ids) - 1

@@ -133,7 +133,12 @@ class VllmHost(SteppedHost):
 
     def _refusal(self, error: Exception) -> EngineSettingsError:
         """Whatever vLLM raises at its start, it is about the model, its settings or the machine."""
-        remedy = f"change spec.model or spec.engine.{self._pod.pool}, or set spec.engine.type: Native"
+        others = (
+            "remove spec.engine.adapters"
+            if self._pod.spec.engine.adapters
+            else "set spec.engine.type: Native"
+        )
+        remedy = f"change spec.model or spec.engine.{self._pod.pool}, or {others}"
         return EngineSettingsError(f"vLLM cannot start: {reason(error)}; {remedy}")
 
     def _rank_lost(self, words: str) -> None:

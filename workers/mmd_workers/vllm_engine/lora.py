@@ -7,7 +7,7 @@ checked before vLLM takes it. An adapter changes linear layers of the language m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models import supports_lora
 from vllm.v1.engine.core import EngineCore
@@ -30,14 +31,21 @@ from mmd_api.spec.engine import EngineSpec
 from mmd_workers.model import source
 from mmd_workers.vllm_engine.reasons import reason
 
+FLOAT32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter whose configuration vLLM takes. `rank`: the largest of its layers."""
+    """An adapter whose configuration vLLM takes. `ranks`: those that its layers may have."""
 
     name: str
     folder: Path
-    rank: int
+    ranks: frozenset[int]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers."""
+        return max(self.ranks)
 
 
 def found(specs: Sequence[AdapterSpec]) -> list[Lora]:
@@ -68,11 +76,11 @@ def _read(name: str, folder: Path) -> Lora:
         if not (folder / source.ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"it has no {source.ADAPTER_WEIGHTS}")
         config = PEFTHelper.from_local_dir(str(folder), None)
-        rank = max([config.r, *config.rank_pattern.values()])
-        config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(rank)))
+        lora = Lora(name, folder, frozenset([config.r, *config.rank_pattern.values()]))
+        config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(lora.rank)))
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise _refusal(name, error) from error
-    return Lora(name, folder, rank)
+    return lora
 
 
 def _refusal(name: str, error: Exception) -> EngineSettingsError:
@@ -119,7 +127,7 @@ def arguments(loras: Sequence[Lora], device: torch.device) -> dict[str, Any]:
 
 def memory_bytes(loras: Sequence[Lora], model: Path, device: torch.device, itemsize: int, tokens: int) -> int:
     """What these adapters take beside the model's weights, at most: their slots in every linear layer, their own weights, and in a step
-    of `tokens` on CPUs a copy of a layer's slot for each token."""
+    of `tokens` on CPUs a copy of a layer's slot for each token, once as it is and once in float32."""
     if not loras:
         return 0
     rank = max(_served_rank(lora.rank) for lora in loras)
@@ -127,7 +135,8 @@ def memory_bytes(loras: Sequence[Lora], model: Path, device: torch.device, items
     slots = _slots(loras, device) * rank * sum(rows + columns for rows, columns in shapes)
     widest = max((columns for _, columns in shapes), default=0)
     own = sum((lora.folder / source.ADAPTER_WEIGHTS).stat().st_size for lora in loras)
-    return (slots + tokens * rank * widest) * itemsize + own
+    copies = tokens * rank * widest * (itemsize + FLOAT32_BYTES if itemsize != FLOAT32_BYTES else itemsize)
+    return slots * itemsize + copies + own
 
 
 def _matrices(folder: Path) -> list[tuple[int, int]]:
@@ -149,19 +158,20 @@ def load(core: EngineCore, loras: Sequence[Lora]) -> dict[str, LoRARequest]:
     for number, lora in enumerate(loras, 1):
         request = LoRARequest(lora.name, number, str(lora.folder))
         try:
-            core.model_executor.collective_rpc(_take, args=(request,))
+            core.model_executor.collective_rpc(_take, args=(request, lora.ranks))
         except Exception as error:
             raise _refusal(lora.name, error) from error
         requests[lora.name] = request
     return requests
 
 
-def _take(worker: Any, request: LoRARequest) -> None:
+def _take(worker: Any, request: LoRARequest, ranks: Set[int]) -> None:
     """On a rank: load an adapter that fits the model."""
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     renamed = mapper.get_rename_mapper() if mapper is not None else None
     layers = _layers(manager)
+    halves: dict[str, dict[bool, int]] = {}  # of a layer: the rank of A and of B
     with safe_open(Path(request.lora_path) / source.ADAPTER_WEIGHTS, framework="pt") as tensors:
         for name in sorted(tensors.keys()):
             module, is_a = parse_fine_tuned_lora_name(name, renamed)
@@ -170,12 +180,31 @@ def _take(worker: Any, request: LoRARequest) -> None:
                     f"its tensor {name} changes no linear layer of this language model: it is of a tower, of a projector or of another "
                     "architecture"
                 )
-            size, shape = layers[module][0 if is_a else 1], tensors.get_slice(name).get_shape()
+            size, tensor = layers[module][0 if is_a else 1], tensors.get_tensor(name)
+            shape = list(tensor.shape)
             if size is not None and size != shape[1 if is_a else 0]:
                 raise ValueError(
                     f"its tensor {name} has the shape {shape}, and the model's layer has {size} {'inputs' if is_a else 'outputs'}"
                 )
+            if not torch.isfinite(tensor.float()).all():
+                raise ValueError(f"its tensor {name} has values that are not numbers, or infinite")
+            halves.setdefault(module, {})[is_a] = shape[0 if is_a else 1] if size is not None else 0
+    _check_halves(halves, ranks)
     worker.add_lora(request)
+
+
+def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Set[int]) -> None:
+    """A layer with one half would answer as the model alone, and one of another rank than its configuration's would be scaled wrongly.
+    A rank of 0 is not told."""
+    if not halves:
+        raise ValueError("it has no tensors")
+    for module, found in halves.items():
+        if len(found) < 2:
+            raise ValueError(f"of {module} it has lora_{'A' if True in found else 'B'} alone")
+        if any(rank and rank not in ranks for rank in found.values()) or len(set(found.values())) > 1:
+            raise ValueError(
+                f"the ranks of its tensors of {module} are {found[True]} and {found[False]}, and its configuration has {sorted(ranks)}"
+            )
 
 
 def _layers(manager: Any) -> dict[str, tuple[int | None, int | None]]:
@@ -186,9 +215,18 @@ def _layers(manager: Any) -> dict[str, tuple[int | None, int | None]]:
         base = getattr(module, "base_layer", None)
         inputs, outputs = getattr(base, "input_size", None), getattr(base, "output_size", None)
         parts = manager.packed_modules.get(name, [])
-        sizes = list(getattr(base, "output_sizes", ()))
+        sizes: list[int | None] = [*_outputs(base)]
         if len(sizes) != len(parts):
             sizes = [None] * len(parts)
         found |= {part: (inputs, size) for part, size in zip(parts, sizes, strict=True)}
         found[name] = (inputs, outputs)
     return found
+
+
+def _outputs(layer: Any) -> list[int]:
+    """Of the layers that this one joins. Where there are fewer heads of keys and values than ranks, vLLM counts copies of them."""
+    if isinstance(layer, QKVParallelLinear):
+        keys, values = layer.head_size, layer.v_head_size
+        heads, shared = layer.total_num_heads, layer.total_num_kv_heads
+        return [heads * keys, shared * keys, shared * values]
+    return list(getattr(layer, "output_sizes", ()))

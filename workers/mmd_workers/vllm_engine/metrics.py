@@ -20,7 +20,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats, SchedulerStats
 from vllm.v1.request import Request
 
-NO_ADAPTERS = LoRARequestStates(log_stats=False)
 PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
 
 
@@ -40,6 +39,18 @@ class _Logger(PrometheusStatLogger):
             setattr(self, name, kind)
         super().__init__(config)
 
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        """Labels of this gauge name the adapters that run and that wait: those of an earlier step are no longer true."""
+        if scheduler_stats is not None and self.gauge_lora_info is not None:
+            self.gauge_lora_info.clear()
+        super().record(scheduler_stats, iteration_stats, *rest, **named)
+
 
 @dataclass(slots=True)
 class _Followed:
@@ -49,6 +60,11 @@ class _Followed:
     stats: RequestStateStats
     prefills: bool = True
     cached_tokens: int = 0
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that the request is for."""
+        return self.request.lora_request.lora_name if self.request.lora_request is not None else None
 
 
 class VllmMetrics:
@@ -60,6 +76,7 @@ class VllmMetrics:
         self._logger = _Logger(config, self.registry)
         self._logger.log_engine_initialized()
         self._requests: dict[str, _Followed] = {}
+        self._adapters = LoRARequestStates(log_stats=True)
 
     def begin(self, request: Request) -> None:
         """Follow a request from now on: to vLLM, it arrives here."""
@@ -67,7 +84,8 @@ class VllmMetrics:
 
     def forget(self, name: str) -> None:
         """Of a request that is aborted, vLLM counts no end."""
-        self._requests.pop(name, None)
+        if (followed := self._requests.pop(name, None)) is not None:
+            self._adapters.request_finished(name, followed.adapter)
 
     def record(self, outputs: Iterable[EngineCoreOutputs], preempted: int) -> None:
         """Count a step, which has preempted some requests."""
@@ -80,6 +98,7 @@ class VllmMetrics:
                 if (request := self._requests.get(one.request_id)) is not None:
                     self._follow(request, one, made.timestamp, iteration)
                     followed = True
+        self._adapters.update_scheduler_stats(load)
         # Beside each request's next output, as vLLM reports it, those would be missing that end here without one.
         iteration.num_preempted_reqs = preempted
         self._logger.record(load, iteration if followed or preempted else None)
@@ -87,6 +106,7 @@ class VllmMetrics:
     def refresh(self, load: SchedulerStats | None) -> None:
         """Show the load between steps: blocks are also reserved and freed there."""
         if not self.paused:
+            self._adapters.update_scheduler_stats(load)
             self._logger.record(load, None)
 
     def _follow(
@@ -94,7 +114,7 @@ class VllmMetrics:
     ) -> None:
         """As vLLM's `OutputProcessor` does."""
         stats, request = followed.stats, followed.request
-        iteration.update_from_output(output, at, followed.prefills, stats, NO_ADAPTERS, None)
+        iteration.update_from_output(output, at, followed.prefills, stats, self._adapters, followed.adapter)
         followed.prefills = False
         if output.prefill_stats is not None:
             followed.cached_tokens = output.prefill_stats.num_cached_tokens
