@@ -201,7 +201,8 @@ def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Set[int]) -> 
     for module, found in halves.items():
         if len(found) < 2:
             raise ValueError(f"of {module} it has lora_{'A' if True in found else 'B'} alone")
-        if any(rank and rank not in ranks for rank in found.values()) or len(set(found.values())) > 1:
+        told = {rank for rank in found.values() if rank}
+        if len(told) > 1 or not told <= ranks:
             raise ValueError(
                 f"the ranks of its tensors of {module} are {found[True]} and {found[False]}, and its configuration has {sorted(ranks)}"
             )
