@@ -25,7 +25,8 @@ demo: install ## Start the whole pipeline on this machine and query it with an i
 
 test: install ## Run all tests that need no cluster (the first run builds the API server with Go, which takes minutes)
 	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone"
+	$(BIN)/python -m pytest -m alone
 	@if test -e $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m pytest tests/vllm_engine tests/wire/test_errors.py; \
 	else \

@@ -114,7 +114,13 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.alone if "rank finds" in name else [], id=name)
+        for name, case in REFUSALS.items()
+    ],
+)
 def test_what_vllm_refuses_at_its_start_is_what_its_condition_and_mmd_up_report(
     case: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @needs_vllm
 @pytest.mark.parametrize("layout", ["monolithic", "E-PD"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, marks=pytest.mark.alone if name == "two ranks" else [], id=name)
+        for name, settings in SETTINGS.items()
+    ],
+)
 def test_vllm_answers_the_same_however_it_computes(
     settings: dict[str, Any], layout: str, monolith: list[str], checkpoint: Path, tmp_path: Path
 ) -> None:

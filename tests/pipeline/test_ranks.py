@@ -17,7 +17,7 @@ from tests.support.processes import children
 from .random_media import KV, content, png
 from .redundant import RESTORE_SECONDS, busy, text_of
 
-pytestmark = [needs_vllm, pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(600)]
 SPEC = {
     "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2}},
     "decode": {"replicas": 2, **KV},

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mmd_api.contract.errors import CapacityError, EngineDeadError, EngineSettingsError
+from mmd_api.contract.errors import BadLogitsError, CapacityError, EngineDeadError, EngineSettingsError
+from mmd_api.spec.engine import EngineSpec
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.pod import Tasks
@@ -41,7 +42,8 @@ def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
 
 
 def made() -> VllmHost:
-    pod: Any = SimpleNamespace(startup=Startup(Metrics(("decode",))), tasks=Tasks(), pool="decode")
+    spec = SimpleNamespace(engine=EngineSpec(type="VLLM"))
+    pod: Any = SimpleNamespace(startup=Startup(Metrics(("decode",))), tasks=Tasks(), pool="decode", spec=spec)
     return VllmHost(pod, CPU)
 
 
@@ -59,6 +61,12 @@ def test_a_pod_whose_first_step_fails_again_does_not_become_ready_and_gives_the_
 
 def test_a_warm_up_that_finds_no_room_is_no_refusal_of_vllm():
     warmed_up(Runner(CapacityError("the pool is small")))
+
+
+def test_a_pod_whose_adapter_computes_no_numbers_does_not_become_ready():
+    bad = BadLogitsError("adapter huge and the model computed logits that are not numbers")
+    with pytest.raises(BadLogitsError, match="adapter huge"):
+        warmed_up(Runner(bad))
 
 
 def test_a_rank_that_ends_in_the_first_step_is_reported_as_such():

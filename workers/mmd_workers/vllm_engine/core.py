@@ -174,7 +174,8 @@ class VllmCore:
             self.add("warm-up", request, stop_after_prefill=False)
             while "warm-up" in self._sequences:
                 for _, error in self.step().failed:
-                    raise error
+                    if isinstance(error, BadLogitsError):  # whatever else failed, the next step raises itself
+                        raise error
         finally:
             self.abort("warm-up")
             self._failure = None  # the first request that fails ends the pod, with its own reason

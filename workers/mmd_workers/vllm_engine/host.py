@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmd_api.contract.errors import EngineDeadError, EngineSettingsError, MmdError
+from mmd_api.contract.errors import BadLogitsError, EngineDeadError, EngineSettingsError, MmdError
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.model.prompt import KvLayout
@@ -157,11 +157,14 @@ class VllmHost(SteppedHost):
 
         Raises:
             EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason.
+            BadLogitsError: the model, or an adapter with it, computes no numbers.
             EngineDeadError: a rank has ended.
         """
         await super().warm_up()
         if self._lost is not None:
             raise self._lost
+        if isinstance(self._refused, MmdError):
+            raise self._refused
         if self._refused is not None:
             raise self._refusal(self._refused) from self._refused
 
@@ -169,7 +172,8 @@ class VllmHost(SteppedHost):
         """Once more where it fails: the engine stays usable, and what does not fail again need not keep the pod from serving."""
         try:
             await super()._warm_up_engine()
-        except MmdError:
+        except MmdError as error:
+            self._refused = error if isinstance(error, BadLogitsError) else None
             raise
         except Exception as error:  # noqa: BLE001  vLLM can raise anything
             log.warning("vLLM's first step failed (%s); it is tried once more", reason(error))
