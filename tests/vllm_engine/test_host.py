@@ -41,7 +41,9 @@ def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
 
 
 def made() -> VllmHost:
-    pod: Any = SimpleNamespace(startup=Startup(Metrics(("decode",))), tasks=Tasks(), pool="decode")
+    settings = SimpleNamespace(group=None)
+    startup = Startup(Metrics(("decode",)))
+    pod: Any = SimpleNamespace(startup=startup, tasks=Tasks(), pool="decode", settings=settings)
     return VllmHost(pod, CPU)
 
 

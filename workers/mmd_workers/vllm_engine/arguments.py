@@ -48,7 +48,7 @@ def engine_arguments(
     vocabulary = config.get_text_config().vocab_size
     settings, field = pod.vllm_spec, f"spec.engine.{pod.pool}"
     batched, eager, drafts = settings.max_num_batched_tokens, settings.enforce_eager, settings.speculative
-    split = settings.tensor_parallel_size > 1
+    split = settings.ranks > 1
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
@@ -93,21 +93,35 @@ def engine_arguments(
             "encoder_cache_manager_cls": f"{module}.{features.FeatureCacheManager.__name__}"
         },
         **lora.arguments(loras, device),
+        **_group(pod),
         **_memory(pod, folder, device, config, longest, size, lora_bytes),
+    }
+
+
+def _group(pod: Pod) -> dict[str, Any]:
+    """Where the ranks of the other pods of a replica are, in vLLM's terms."""
+    if (group := pod.settings.group) is None:
+        return {}
+    return {
+        "nnodes": group.size,
+        "node_rank": group.rank,
+        "master_addr": group.leader,
+        "master_port": pod.settings.ranks_port,
     }
 
 
 def _memory(
     pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int, lora_bytes: int
 ) -> dict[str, Any]:
-    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks share the machine's.
+    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks of a pod share the machine's.
 
     Raises:
         MemoryBudgetError: it does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
     settings = pod.vllm_spec
-    parts = settings.tensor_parallel_size
+    pods = pod.settings.group.size if pod.settings.group is not None else 1
+    parts = settings.ranks // pods
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
             return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts}
@@ -115,12 +129,16 @@ def _memory(
         percent = percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
-    layers = int(text.num_hidden_layers)
+    layers = -(
+        -int(text.num_hidden_layers) // pods
+    )  # a pod holds a share of the KV, whichever way it is divided
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
-    layout = KvLayout(layers, [max(heads, parts)] * layers, [head_dim] * layers, kv_dtype)
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    layout = KvLayout(
+        layers, [max(heads, settings.tensor_parallel_size)] * layers, [head_dim] * layers, kv_dtype
+    )
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // pods
     return {
         "kv_cache_memory_bytes": kv_pool_bytes(
             pod,

@@ -13,11 +13,13 @@ import torch
 from mmd_api.contract.errors import EngineDeadError, EngineSettingsError, MmdError
 from mmd_api.contract.pools import Modality
 from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.group import Leader
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
 from mmd_workers.vllm_engine.environment import prepare_environment
+from mmd_workers.vllm_engine.follower import until_ended
 from mmd_workers.vllm_engine.reasons import reason
 from mmd_workers.wire.messages import GenerateRequest
 
@@ -84,8 +86,12 @@ class VllmHost(SteppedHost):
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
-        self._lost: EngineDeadError | None = None  # how a rank ended
+        self._lost: EngineDeadError | None = None  # how a rank, or another pod of the group, ended
         self._stopping = False
+        self._reason = ""  # why this pod cannot serve
+        self._ended = asyncio.Event()  # another pod of the group has
+        settings = pod.settings
+        self._group = Leader(settings, self._member_lost, self._asked_to_drain) if settings.group else None
 
     @property
     def engine(self) -> VllmEngine:
@@ -107,7 +113,14 @@ class VllmHost(SteppedHost):
                 if not self._stopping:
                     loop.call_soon_threadsafe(self._rank_lost, words)
 
-            core = self._core = await asyncio.to_thread(self._make_core, lost)
+            try:
+                if self._group is not None:
+                    await until_ended(self._group.gather(), self._ended)
+                core = await until_ended(asyncio.to_thread(self._make_core, lost), self._ended)
+            except MmdError as error:
+                self._reason = error.message  # for the followers
+                raise
+            self._core = core
         metrics = self._pod.metrics
         metrics.pass_through(core.metrics.registry)
         metrics.loaded_bytes.inc(core.loaded_bytes)
@@ -140,10 +153,23 @@ class VllmHost(SteppedHost):
         self._lost = EngineDeadError(f"{words}; the pod restarts")
         self._pod.tasks.failed(self._lost)
 
+    def _member_lost(self, words: str) -> None:
+        self._rank_lost(words)
+        self._ended.set()
+        if self._core is not None:
+            self._pod.tasks.in_background(asyncio.to_thread(self._core.give_up), "give-up")
+
+    def _asked_to_drain(self, words: str) -> None:
+        log.info("%s: draining", words)
+        self._pod.tasks.stopping.set()
+
     async def stop(self) -> None:
-        """End the engine's thread after its current step, and what vLLM has started."""
+        """End the engine's thread after its current step, what vLLM has started, and the other pods of the group."""
         self._stopping = True
         await super().stop()
+        if self._group is not None:
+            failure = self._pod.tasks.failure
+            await self._group.close(self._reason or (str(failure) if failure is not None else ""))
         if self._core is not None:
             await asyncio.to_thread(self._core.shut_down)
 

@@ -1,0 +1,164 @@
+"""The connection between the pods of one replica: they start together, and the end of one is the end of all, with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
+from mmd_api.pipeline import PipelineConfig
+from mmd_workers import group as group_module
+from mmd_workers.group import NO_REASON, Follower, Leader
+from mmd_workers.settings import Group, WorkerSettings
+
+_numbers = itertools.count(random.randrange(1, 1 << 14))
+SECONDS = 20
+
+
+def settings(rank: int, size: int, address: str, port: int, revision: str = "r1") -> WorkerSettings:
+    spec = {"model": {"id": "builtin/demo"}, "decode": {"gpus": 0}}
+    config = {"namespace": "test", "name": "group", "revision": revision, "spec": spec}
+    pipeline = PipelineConfig.model_validate(config)
+    one = WorkerSettings(pipeline, f"pod-{rank}", address, port, "", threads=1)
+    return WorkerSettings(
+        **{name: getattr(one, name) for name in one.__dataclass_fields__}
+        | {"group": Group(size, rank, address)}
+    )
+
+
+def place() -> tuple[str, int]:
+    number = next(_numbers)
+    address = f"127.77.{number // 250 % 250}.{1 + number % 250}"
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]
+
+
+@dataclass
+class Started:
+    """A leader with its followers. `lost`, `drains`: what the leader was told of."""
+
+    leader: Leader
+    followers: list[Follower]
+    lost: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    drains: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+
+@asynccontextmanager
+async def started(size: int = 3) -> AsyncIterator[Started]:
+    address, port = place()
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    drains: asyncio.Queue[str] = asyncio.Queue()
+    leader = Leader(settings(0, size, address, port), lost.put_nowait, drains.put_nowait)
+    followers = [Follower(settings(rank, size, address, port)) for rank in range(1, size)]
+    async with asyncio.timeout(SECONDS):
+        joining = [asyncio.create_task(follower.join()) for follower in followers]
+        await asyncio.gather(leader.gather(), *joining)
+        try:
+            yield Started(leader, followers, lost, drains)
+        finally:
+            await leader.close("")
+            for follower in followers:
+                await follower.close("")
+
+
+async def test_no_follower_starts_before_all_have_joined():
+    address, port = place()
+    leader = Leader(settings(0, 3, address, port), print, print)
+    first, second = (Follower(settings(rank, 3, address, port)) for rank in (1, 2))
+    async with asyncio.timeout(SECONDS):
+        joining = asyncio.create_task(first.join())  # before there is a leader
+        gathering = asyncio.create_task(leader.gather())
+        done, _ = await asyncio.wait({joining, gathering}, timeout=1.5)
+        assert not done
+        await asyncio.gather(second.join(), joining, gathering)
+        await asyncio.gather(leader.close(""), first.close(""), second.close(""))
+
+
+async def test_the_reason_of_a_follower_reaches_the_leader():
+    async with started() as group:
+        await group.followers[1].close("rank 2 of vLLM was killed (SIGKILL)")
+        words = await group.lost.get()
+        assert words == "follower 2 of the group ended: rank 2 of vLLM was killed (SIGKILL)"
+
+
+async def test_a_follower_whose_connection_breaks_has_ended_without_a_reason():
+    async with started() as group:
+        peer: Any = group.followers[0]._leader
+        peer._alive.cancel()
+        peer._writer.transport.abort()
+        assert await group.lost.get() == f"follower 1 of the group ended: {NO_REASON}"
+
+
+async def test_a_follower_that_is_silent_has_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group_module, "SILENT_SECONDS", 1.5)
+    async with started(size=2) as group:
+        peer: Any = group.followers[0]._leader
+        peer._alive.cancel()
+        assert "nothing was heard of it for 2 s" in await group.lost.get()
+
+
+async def test_the_reason_of_the_leader_reaches_every_follower():
+    async with started() as group:
+        await group.leader.close("vLLM cannot start: no kernel")
+        ended = [await follower.ended() for follower in group.followers]
+        assert ended == ["vLLM cannot start: no kernel"] * 2
+        assert group.lost.empty(), "they end because it does"
+
+
+async def test_a_leader_that_ends_well_gives_no_reason():
+    async with started() as group:
+        await group.leader.close("")
+        assert [await follower.ended() for follower in group.followers] == ["", ""]
+
+
+async def test_a_follower_that_is_asked_to_stop_asks_the_leader_to_drain():
+    async with started() as group:
+        await group.followers[0].drain()
+        assert await group.drains.get() == "follower 1 of the group is asked to stop"
+        assert group.lost.empty(), "it goes on computing for the leader"
+
+
+async def test_a_follower_of_another_revision_is_refused():
+    address, port = place()
+    leader = Leader(settings(0, 2, address, port), print, print)
+    other = Follower(settings(1, 2, address, port, revision="r2"))
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather())
+        with pytest.raises(RevisionMismatchError, match=r"the leader runs r1 .* and this follower r2"):
+            await other.join()
+        assert not gathering.done()
+        gathering.cancel()
+        await leader.close("")
+
+
+async def test_a_rank_joins_once():
+    async with started(size=2) as group:
+        again = Follower(group.followers[0]._settings)
+        with pytest.raises(RevisionMismatchError, match="follower 1 has joined the group of 2 before"):
+            await again.join()
+        await again.close("")
+        assert group.lost.empty()
+
+
+async def test_a_follower_learns_that_the_leader_went_before_all_had_joined():
+    address, port = place()
+    leader = Leader(settings(0, 3, address, port), print, print)
+    follower = Follower(settings(1, 3, address, port))
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather())
+        joining = asyncio.create_task(follower.join())
+        while not leader._followers:
+            await asyncio.sleep(0.01)
+        gathering.cancel()
+        await leader.close("asked to stop")
+        with pytest.raises(EngineDeadError, match="the leader of the group ended: asked to stop"):
+            await joining
