@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_operator.observed import PodView
+from mmd_operator.workload_kinds import INSTALL_LWS
 
 MAX_MESSAGE_CHARACTERS = 1000
 
@@ -129,7 +130,7 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
             "create or fix the object named in the message; the kubelet retries automatically",
         )
     if reason == "CrashLoopBackOff":
-        return _crashed(pod)
+        return crashed(pod)
     return (
         "ContainerNotStarted",
         f"pod {pod.name} cannot start ({reason}): {words}",
@@ -138,7 +139,7 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
 
 
 def _ended(pod: PodView) -> tuple[str, str, str] | None:
-    return _crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
+    return crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
 
 
 def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
@@ -153,7 +154,8 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str
     )
 
 
-def _crashed(pod: PodView) -> tuple[str, str, str]:
+def crashed(pod: PodView) -> tuple[str, str, str]:
+    """Why a container of a pod ended: reason, what was seen, remedy."""
     if pod.exit_reason == "OOMKilled":
         return (
             "OutOfMemory",
@@ -192,6 +194,17 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     return Problem(reason, component, words, remedy, revision=revision)
 
 
+def not_served(component: str, kind: str, revision: str | None) -> Problem:
+    """A pool needs a kind whose definition is not installed in the cluster."""
+    return Problem(
+        "LeaderWorkerSetMissing",
+        component,
+        f"a replica spans several pods, which needs {kind}, and the API server does not serve it; the pool stays as it is",
+        f"install it: {INSTALL_LWS}; or let a replica fit into one pod",
+        revision=revision,
+    )
+
+
 def not_ours(kind: str, name: str) -> Problem:
     """An object of another owner has a name that the deployment needs."""
     return Problem(
@@ -225,6 +238,7 @@ def contested(component: str, what: str, rival: str) -> Problem:
 
 _SEVERITY = (
     "InvalidSpec",
+    "LeaderWorkerSetMissing",
     "NameTaken",
     "PermissionMissing",
     "QuotaExceeded",

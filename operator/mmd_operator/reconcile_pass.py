@@ -15,6 +15,7 @@ from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
+from mmd_operator.group_crashes import GroupCrashes
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import Body, Child, Observed, child_of
 from mmd_operator.pinning import Pins
@@ -29,6 +30,7 @@ from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
 from mmd_operator.status_writer import StatusWriter
+from mmd_operator.workload_kinds import POOL_KINDS
 
 
 class ReconcilePass:
@@ -54,6 +56,7 @@ class ReconcilePass:
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
+        self._crashes = GroupCrashes()
         self._finalizer = Finalizer(context)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
@@ -89,11 +92,14 @@ class ReconcilePass:
         Raises:
             RefusedError, BusyError: see there.
         """
-        await self._growth.verify(self._observe(), self._stateful_set)
+        await self._growth.verify(self._observe(), self._sized)
 
-    async def _stateful_set(self, name: str) -> Child | None:
-        found = await self._context.cluster.get("StatefulSet", self._context.namespace, name)
-        return None if found is None else child_of("StatefulSet", found)
+    async def _sized(self, name: str) -> Child | None:
+        for kind in sorted(POOL_KINDS):
+            found = await self._context.cluster.get(kind, self._context.namespace, name)
+            if found is not None:
+                return child_of(kind, found)
+        return None
 
     async def run(self, body: Body, *, failing: bool) -> float:
         """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
@@ -158,6 +164,7 @@ class ReconcilePass:
         now = time.time()
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
+        problems += self._crashes.problems(observed)
         problems += self._pins.moved(observed)
         if not spec.paused:
             with self._growth.deciding(step.growth):

@@ -19,6 +19,7 @@ from mmd_operator.pool_sizes import pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, outdated_pods, replacement
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
+from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ class RolloutState:
 
     @property
     def ready(self) -> bool:
-        """Whether every StatefulSet of the plan (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
+        """Whether every workload of the plan but the gateway (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
         for manifest in self.planned:
-            if manifest["kind"] == "StatefulSet":
-                child = self.observed.stateful_set(manifest["metadata"]["name"])
+            if manifest["kind"] in POOL_KINDS:
+                child = self.observed.sized(manifest["metadata"]["name"])
                 if child is None or child.workload is None or not child.workload.rolled:
                     return False
                 if child.workload.on_delete and outdated_pods(child, self.observed):
@@ -148,7 +149,7 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
-            child.kind == "StatefulSet"
+            child.is_sized
             and child.workload is not None
             and pool is not None
             and child.revision in {state.revision, state.serving}
@@ -160,7 +161,7 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
             size, free = grown(child, wanted, state.observed, free)
             if size < wanted:
-                short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
+                short.append(f"{child.kind} {child.name} stays at {size} of {wanted} {child.workload.unit}")
             given = size == present and pool.autoscaling is not None  # by the autoscaler
             if size != shown and not given and not shown < size < present:
                 sizes[child.name] = size
@@ -178,7 +179,7 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
-            child.kind == "StatefulSet"
+            child.is_sized
             and pool is not None
             and child.revision == state.revision
             and state.owns(child)
@@ -210,7 +211,7 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
         component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
         child = state.observed.children.get(manifest_key(manifest))
         if (
-            manifest["kind"] in ("StatefulSet", "Deployment")
+            manifest["kind"] in WORKLOADS
             and component not in POOL_NAMES
             and child is not None
             and child.workload is not None
@@ -271,17 +272,17 @@ def something_is_left(state: RolloutState) -> bool:
 
 
 def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
-    """By StatefulSet: the pools that the steps create, and those that they make larger."""
+    """By name of the workload: the pools that the steps create, and those that they make larger."""
     growth = _created(state)
     for name, replicas in state.sizes.items():
-        child = state.observed.stateful_set(name)
+        child = state.observed.sized(name)
         if child is not None and child.workload is not None and replicas > child.workload.replicas:
             growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
     return growth
 
 
 def _with_growth(child: Child, state: RolloutState) -> int:
-    """Replicas of a StatefulSet with its growth that the watch does not show yet."""
+    """Replicas of a pool with its growth that the watch does not show yet."""
     growth = state.observed.growth.get(child.name)
     shown = child.workload.replicas if child.workload else 0
     return max(shown, growth.replicas if growth else 0)
@@ -299,14 +300,15 @@ def _free_gpus(state: RolloutState) -> int | None:
 
 
 def _created(state: RolloutState) -> dict[str, PoolGrowth]:
-    """Pools that are created now, by StatefulSet."""
+    """Pools that are created now, by name of the workload."""
     created = {}
     for manifest in state.apply:
         labels = manifest["metadata"]["labels"]
         pool = pool_in(state.spec, labels.get("app.kubernetes.io/component"))
         if pool is not None and _is_new_pool(manifest, state):
             size = manifest["spec"]["replicas"]
-            created[manifest["metadata"]["name"]] = PoolGrowth(size, pool.gpus, labels[REVISION_LABEL], None)
+            gpus = state.spec.replica_gpus(labels["app.kubernetes.io/component"])
+            created[manifest["metadata"]["name"]] = PoolGrowth(size, gpus, labels[REVISION_LABEL], None)
     return created
 
 
@@ -324,17 +326,17 @@ def _sized(name: str, replicas: int) -> str:
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:
     component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
     absent = manifest_key(manifest) not in state.observed.children
-    return manifest["kind"] == "StatefulSet" and absent and pool_in(state.spec, component) is not None
+    return manifest["kind"] in POOL_KINDS and absent and pool_in(state.spec, component) is not None
 
 
 def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
     labels = manifest["metadata"]["labels"]
     component = labels.get("app.kubernetes.io/component")
     pool = pool_in(state.spec, component)
-    if manifest["kind"] != "StatefulSet" or pool is None or labels[REVISION_LABEL] == state.serving:
+    if manifest["kind"] not in POOL_KINDS or pool is None or labels[REVISION_LABEL] == state.serving:
         return manifest
     if (replicas := state.share.sizes.get(str(component))) is None:
-        old = state.observed.stateful_set(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
+        old = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
         if old is None or old.workload is None or pool.autoscaling is None:
             return manifest
         replicas = max(1, wanted_replicas(pool, old.workload.replicas))

@@ -8,13 +8,13 @@ from mmd_operator.autoscaling import PodFacts, PoolFacts
 from mmd_operator.observed import Child, Observed, PodView
 
 
-def stateful_set(observed: Observed, pool: PoolName, revision: str) -> Child | None:
-    """The StatefulSet of a pool in one revision."""
+def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
+    """What makes the pods of a pool in one revision."""
     return next(
         (
             child
             for child in observed.children.values()
-            if child.kind == "StatefulSet"
+            if child.is_sized
             and child.component == pool
             and child.revision == revision
             and not child.deleting
@@ -24,7 +24,7 @@ def stateful_set(observed: Observed, pool: PoolName, revision: str) -> Child | N
 
 
 def pods_in(child: Child, pool: PoolName, observed: Observed) -> list[PodView]:
-    """Pods of a pool's StatefulSet."""
+    """Pods of a pool's workload; of groups, the leaders."""
     return [
         p
         for p in observed.pods_of(pool)

@@ -1,0 +1,52 @@
+"""Kinds of objects that make pods, and how they differ: where their pod templates are, whose Events report pods that could not be made.
+
+Everything else in the operator treats them alike: a pool is a workload with replicas, and a replica is one pod or a group of pods, of
+which the first leads and is the one that the operator talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LWS_GROUP = "leaderworkerset.x-k8s.io"
+LWS_VERSION = "v1"
+LWS_PLURAL = "leaderworkersets"
+WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Of a pod in its group; the leader's is 0."""
+INSTALL_LWS = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/lws/releases/latest/download/manifests.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadKind:
+    """One kind. `template_field`: below `spec`, everything that its pods are made from."""
+
+    template_field: str
+    pools: bool = False
+    """Whether pools are of this kind; the operator sets their sizes by `/scale`."""
+    repins: bool = True
+    """Whether its template changes only to name the image by its digest. Not where that would restart every group."""
+
+    def templates(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All that the pods of an object are made from."""
+        found: Mapping[str, Any] = body["spec"][self.template_field]
+        return found
+
+    def pod_template(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The template of its pods; of a group, of the followers, which are made from the same inputs as the leader."""
+        found = self.templates(body)
+        followers: Mapping[str, Any] = found.get("workerTemplate", found)
+        return followers
+
+    def group_size(self, body: Mapping[str, Any]) -> int:
+        """Pods of a replica."""
+        return int(self.templates(body).get("size", 1))
+
+
+WORKLOADS: dict[str, WorkloadKind] = {
+    "Deployment": WorkloadKind("template"),
+    "StatefulSet": WorkloadKind("template", pools=True),
+    "LeaderWorkerSet": WorkloadKind("leaderWorkerTemplate", pools=True, repins=False),
+}
+POOL_KINDS = frozenset(name for name, kind in WORKLOADS.items() if kind.pools)

@@ -1,0 +1,127 @@
+"""Replicas that are groups of pods: what they hold, which of their pods count, and why they started over. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mmd_api.pipeline import pipeline_revision
+from mmd_operator.autoscaling import DeploymentPolicy
+from mmd_operator.gpu_budget import gpus_held, grown
+from mmd_operator.group_crashes import GroupCrashes
+from mmd_operator.observed import Child, Observed, PodView, child_of
+from mmd_operator.plan import plan_objects
+from mmd_operator.replacement import pods_of, short_groups
+from mmd_operator.rollout import next_step
+from mmd_operator.scaling_facts import pods_in
+from tests.support.deployments import deployment
+from tests.support.groups import GROUPS, ONE_POD
+
+from .bodies import NEW, UID, crashed, pod, workload
+
+SET = f"demo-decode-{NEW}"
+
+
+def group_set(replicas: int, gpus: int = 2, size: int = 2) -> Child:
+    body = workload("LeaderWorkerSet", "decode", NEW, replicas=replicas, gpus=gpus)
+    template = body["spec"].pop("template")
+    del body["spec"]["updateStrategy"]
+    body["spec"]["leaderWorkerTemplate"] = {
+        "size": size,
+        "leaderTemplate": template,
+        "workerTemplate": template,
+    }
+    return child_of("LeaderWorkerSet", body)
+
+
+def member(group: int, rank: int, **facts: Any) -> PodView:
+    name = f"{SET}-{group}" + (f"-{rank}" if rank else "")
+    return replace(pod(name=name, **{"gpus": 2, "ready": True, **facts}), group_rank=rank)
+
+
+def observed(child: Child, *pods: PodView) -> Observed:
+    return Observed({child.key: child}, pods)
+
+
+@pytest.mark.parametrize(
+    ("pods", "held"),
+    [
+        ((), 8),
+        ((member(0, 0),), 8),
+        ((member(0, 0), member(0, 1), member(1, 0)), 8),
+        ((member(0, 0), member(0, 1), member(1, 0), member(1, 1)), 8),
+        ((member(0, 0), member(0, 1), member(1, 0), member(1, 1), member(2, 0), member(2, 1)), 12),
+    ],
+    ids=["nothing is there yet", "one leader", "a follower is missing", "all", "one that ends"],
+)
+def test_a_group_holds_the_gpus_of_all_of_its_pods_from_when_it_is_decided(pods, held: int):
+    assert gpus_held(observed(group_set(2), *pods)) == held
+
+
+@pytest.mark.parametrize(("free", "size"), [(3, 2), (4, 3), (11, 4), (None, 5)])
+def test_a_pool_of_groups_grows_by_whole_groups(free: int | None, size: int):
+    child = group_set(2)
+    assert grown(child, 5, observed(child), free)[0] == size
+
+
+def test_only_leaders_count_as_replicas():
+    child = group_set(2)
+    seen = observed(child, member(1, 1), member(1, 0), member(0, 1), member(0, 0))
+    leaders = [f"{SET}-0", f"{SET}-1"]
+    assert [found.name for found in pods_of(child, seen)] == leaders
+    assert sorted(found.name for found in pods_in(child, "decode", seen)) == leaders
+    assert sorted(found.name for found in seen.pods_of("decode")) == leaders
+
+
+def test_a_group_without_all_of_its_followers_is_short():
+    child = group_set(3)
+    seen = observed(child, member(0, 0), member(0, 1), member(1, 0))
+    assert short_groups(child, seen) == (f"{SET}-1",)
+
+
+def test_a_decision_counts_a_replica_as_all_of_its_pods():
+    spec = deployment({**GROUPS, "gpuBudget": 12}).spec
+    assert DeploymentPolicy.of(spec).pools["decode"].gpus == 4
+
+
+def test_a_rollout_creates_groups_within_what_the_serving_revision_leaves():
+    serving, wanted = deployment({**ONE_POD, "gpuBudget": 8}), deployment({**GROUPS, "gpuBudget": 8})
+    old, new = pipeline_revision(serving.spec), pipeline_revision(wanted.spec)
+    children = [
+        child_of("StatefulSet", workload("StatefulSet", "encoder", old)),
+        child_of("StatefulSet", workload("StatefulSet", "decode", old, replicas=2, gpus=2)),
+        child_of("Deployment", workload("Deployment", "gateway", None, template=old)),
+    ]
+    seen = Observed({child.key: child for child in children}, ())
+    objects = [one for one in plan_objects(wanted, "default") if one["kind"] != "Secret"]
+    step = next_step(wanted.spec, new, objects, seen, UID)
+    assert "1 of 2 decode pods" in step.waits_for
+    growth = step.growth[f"demo-decode-{new}"]
+    assert (growth.replicas, growth.gpus) == (1, 4)
+
+
+def test_the_reason_of_a_group_outlives_its_pods_until_all_are_ready():
+    crashes, child = GroupCrashes(), group_set(1)
+    ended = member(0, 1, ready=False, container=crashed("no such weights", restarts=1))
+    consequence = member(0, 0, ready=False, container=crashed("the follower ended", restarts=1))
+    (first,) = crashes.problems(observed(child, member(0, 0), ended))
+    assert (first.reason, first.component) == ("CrashLoop", "decode")
+    assert "no such weights" in first.seen
+    assert f"its group {SET}-0 has been recreated once" in first.seen
+    assert crashes.problems(observed(child, ended, consequence)) == [first], (
+        "the other one ends because of it"
+    )
+    anew = [replace(member(0, rank, ready=False), uid=f"new-{rank}") for rank in (0, 1)]
+    assert crashes.problems(observed(child, *anew)) == [first]
+    again = replace(ended, uid="new-1")
+    assert "recreated 2 times" in crashes.problems(observed(child, anew[0], again))[0].seen
+    assert crashes.problems(observed(child, member(0, 0), member(0, 1))) == []
+    assert crashes.problems(observed(child, member(0, 0))) == []
+
+
+def test_a_group_beyond_the_size_gives_no_reason():
+    crashes = GroupCrashes()
+    ended = member(1, 0, ready=False, container=crashed("killed", restarts=1))
+    assert crashes.problems(observed(group_set(1), ended)) == []
