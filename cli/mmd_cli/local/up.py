@@ -19,8 +19,8 @@ import httpx
 
 from mmd_api import resource
 from mmd_api.contract import paths
-from mmd_api.contract.pools import PoolName
-from mmd_api.faults import InvalidDeploymentError
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.adapters import ModelOrAdapter
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
@@ -73,9 +73,15 @@ class LocalDeployment:
 
 
 def load(path: Path) -> MultimodalDeployment:
-    """Read the resource; relative paths of the model and of adapters are taken from the file's folder."""
+    """Read the resource; relative paths of the model and of adapters are taken from the file's folder.
+
+    Raises:
+        InvalidDeploymentError: it is none, or one that needs several machines.
+    """
     deployment = resource.load(path)
     spec = deployment.spec
+    if faults := [_spans_machines(spec, name) for name in POOL_NAMES if _is_grouped(spec, name)]:
+        raise InvalidDeploymentError(faults)
 
     def absolute(part: ModelOrAdapter) -> ModelOrAdapter:
         if part.source != "RelativePath":
@@ -85,6 +91,18 @@ def load(path: Path) -> MultimodalDeployment:
     engine = spec.engine.model_copy(update={"adapters": [absolute(one) for one in spec.engine.adapters]})
     spec = spec.model_copy(update={"model": absolute(spec.model), "engine": engine})
     return deployment.model_copy(update={"spec": spec})
+
+
+def _is_grouped(spec: MultimodalDeploymentSpec, pool: PoolName) -> bool:
+    return getattr(spec, pool) is not None and spec.group_size(pool) > 1
+
+
+def _spans_machines(spec: MultimodalDeploymentSpec, pool: PoolName) -> Fault:
+    size, gpus = spec.group_size(pool), spec.replica_gpus(pool)
+    return Fault(
+        f"spec.{pool}.gpus",
+        f"a replica spans {size} pods, which mmd up does not start; set it to {gpus}, or to 0 to run all ranks on the CPU",
+    )
 
 
 @asynccontextmanager
