@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,12 @@ def peers(directory: PeerDirectory) -> list:
 
 @contextmanager
 def replica(
-    folder: Path, server: NatsServer, tmp_path: Path, tensor: int = 2, stages: int = 1
+    folder: Path,
+    server: NatsServer,
+    tmp_path: Path,
+    tensor: int = 2,
+    stages: int = 1,
+    of_follower: Mapping[str, str] | None = None,
 ) -> Iterator[Replica]:
     """Two pods with a GPU each as the spec has it; here a rank of each computes on CPUs. They are killed at the end if still there."""
     number = next(_numbers)
@@ -149,6 +154,7 @@ def replica(
             "MMD_POD_IP": address,
             "MMD_POD_NAME": "decode-0" if rank == 0 else "decode-0-1",
             "MMD_THREADS": "1",
+            **((of_follower or {}) if rank else {}),
         }
         log = tmp_path / f"{rank}.log"
         with log.open("wb") as out:
@@ -224,3 +230,29 @@ async def test_the_death_of_either_process_ends_both_with_a_reason(
             assert f"follower 1 of the group ended: {reason}" in pods.leader.said()
             pods.follower.ended()
         await client.bus.close()
+
+
+async def test_a_leader_that_is_asked_to_stop_before_its_followers_are_there_ends_well(
+    llava: Path, nats_server: NatsServer, tmp_path: Path
+):
+    with replica(llava, nats_server, tmp_path) as pods:
+        pods.follower.process.kill()
+        async with asyncio.timeout(READY_SECONDS):
+            while "waiting for 1 followers of the group" not in pods.leader.said():
+                await asyncio.sleep(0.1)
+        pods.leader.process.terminate()
+        assert pods.leader.ended() == 0, pods.leader.said()[-3000:]
+
+
+async def test_what_a_follower_cannot_start_with_is_the_reason_of_the_leader_too(
+    llava: Path, nats_server: NatsServer, tmp_path: Path
+):
+    """One that has GPUs in its spec and none that works."""
+    with replica(llava, nats_server, tmp_path, of_follower={"MMD_GPUS": "1"}) as pods:
+        assert pods.follower.ended() == 1
+        assert pods.leader.ended() == 1
+        assert "cannot serve (device_lost): spec.decode.gpus is 1" in pods.follower.said()
+        assert (
+            "cannot serve (engine_dead): follower 1 of the group ended: spec.decode.gpus is 1"
+            in pods.leader.said()
+        )

@@ -79,7 +79,8 @@ class FollowerProcess:
         why = ""
         try:
             if not await self._joined(stopped):
-                return  # asked to stop before there was a leader
+                why = "it was asked to stop before all pods of the group were there"
+                return
             drain = asyncio.create_task(self._drain_when(stopped), name="drain")
             why = await self._follow()
             drain.cancel()

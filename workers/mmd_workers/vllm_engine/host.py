@@ -99,6 +99,19 @@ class VllmHost(SteppedHost):
         assert self._engine is not None
         return self._engine
 
+    async def load_weights(self) -> None:
+        """Wait for the other pods of the group, unless this one is asked to stop before they are there."""
+        await super().load_weights()
+        if self._group is None:
+            return
+        gathering = asyncio.create_task(self._group.gather(), name="gather")
+        stopping = asyncio.create_task(self._pod.tasks.stopping.wait(), name="stopping")
+        await asyncio.wait({gathering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if gathering.done():
+            gathering.result()
+        gathering.cancel()
+
     async def start(self) -> None:
         """Load the weights, and make the KV pool as large as memory allows.
 
@@ -114,11 +127,11 @@ class VllmHost(SteppedHost):
                     loop.call_soon_threadsafe(self._rank_lost, words)
 
             try:
-                if self._group is not None:
-                    await until_ended(self._group.gather(), self._ended)
                 core = await until_ended(asyncio.to_thread(self._make_core, lost), self._ended)
             except MmdError as error:
-                self._reason = error.message  # for the followers
+                self._reason = (self._lost or error).message  # for the followers
+                if self._lost is not None:
+                    raise self._lost from error
                 raise
             self._core = core
         metrics = self._pod.metrics
