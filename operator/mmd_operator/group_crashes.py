@@ -30,7 +30,7 @@ class GroupCrashes:
         self._groups: dict[str, _Crashes] = {}
 
     def problems(self, observed: Observed) -> list[Problem]:
-        """One for each group, in the words of the pod that ended first."""
+        """One for each group, in the words of the pod that ended first. None while a pod of it still reports that itself."""
         broken = {
             name
             for child in observed.children.values()
@@ -38,9 +38,10 @@ class GroupCrashes:
             if not _is_ready(name, child, observed)
         }
         self._groups = {name: one for name, one in self._groups.items() if name in broken}
-        for pod in observed.pods:
-            if pod.group in broken and pod.exit_code not in (None, 0):
-                self._note(pod)
+        ended = [pod for pod in observed.pods if pod.group in broken and pod.exit_code not in (None, 0)]
+        for pod in ended:
+            self._note(pod)
+        reported = {pod.group for pod in ended if not pod.deleting}
         return [
             Problem(
                 one.last.reason,
@@ -50,6 +51,7 @@ class GroupCrashes:
                 revision=one.last.revision,
             )
             for name, one in self._groups.items()
+            if name not in reported
         ]
 
     def _note(self, pod: PodView) -> None:

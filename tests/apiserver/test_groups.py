@@ -221,24 +221,27 @@ def test_an_autoscaler_grows_groups_within_the_budget_and_asks_leaders_alone(ope
 
 def test_the_reason_of_a_group_that_starts_over_and_over_outlives_its_pods(serving: GroupController):
     namespace, name = serving.namespace, serving.only()["metadata"]["name"]
-    for times in (1, 2):
+    for encoders, times in enumerate(("once", "2 times"), start=2):
         serving.crash(f"{name}-1-1", "cannot serve (engine_settings): no such weights")
-        eventually(lambda: degraded(namespace, "CrashLoop", "no such weights"))
+        own = f"pod {name}-1-1 exited once, last with code 1; last message: cannot serve"
+        eventually(lambda own=own: its_own(namespace, own))
         serving.recreate(f"{name}-1")
-        words = "once" if times == 1 else f"{times} times"
-        until(
-            serving,
-            lambda words=words: degraded(
-                namespace,
-                "CrashLoop",
-                f"{name}-1-1",
-                "no such weights",
-                f"group {name}-1 has been recreated {words}",
-            ),
-            run=False,
-        )
+        words = (f"{name}-1-1", "no such weights", f"group {name}-1 has been recreated {times}")
+        namespace.change({"encoder": {"replicas": encoders}})
+        eventually(lambda encoders=encoders: has_encoders(namespace, encoders))  # a pass later
+        degraded(namespace, "CrashLoop", *words)
     until(serving, namespace.is_ready)
     eventually(lambda: well(namespace))
+
+
+def its_own(namespace: Namespace, words: str) -> None:
+    """What a pod itself reports, and not a memory of it."""
+    degraded(namespace, "CrashLoop", words)
+    assert "recreated" not in namespace.condition("Degraded")[2]
+
+
+def has_encoders(namespace: Namespace, count: int) -> None:
+    assert namespace.stateful_set("encoder").spec.replicas == count
 
 
 def test_a_follower_that_waits_for_a_gpu_is_named(operating: GroupController):
