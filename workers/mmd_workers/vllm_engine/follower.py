@@ -44,10 +44,10 @@ async def until_ended(work: Awaitable[T], ended: asyncio.Event) -> T:
             return await doing
         from mmd_workers.vllm_engine.ranks import end_all
 
-        doing.cancel()  # a thread goes on nevertheless, until the ranks that it waits for have ended
-        while not doing.done():
+        while not doing.done():  # no thread can be cancelled, and this one may not have started its ranks yet
             end_all()
             await asyncio.wait({doing}, timeout=END_AGAIN_SECONDS)
+        doing.exception()  # that its ranks have ended is a consequence
         raise EngineDeadError("another pod of the group has ended")
     finally:
         waiting.cancel()
