@@ -30,7 +30,7 @@ def test_a_replica_has_as_many_pods_as_its_ranks_need(gpus: int, tensor: int, st
 
 
 def test_native_replicas_are_single_pods():
-    spec = deployment({**ONE_POD, "engine": {"type": "Native"}, "decode": {"gpus": 4}}).spec
+    spec = deployment({**ONE_POD, "engine": {"type": "Native"}, "decode": {"gpus": 1}}).spec
     assert spec.group_size("decode") == 1
 
 

@@ -106,6 +106,11 @@ def _ranks_have_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
     return _vllm(name, s).ranks % pool.gpus == 0
 
 
+def _one_gpu(name: PoolName, s: MultimodalDeploymentSpec) -> bool:
+    pool: Pool | None = getattr(s, name)
+    return pool is None or pool.gpus <= 1 or (name != "encoder" and s.engine.type == "VLLM")
+
+
 def _steps_hold_sequences(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
     tokens = _vllm(name, s).max_num_batched_tokens
     return tokens is None or tokens >= s.decode.max_sequences
@@ -187,6 +192,16 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
     )
 
 
+def _native_gpus(pool: LanguagePool) -> Rule:
+    return Rule(
+        field=f"{pool}.gpus",
+        cel=f"self.engine.type == 'VLLM' || !has(self.{pool}) || self.{pool}.gpus <= 1",
+        holds=partial(_one_gpu, pool),
+        problem="the engine is Native, which uses one GPU of a pod",
+        remedy=f"set {pool}.gpus: 1 and more replicas, or engine.type: VLLM with engine.{pool}.tensorParallelSize",
+    )
+
+
 def _adapters_from_the_hub(s: MultimodalDeploymentSpec) -> bool:
     return s.model.storage.type != "Hub" or all(a.source == "HubId" for a in s.engine.adapters)
 
@@ -251,6 +266,19 @@ VLLM = (
 )
 
 
+GPUS = (
+    Rule(
+        field="encoder.gpus",
+        cel="!has(self.encoder) || self.encoder.gpus <= 1",
+        holds=partial(_one_gpu, "encoder"),
+        problem="an encoder uses one GPU of a pod",
+        remedy="set encoder.gpus: 1 and more replicas",
+    ),
+    _native_gpus("prefill"),
+    _native_gpus("decode"),
+)
+
+
 SPEC = (
     Rule(
         field="decode",
@@ -296,6 +324,7 @@ SPEC = (
         problem="a pool's autoscaling.panicWindowSeconds is shorter than two heartbeats, so it would see no load",
         remedy="raise panicWindowSeconds (0 turns it off) or lower heartbeatMilliseconds",
     ),
+    *GPUS,
     *VLLM,
     *ADAPTERS,
 )
