@@ -95,10 +95,10 @@ class ReconcilePass:
         await self._growth.verify(self._observe(), self._sized)
 
     async def _sized(self, name: str) -> Child | None:
-        for kind in sorted(POOL_KINDS):
+        for kind in POOL_KINDS:
             found = await self._context.cluster.get(kind, self._context.namespace, name)
-            if found is not None:
-                return child_of(kind, found)
+            if found is not None and (child := child_of(kind, found)).owner_uid in (self.uid, None):
+                return child
         return None
 
     async def run(self, body: Body, *, failing: bool) -> float:

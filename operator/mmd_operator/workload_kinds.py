@@ -13,9 +13,11 @@ from typing import Any
 LWS_GROUP = "leaderworkerset.x-k8s.io"
 LWS_VERSION = "v1"
 LWS_PLURAL = "leaderworkersets"
+SET_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+"""Of everything that LeaderWorkerSet makes. Its StatefulSets may have the labels of the pool too, and they are no pools."""
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 """Of a pod in its group; the leader's is 0."""
-INSTALL_LWS = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/lws/releases/latest/download/manifests.yaml"
+INSTALL_LWS = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/lws/releases/download/v0.10.0/manifests.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class WorkloadKind:
     """Whether pools are of this kind; the operator sets their sizes by `/scale`."""
     repins: bool = True
     """Whether its template changes only to name the image by its digest. Not where that would restart every group."""
+    counts_generations: bool = True
+    """Whether its status always has the generation that its controller has acted on."""
 
     def templates(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """All that the pods of an object are made from."""
@@ -39,6 +43,15 @@ class WorkloadKind:
         followers: Mapping[str, Any] = found.get("workerTemplate", found)
         return followers
 
+    def is_seen(self, body: Mapping[str, Any]) -> bool:
+        """Whether the controller has acted on the newest spec; where it does not report which it acted on, whether it has reported
+        anything."""
+        status = body.get("status", {})
+        seen = status.get("observedGeneration")
+        if seen is None:
+            return bool(status) and not self.counts_generations
+        return int(seen) >= body["metadata"].get("generation", 0)
+
     def group_size(self, body: Mapping[str, Any]) -> int:
         """Pods of a replica."""
         return int(self.templates(body).get("size", 1))
@@ -47,6 +60,8 @@ class WorkloadKind:
 WORKLOADS: dict[str, WorkloadKind] = {
     "Deployment": WorkloadKind("template"),
     "StatefulSet": WorkloadKind("template", pools=True),
-    "LeaderWorkerSet": WorkloadKind("leaderWorkerTemplate", pools=True, repins=False),
+    "LeaderWorkerSet": WorkloadKind(
+        "leaderWorkerTemplate", pools=True, repins=False, counts_generations=False
+    ),
 }
-POOL_KINDS = frozenset(name for name, kind in WORKLOADS.items() if kind.pools)
+POOL_KINDS = tuple(name for name, kind in WORKLOADS.items() if kind.pools)

@@ -63,6 +63,12 @@ def counted(groups: GroupController, pods: int) -> None:
     assert len(names(groups)) == pods
 
 
+def own_stateful_sets(groups: GroupController) -> set[str]:
+    """Those of decode pools that the operator made."""
+    made = {key.partition("/")[2] for key in groups.namespace.objects() if key.startswith("StatefulSet/")}
+    return {name for name in made - groups.stateful_sets().keys() if "decode" in name}
+
+
 def well(namespace: Namespace) -> None:
     assert namespace.condition("Degraded")[0] == "False", namespace.condition("Degraded")
 
@@ -91,7 +97,7 @@ def test_a_replica_larger_than_a_pod_is_a_group_and_only_its_leader_is_probed_fo
     service = serving.namespace.core.read_namespaced_service(made["metadata"]["name"], serving.namespace.name)
     assert service.spec.cluster_ip == "None"
     assert service.spec.publish_not_ready_addresses
-    assert not any("decode" in key for key in serving.namespace.objects() if key.startswith("StatefulSet"))
+    assert not own_stateful_sets(serving)
     assert serving.namespace.condition("DecodeReady") == ("True", "AllReady", "2 of 2 groups of 2 pods Ready")
     assert serving.namespace.get()["status"]["pools"]["decode"]["ready"] == 2
 
@@ -134,8 +140,24 @@ def test_without_the_definition_a_condition_has_the_command_and_the_rest_goes_on
         groups = GroupController(namespace)
         until(groups, namespace.is_ready)
         assert len(groups.pods()) == 4
-        assert not any("decode" in key for key in namespace.objects() if key.startswith("StatefulSet"))
+        assert not own_stateful_sets(groups)
         operator.kill()
+
+
+def test_what_a_leader_worker_set_makes_is_no_pool_and_holds_no_gpus_of_its_own(operating: GroupController):
+    namespace = operating.namespace
+    namespace.apply({**GROUPS, "decode": {"gpus": 2, "replicas": 1}, "gpuBudget": 8})
+    until(operating, namespace.is_ready)
+    name = operating.only()["metadata"]["name"]
+    sizes = {name: 1, f"{name}-0": 1}
+    assert {one: found.spec.replicas for one, found in operating.stateful_sets().items()} == sizes
+    namespace.change({"decode": {"replicas": 2}})
+
+    def grown() -> None:
+        assert operating.only()["spec"]["replicas"] == 2
+
+    until(operating, grown)
+    until(operating, namespace.is_ready)
 
 
 def test_scale_down_drains_the_leader_of_the_last_group_before_the_group_goes(serving: GroupController):
@@ -306,7 +328,7 @@ def test_another_release_of_the_operator_restarts_no_group(
 
 def test_a_deleted_deployment_takes_its_groups_with_it(serving: GroupController):
     serving.namespace.delete()
-    serving.namespace.settled(lambda: is_gone(serving.namespace))
+    until(serving, lambda: is_gone(serving.namespace))
     assert not serving.sets()
 
 

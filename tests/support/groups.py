@@ -11,7 +11,7 @@ import yaml
 from kubernetes import client
 
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
-from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION, WORKER_INDEX_LABEL
+from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION, SET_NAME_LABEL, WORKER_INDEX_LABEL
 from tests.support.standin import Namespace, eventually
 
 DEFINITION = yaml.safe_load((Path(__file__).parent / "leaderworkersets.yaml").read_text())
@@ -56,7 +56,8 @@ def installed(api: client.ApiClient) -> Iterator[None]:
 
 
 class GroupController:
-    """Makes the pods of LeaderWorkerSets, and reports how many groups are Ready: those whose pods all are."""
+    """Makes the StatefulSets and pods of LeaderWorkerSets, on nodes at once, and reports how many groups are Ready: those whose pods all are.
+    The StatefulSets, which make nothing here, have the labels of their LeaderWorkerSet, as since its release 0.10."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -81,6 +82,7 @@ class GroupController:
     def step(self) -> None:
         """Once: pods that are missing are made, those beyond the size go, and the status says how many groups are Ready."""
         present, wanted = self.pods(), {}
+        self._keep_stateful_sets()
         for item in self.sets():
             name, spec = item["metadata"]["name"], item["spec"]
             templates = spec["leaderWorkerTemplate"]
@@ -97,10 +99,37 @@ class GroupController:
         for item in self.sets():
             self._report(item, ready)
 
+    def stateful_sets(self) -> dict[str, Any]:
+        """Those of LeaderWorkerSets, by name."""
+        listed = self.namespace.apps.list_namespaced_stateful_set(
+            self.namespace.name, label_selector=SET_NAME_LABEL
+        )
+        return {item.metadata.name: item for item in listed.items}
+
+    def _keep_stateful_sets(self) -> None:
+        """One of all leaders, and one for the followers of each group."""
+        present, wanted, apps = self.stateful_sets(), {}, self.namespace.apps
+        for item in self.sets():
+            name, spec = item["metadata"]["name"], item["spec"]
+            templates = spec["leaderWorkerTemplate"]
+            wanted[name] = (item, spec["replicas"], templates["leaderTemplate"])
+            for group in range(spec["replicas"]):
+                wanted[f"{name}-{group}"] = (item, templates["size"] - 1, templates["workerTemplate"])
+        for name in present.keys() - wanted.keys():
+            apps.delete_namespaced_stateful_set(name, self.namespace.name)
+        for name, (item, replicas, template) in wanted.items():
+            if name not in present:
+                apps.create_namespaced_stateful_set(
+                    self.namespace.name, _stateful_set(name, item, replicas, template)
+                )
+            elif present[name].spec.replicas != replicas:
+                scale = {"spec": {"replicas": replicas}}
+                apps.patch_namespaced_stateful_set_scale(name, self.namespace.name, scale)
+
     def _make(self, pod: str, template: dict[str, Any], name: str, group: int, worker: int) -> None:
         labels = {
             **template["metadata"]["labels"],
-            "leaderworkerset.sigs.k8s.io/name": name,
+            SET_NAME_LABEL: name,
             "leaderworkerset.sigs.k8s.io/group-index": str(group),
             WORKER_INDEX_LABEL: str(worker),
         }
@@ -110,6 +139,7 @@ class GroupController:
             "spec": template["spec"],
         }
         self.namespace.core.create_namespaced_pod(self.namespace.name, body)
+        self.set_status(pod, {"conditions": [{"type": "PodScheduled", "status": "True"}]})
 
     def _report(self, item: dict[str, Any], ready: set[str]) -> None:
         spec, name = item["spec"], item["metadata"]["name"]
@@ -170,6 +200,25 @@ class GroupController:
             if name == group or name.startswith(f"{group}-"):
                 self.namespace._end_pod(name)
         self.step()
+
+
+def _stateful_set(name: str, of: dict[str, Any], replicas: int, template: dict[str, Any]) -> dict[str, Any]:
+    metadata, selector = of["metadata"], {SET_NAME_LABEL: name}
+    labels = {**template["metadata"]["labels"], **selector}
+    owner = {"apiVersion": of["apiVersion"], "kind": of["kind"], "controller": True}
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {**metadata["labels"], SET_NAME_LABEL: metadata["name"]},
+            "ownerReferences": [{**owner, "name": metadata["name"], "uid": metadata["uid"]}],
+        },
+        "spec": {
+            "replicas": replicas,
+            "serviceName": metadata["name"],
+            "selector": {"matchLabels": selector},
+            "template": {**template, "metadata": {**template["metadata"], "labels": labels}},
+        },
+    }
 
 
 def _is_ready(pod: Any) -> bool:
