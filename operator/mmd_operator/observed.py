@@ -364,7 +364,7 @@ def _workload(kind: str, body: Body) -> Workload:
         current=status.get("replicas", 0),
         ready=status.get("readyReplicas", 0),
         updated=status.get("updatedReplicas", 0),
-        seen=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+        seen=WORKLOADS[kind].is_seen(body),
         template_revision=template["metadata"].get("labels", {}).get(REVISION_LABEL),
         replicas_released=_replicas_released(metadata.get("managedFields", ())),
         sized_by=_sized_by(metadata.get("managedFields", ())),

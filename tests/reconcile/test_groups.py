@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from .bodies import NEW, UID, crashed, pod, workload
 SET = f"demo-decode-{NEW}"
 
 
-def group_set(replicas: int, gpus: int = 2, size: int = 2) -> Child:
+def group_set(replicas: int, gpus: int = 2, size: int = 2, status: Mapping[str, Any] | None = None) -> Child:
     body = workload("LeaderWorkerSet", "decode", NEW, replicas=replicas, gpus=gpus)
     template = body["spec"].pop("template")
     del body["spec"]["updateStrategy"]
@@ -33,6 +34,8 @@ def group_set(replicas: int, gpus: int = 2, size: int = 2) -> Child:
         "leaderTemplate": template,
         "workerTemplate": template,
     }
+    if status is not None:
+        body["status"] = status
     return child_of("LeaderWorkerSet", body)
 
 
@@ -73,6 +76,25 @@ def test_only_leaders_count_as_replicas():
     assert [found.name for found in pods_of(child, seen)] == leaders
     assert sorted(found.name for found in pods_in(child, "decode", seen)) == leaders
     assert sorted(found.name for found in seen.pods_of("decode")) == leaders
+
+
+@pytest.mark.parametrize(
+    ("generation", "rolled"),
+    [({"observedGeneration": 2}, True), ({"observedGeneration": 1}, False), ({}, True)],
+)
+def test_a_controller_that_does_not_count_generations_has_seen_what_its_status_is_of(
+    generation, rolled: bool
+):
+    status = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, **generation}
+    workload = group_set(2, status=status).workload
+    assert workload is not None
+    assert workload.rolled == rolled
+
+
+def test_a_controller_that_has_reported_nothing_has_seen_nothing():
+    workload = group_set(0, status={}).workload
+    assert workload is not None
+    assert not workload.seen
 
 
 def test_a_group_without_all_of_its_followers_is_short():
