@@ -237,8 +237,7 @@ class Applier:
             return manifest
         workload = WORKLOADS[kind]
         template = workload.templates(present)
-        pinned = _image_was_pinned(workload.pod_template(present), workload.pod_template(manifest))
-        if workload.repins and pinned:
+        if _image_was_pinned(workload.pod_template(present), workload.pod_template(manifest)):
             return manifest  # pods that start later must not pull what the tag names then
         applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
         rival = rival_of_template(kind, present["metadata"].get("managedFields", ()))

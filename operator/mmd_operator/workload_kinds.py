@@ -27,8 +27,6 @@ class WorkloadKind:
     template_field: str
     pools: bool = False
     """Whether pools are of this kind; the operator sets their sizes by `/scale`."""
-    repins: bool = True
-    """Whether its template changes only to name the image by its digest. Not where that would restart every group."""
     counts_generations: bool = True
     """Whether its status always has the generation that its controller has acted on."""
 
@@ -60,8 +58,6 @@ class WorkloadKind:
 WORKLOADS: dict[str, WorkloadKind] = {
     "Deployment": WorkloadKind("template"),
     "StatefulSet": WorkloadKind("template", pools=True),
-    "LeaderWorkerSet": WorkloadKind(
-        "leaderWorkerTemplate", pools=True, repins=False, counts_generations=False
-    ),
+    "LeaderWorkerSet": WorkloadKind("leaderWorkerTemplate", pools=True, counts_generations=False),
 }
 POOL_KINDS = tuple(name for name, kind in WORKLOADS.items() if kind.pools)

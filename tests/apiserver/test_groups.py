@@ -193,17 +193,31 @@ def test_scale_down_drains_the_leader_of_the_last_group_before_the_group_goes(se
             leader.stop()
 
 
-def test_to_pin_the_image_restarts_no_group(serving: GroupController):
+def test_a_tag_becomes_the_pinned_digest_in_the_templates_of_a_group_so_that_one_that_starts_over_runs_the_same(
+    serving: GroupController,
+):
     before = serving.only()
+    assert all("@" not in image for image in images(before))
     name, revision = before["metadata"]["name"], before["metadata"]["labels"][REVISION_LABEL]
     leader = FakePod(f"{name}-0", revision, ADMIN_PORT)
     try:
         serving.run(leader.name, leader.address)
         serving.namespace.reported("Pinned", IMAGE)
+
+        def pinned() -> None:
+            assert images(serving.only()) == {IMAGE.removeprefix("docker.io/library/")}
+
+        until(serving, pinned)
         until(serving, lambda: gateway_pinned(serving.namespace))
-        assert serving.only()["spec"]["leaderWorkerTemplate"] == before["spec"]["leaderWorkerTemplate"]
     finally:
         leader.stop()
+
+
+def images(made: dict[str, Any]) -> set[str]:
+    """Of leaders and followers."""
+    templates = made["spec"]["leaderWorkerTemplate"]
+    pods = (templates[kind]["spec"] for kind in ("leaderTemplate", "workerTemplate"))
+    return {pod["containers"][0]["image"] for pod in pods}
 
 
 def gateway_pinned(namespace: Namespace) -> None:
