@@ -22,6 +22,7 @@ from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
+from mmd_operator.problems import WEBHOOK_FAILED
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION
 
@@ -100,7 +101,7 @@ UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class RefusedError(Exception):
-    """The API server rejects this until something changes (400, 403, 404, 422); the message is its own."""
+    """The API server rejects this until something changes (400, 403, 404, 422, an admission webhook that fails); the message is its own."""
 
 
 class NotServedError(RefusedError):
@@ -397,6 +398,8 @@ class Cluster:
                 return None
             if error.status == 410:
                 raise ExpiredError(words_of(error), _retry_after(error)) from error
+            if WEBHOOK_FAILED in words_of(error):  # 500, and it concerns this object alone
+                raise RefusedError(words_of(error)) from error
             if error.status in (409, 429) or (error.status or 500) >= 500:
                 raise BusyError(
                     words_of(error), _retry_after(error), undone=error.status in (409, 429)

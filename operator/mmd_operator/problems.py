@@ -42,6 +42,8 @@ class Problem:
         return f"{self.component}{count}: {self.seen}; {self.remedy}"
 
 
+WEBHOOK_FAILED = "failed calling webhook"
+"""The API server's words where it cannot ask an admission webhook."""
 _IMAGE_REASONS = {
     "ImagePullBackOff",
     "ErrImagePull",
@@ -178,7 +180,12 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     """Why the API server or a controller did not make an object, from its own words."""
     words = re.sub(r"\s+", " ", words)[:500]
     lowered = words.lower()
-    if "exceeded quota" in lowered or "must specify" in lowered:
+    if WEBHOOK_FAILED in lowered:
+        reason, remedy = (
+            "WebhookFailed",
+            "check the Service and the pods of the webhook named in the message; the operator keeps trying",
+        )
+    elif "exceeded quota" in lowered or "must specify" in lowered:
         reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or request less in the spec"
     elif "violates podsecurity" in lowered or "admission webhook" in lowered or "admission policy" in lowered:
         reason, remedy = "AdmissionRefused", "change the spec, or the policy named in the message"
@@ -201,6 +208,17 @@ def not_served(component: str, kind: str, revision: str | None) -> Problem:
         component,
         f"a replica spans several pods, which needs {kind}, and the API server does not serve it; the pool stays as it is",
         f"install it: {INSTALL_LWS}; or let a replica fit into one pod",
+        revision=revision,
+    )
+
+
+def not_acted_on(component: str, kind: str, name: str, seconds: float, revision: str | None) -> Problem:
+    """The controller of a kind that users install does nothing about an object."""
+    return Problem(
+        "ControllerSilent",
+        component,
+        f"the controller of {kind} has not acted on {kind} {name} for {seconds:.0f} s",
+        "check that it runs, and its log: kubectl get pods --all-namespaces -l control-plane=controller-manager",
         revision=revision,
     )
 
@@ -243,8 +261,10 @@ _SEVERITY = (
     "PermissionMissing",
     "QuotaExceeded",
     "AdmissionRefused",
+    "WebhookFailed",
     "ServiceAccountMissing",
     "ObjectRefused",
+    "ControllerSilent",
     "ImageNotPulled",
     "SecretMissing",
     "SecretIncomplete",

@@ -29,6 +29,7 @@ from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
+from mmd_operator.silent_controllers import SilentControllers
 from mmd_operator.status_writer import StatusWriter
 from mmd_operator.workload_kinds import POOL_KINDS
 
@@ -57,6 +58,7 @@ class ReconcilePass:
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
         self._crashes = GroupCrashes()
+        self._silent = SilentControllers()
         self._finalizer = Finalizer(context)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
@@ -165,6 +167,7 @@ class ReconcilePass:
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
         problems += self._crashes.problems(observed)
+        problems += self._silent.problems(observed, time.monotonic())
         problems += self._pins.moved(observed)
         if not spec.paused:
             with self._growth.deciding(step.growth):

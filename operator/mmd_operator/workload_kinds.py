@@ -27,8 +27,8 @@ class WorkloadKind:
     template_field: str
     pools: bool = False
     """Whether pools are of this kind; the operator sets their sizes by `/scale`."""
-    counts_generations: bool = True
-    """Whether its status always has the generation that its controller has acted on."""
+    installed_by_users: bool = False
+    """Whether its controller is no part of Kubernetes: it may be missing or broken, and older releases of it write less of the status."""
 
     def templates(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """All that the pods of an object are made from."""
@@ -47,7 +47,7 @@ class WorkloadKind:
         status = body.get("status", {})
         seen = status.get("observedGeneration")
         if seen is None:
-            return bool(status) and not self.counts_generations
+            return bool(status) and self.installed_by_users
         return int(seen) >= body["metadata"].get("generation", 0)
 
     def group_size(self, body: Mapping[str, Any]) -> int:
@@ -58,6 +58,6 @@ class WorkloadKind:
 WORKLOADS: dict[str, WorkloadKind] = {
     "Deployment": WorkloadKind("template"),
     "StatefulSet": WorkloadKind("template", pools=True),
-    "LeaderWorkerSet": WorkloadKind("leaderWorkerTemplate", pools=True, counts_generations=False),
+    "LeaderWorkerSet": WorkloadKind("leaderWorkerTemplate", pools=True, installed_by_users=True),
 }
 POOL_KINDS = tuple(name for name, kind in WORKLOADS.items() if kind.pools)

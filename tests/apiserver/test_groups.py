@@ -160,6 +160,36 @@ def test_what_a_leader_worker_set_makes_is_no_pool_and_holds_no_gpus_of_its_own(
     until(operating, namespace.is_ready)
 
 
+def test_a_webhook_that_cannot_be_called_keeps_the_pool_back_and_nothing_else(
+    api: client.ApiClient, operating: GroupController
+):
+    """As while the controller of LeaderWorkerSet does not run."""
+    namespace, hooks = operating.namespace, client.AdmissionregistrationV1Api(api)
+    operations = {"operations": ["CREATE", "UPDATE"], "resources": [LWS_PLURAL]}
+    hook = {
+        "name": "mleaderworkerset.kb.io",
+        "rules": [{"apiGroups": [WHERE[0]], "apiVersions": [WHERE[1]], **operations}],
+        "clientConfig": {"service": {"namespace": namespace.name, "name": "no-such-service"}},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name}},
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    hooks.create_validating_webhook_configuration({"metadata": {"name": namespace.name}, "webhooks": [hook]})
+    try:
+        namespace.apply(GROUPS)
+        until(operating, lambda: degraded(namespace, "WebhookFailed", "mleaderworkerset.kb.io"))
+        assert not operating.sets()
+
+        def made() -> None:
+            kinds = {key.partition("/")[0] for key in namespace.objects()}
+            assert {"Deployment", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
+
+        until(operating, made)
+    finally:
+        hooks.delete_validating_webhook_configuration(namespace.name)
+    until(operating, namespace.is_ready)
+
+
 def test_scale_down_drains_the_leader_of_the_last_group_before_the_group_goes(serving: GroupController):
     namespace, name = serving.namespace, serving.only()["metadata"]["name"]
     leaders = {}

@@ -17,6 +17,7 @@ from mmd_operator.plan import plan_objects
 from mmd_operator.replacement import pods_of, short_groups
 from mmd_operator.rollout import next_step
 from mmd_operator.scaling_facts import pods_in
+from mmd_operator.silent_controllers import SilentControllers
 from tests.support.deployments import deployment
 from tests.support.groups import GROUPS, ONE_POD
 
@@ -95,6 +96,17 @@ def test_a_controller_that_has_reported_nothing_has_seen_nothing():
     workload = group_set(0, status={}).workload
     assert workload is not None
     assert not workload.seen
+
+
+def test_a_controller_that_does_not_act_on_a_group_for_a_minute_is_a_problem():
+    silent, waits = SilentControllers(), observed(group_set(2, status={}))
+    assert silent.problems(waits, 0) == []
+    assert silent.problems(waits, 59) == []
+    (problem,) = silent.problems(waits, 60)
+    assert (problem.reason, problem.component) == ("ControllerSilent", "decode")
+    assert f"LeaderWorkerSet {SET} for 60 s" in problem.seen
+    assert silent.problems(observed(group_set(2)), 61) == []
+    assert silent.problems(waits, 62) == [], "the minute begins again"
 
 
 def test_a_group_without_all_of_its_followers_is_short():
