@@ -253,9 +253,17 @@ class Cluster:
         found = await self._request("get", path, absent_is_none=True)
         return found is None or "deletionTimestamp" in found["metadata"]
 
-    async def delete_pod(self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None) -> None:
-        """Delete the pod with this UID; its controller makes another. A terminating pod accepts a shorter `grace_seconds`."""
+    async def delete_pod(
+        self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None, *, leads: bool = False
+    ) -> None:
+        """Delete the pod with this UID; its controller makes another. A terminating pod accepts a shorter `grace_seconds`.
+
+        `leads`: it leads a group, and is gone only after its followers: LeaderWorkerSet before 0.9 takes the end of an old follower
+        for a reason to recreate the new group.
+        """
         body: dict[str, Any] = {"preconditions": {"uid": uid}}
+        if leads:
+            body["propagationPolicy"] = "Foreground"
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         await self._request("delete", PODS.path(namespace, pod), body=body, absent_is_none=True)

@@ -73,6 +73,7 @@ class PoolActions:
         """
         pool = decision.pool
         uids = {pod.name: pod.uid for pod in pods}
+        leaders = {pod.name for pod in pods if pod.group is not None}
         if decision.replicas != decision.current:
             self._changes[pool] = decision
         begun = self._changes.get(pool)
@@ -106,7 +107,7 @@ class PoolActions:
                 problem = contested(pool, f"the annotation {DRAIN_ANNOTATION} of pod {name}", rival)
                 events.append((problem.reason, f"{problem.seen}; {problem.remedy}"))
         for name in actions.renew:
-            await self._cluster.delete_pod(self._namespace, name, uids[name])
+            await self._cluster.delete_pod(self._namespace, name, uids[name], leads=name in leaders)
             self._counts.drains[pool, "renewed"] += 1
             events.append(("Renewed", f"drained pod {name} is needed again and is being replaced"))
         for name in actions.overdue:

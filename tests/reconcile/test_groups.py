@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.autoscaling import DeploymentPolicy
+from mmd_operator.autoscaling import DeploymentPolicy, PoolFacts, ScaleActions
+from mmd_operator.cluster import Cluster
 from mmd_operator.gpu_budget import gpus_held, grown
 from mmd_operator.group_crashes import GroupCrashes
+from mmd_operator.growth import PendingGrowth
+from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView, child_of
 from mmd_operator.plan import plan_objects
 from mmd_operator.replacement import pods_of, short_groups
 from mmd_operator.rollout import next_step
+from mmd_operator.scaling_actions import PoolActions
 from mmd_operator.scaling_facts import pods_in
 from mmd_operator.silent_controllers import SilentControllers
 from tests.support.deployments import deployment
@@ -153,6 +158,29 @@ def test_the_reason_of_a_group_outlives_its_pods_until_all_are_ready():
     assert "recreated 2 times" in crashes.problems(observed(child, *anew))[0].seen
     assert crashes.problems(observed(child, member(0, 0), member(0, 1))) == []
     assert crashes.problems(observed(child, member(0, 0))) == []
+
+
+class RecordingCluster(Cluster):
+    """Keeps the bodies of requests, and sends none."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    async def _request(self, *_: Any, **options: Any) -> None:
+        self.sent.append(options["body"])
+
+
+@pytest.mark.parametrize(
+    ("renewed", "policy"), [(member(1, 0), "Foreground"), (pod(name=f"{SET}-1"), None)], ids=["group", "pod"]
+)
+async def test_a_leader_that_is_renewed_goes_after_its_followers(renewed: PodView, policy: str | None):
+    """Else older releases of LeaderWorkerSet recreate its group twice."""
+    cluster, decision = RecordingCluster(), SimpleNamespace(pool="decode", replicas=2, current=2, at=1000.0)
+    actions = PoolActions(cluster, OperatorMetrics(), "default", PendingGrowth(), Counts())
+    renew = ScaleActions(renew=(renewed.name,))
+    await actions.carry_out(renew, group_set(2), PoolFacts(2), [renewed], cast(Any, decision), [])
+    (body,) = cluster.sent
+    assert body.get("propagationPolicy") == policy
 
 
 def test_a_group_beyond_the_size_gives_no_reason():
