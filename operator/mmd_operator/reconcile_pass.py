@@ -25,6 +25,7 @@ from mmd_operator.pool_sizes import pools_in
 from mmd_operator.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
 from mmd_operator.reading import Reading, read
 from mmd_operator.removal import Removal
+from mmd_operator.replicas import with_its_start
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling import PoolScaling, ScalingView
@@ -221,6 +222,6 @@ class ReconcilePass:
 def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
     return [
         p
-        for pod in observed.pods
+        for pod in (with_its_start(pod, observed) for pod in observed.pods)
         if (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
     ]

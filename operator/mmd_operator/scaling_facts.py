@@ -6,6 +6,7 @@ from mmd_api.contract.pools import PoolName
 from mmd_api.spec.pools import Pool
 from mmd_operator.autoscaling import PodFacts, PoolFacts
 from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.replicas import as_one
 
 
 def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
@@ -24,9 +25,9 @@ def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | 
 
 
 def pods_in(child: Child, pool: PoolName, observed: Observed) -> list[PodView]:
-    """Pods of a pool's workload; of groups, the leaders."""
+    """Replicas of a pool's workload; of groups, the leaders, with what their followers lack."""
     return [
-        p
+        as_one(p, observed)
         for p in observed.pods_of(pool)
         if p.revision == child.revision and p.name.startswith(f"{child.name}-")
     ]

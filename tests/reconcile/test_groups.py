@@ -18,10 +18,13 @@ from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView, child_of
 from mmd_operator.plan import plan_objects
+from mmd_operator.problems import Deadlines
+from mmd_operator.reconcile_pass import _pod_problems
 from mmd_operator.replacement import pods_of, short_groups
 from mmd_operator.rollout import next_step
 from mmd_operator.scaling_actions import PoolActions
-from mmd_operator.scaling_facts import pods_in
+from mmd_operator.scaling_facts import pod_facts, pods_in
+from mmd_operator.scaling_limits import without_loss
 from mmd_operator.silent_controllers import SilentControllers
 from tests.support.deployments import deployment
 from tests.support.groups import GROUPS, ONE_POD
@@ -158,6 +161,58 @@ def test_the_reason_of_a_group_outlives_its_pods_until_all_are_ready():
     assert "recreated 2 times" in crashes.problems(observed(child, *anew))[0].seen
     assert crashes.problems(observed(child, member(0, 0), member(0, 1))) == []
     assert crashes.problems(observed(child, member(0, 0))) == []
+
+
+NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+CREATED = "2026-01-01T00:00:00Z"
+CREATED_SECONDS = 1767225600.0
+
+
+def waiting_group(group: int) -> tuple[PodView, PodView]:
+    """A leader that runs, and a follower that no node takes."""
+    leader = member(group, 0, ready=False, created=CREATED)
+    return leader, member(group, 1, ready=False, created=CREATED, scheduling=NO_GPU)
+
+
+def test_the_autoscaler_sees_a_group_without_a_node_for_its_follower_as_one_without_a_node():
+    leader, follower = waiting_group(0)
+    child = group_set(1)
+    (seen,) = pods_in(child, "decode", observed(child, leader, follower))
+    facts = pod_facts(seen)
+    assert (facts.name, facts.unschedulable, facts.waiting_since) == (leader.name, True, CREATED_SECONDS)
+    placed = replace(follower, unschedulable=None, unschedulable_since=None, starting_since=5e9)
+    (seen,) = pods_in(child, "decode", observed(child, leader, placed))
+    assert (pod_facts(seen).unschedulable, pod_facts(seen).waiting_since) == (False, 5e9)
+    (seen,) = pods_in(child, "decode", observed(child, leader, replace(placed, failing=True)))
+    assert pod_facts(seen).failing
+    (seen,) = pods_in(child, "decode", observed(child, replace(leader, ready=True), follower))
+    assert not pod_facts(seen).unschedulable, "it serves"
+
+
+@pytest.mark.parametrize(("waited", "leaves"), [(299, False), (301, True)])
+def test_the_last_ready_group_leaves_only_for_groups_that_wait_for_its_gpus(waited: float, leaves: bool):
+    child = group_set(2)
+    seen = observed(child, *waiting_group(0), member(1, 0), member(1, 1))
+    actions = ScaleActions(drain=(f"{SET}-1",), replicas=1)
+    now = CREATED_SECONDS + waited
+    found = without_loss(actions, child, seen, pods_in(child, "decode", seen), now, 300)
+    assert (found == actions) == leaves
+
+
+def test_a_leader_whose_follower_has_no_node_is_not_late_and_the_follower_is_named():
+    seen = observed(group_set(1), *waiting_group(0))
+    found = _pod_problems(seen, CREATED_SECONDS + 901, {"decode": Deadlines(900, 60)})
+    assert [(problem.reason, f"{SET}-0-1" in problem.seen) for problem in found] == [("NoGpu", True)]
+
+
+def test_a_leader_is_late_from_when_the_last_follower_has_a_node():
+    leader, follower = waiting_group(0)
+    placed = replace(follower, ready=True, unschedulable=None, unschedulable_since=None)
+    seen = observed(group_set(1), leader, replace(placed, starting_since=CREATED_SECONDS + 500))
+    deadlines = {"decode": Deadlines(900, 60)}
+    assert _pod_problems(seen, CREATED_SECONDS + 559, deadlines) == []
+    (problem,) = _pod_problems(seen, CREATED_SECONDS + 561, deadlines)
+    assert problem.reason == "NotStarting"
 
 
 class RecordingCluster(Cluster):
