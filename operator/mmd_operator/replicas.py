@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
-from mmd_operator.observed import Observed, PodView
+from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.replacement import group_names
 
 
 def as_one(pod: PodView, observed: Observed) -> PodView:
@@ -31,6 +33,19 @@ def with_its_start(pod: PodView, observed: Observed) -> PodView:
         math.inf if one.unschedulable is not None else one.starting_since for one in _followers(pod, observed)
     ]
     return replace(pod, starting_since=max(pod.starting_since, *begun)) if begun else pod
+
+
+def next_size(child: Child, wanted: int, observed: Observed) -> int:
+    """The size up to `wanted` that a pool may have now: of groups, one more than those whose pods all have nodes. Nothing gives a group
+    its nodes at once, so several that wait for some could keep what the others need for ever."""
+    workload = child.workload
+    if workload is None or workload.group_size == 1 or wanted <= workload.replicas:
+        return wanted
+    placed: Counter[str | None] = Counter(
+        pod.group for pod in observed.pods if pod.scheduled and not pod.deleting
+    )
+    complete = sum(placed[name] >= workload.group_size for name in group_names(child))
+    return max(workload.replicas, min(wanted, complete + 1))
 
 
 def _followers(pod: PodView, observed: Observed) -> list[PodView]:

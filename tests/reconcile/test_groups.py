@@ -21,10 +21,11 @@ from mmd_operator.plan import plan_objects
 from mmd_operator.problems import Deadlines
 from mmd_operator.reconcile_pass import _pod_problems
 from mmd_operator.replacement import pods_of, short_groups
-from mmd_operator.rollout import next_step
+from mmd_operator.replicas import next_size
+from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling_actions import PoolActions
 from mmd_operator.scaling_facts import pod_facts, pods_in
-from mmd_operator.scaling_limits import without_loss
+from mmd_operator.scaling_limits import growth_within, without_loss
 from mmd_operator.silent_controllers import SilentControllers
 from tests.support.deployments import deployment
 from tests.support.groups import GROUPS, ONE_POD
@@ -142,6 +143,66 @@ def test_a_rollout_creates_groups_within_what_the_serving_revision_leaves():
     assert "1 of 2 decode pods" in step.waits_for
     growth = step.growth[f"demo-decode-{new}"]
     assert (growth.replicas, growth.gpus) == (1, 4)
+
+
+def placed(groups: int) -> list[PodView]:
+    return [replace(member(group, rank), scheduled=True) for group in range(groups) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "complete", "wanted", "size"),
+    [(1, 0, 4, 1), (1, 1, 4, 2), (3, 2, 4, 3), (3, 3, 4, 4), (3, 1, 2, 2), (4, 0, 4, 4)],
+    ids=["none has nodes", "one has", "the last has none", "all have", "fewer", "no growth"],
+)
+def test_a_pool_grows_by_one_group_while_the_last_has_no_nodes(
+    replicas: int, complete: int, wanted: int, size: int
+):
+    child = group_set(replicas)
+    pods = placed(complete) + [replace(member(complete, 0), scheduled=True)] * (complete < replicas)
+    seen = observed(child, *pods)
+    assert next_size(child, wanted, seen) == size
+    actions, _ = growth_within(None, ScaleActions(replicas=wanted), child, seen)
+    assert actions.replicas == (None if size == replicas else size)
+
+
+def rollout(replicas: int, complete: int, *, ready: bool = False) -> Step:
+    """To a revision of three groups of two pods, next to one of single pods that serves."""
+    serving, wanted = deployment(ONE_POD), deployment({**GROUPS, "decode": {"gpus": 2, "replicas": 3}})
+    old, new = pipeline_revision(serving.spec), pipeline_revision(wanted.spec)
+    status = {"replicas": replicas, "readyReplicas": replicas if ready else 0, "updatedReplicas": replicas}
+    made = [replace(group_set(replicas, status=status), name=f"demo-decode-{new}", revision=new)] * (
+        replicas > 0
+    )
+    children = [
+        child_of("StatefulSet", workload("StatefulSet", "encoder", old)),
+        child_of("StatefulSet", workload("StatefulSet", "decode", old, replicas=3, gpus=2)),
+        child_of("StatefulSet", workload("StatefulSet", "encoder", new)),
+        child_of("StatefulSet", workload("StatefulSet", "nats", None)),
+        child_of("Deployment", workload("Deployment", "gateway", None, template=old)),
+        *made,
+    ]
+    pods = [replace(pod, name=pod.name.replace(NEW, new), revision=new) for pod in placed(complete)]
+    objects = [one for one in plan_objects(wanted, "default") if one["kind"] != "Secret"]
+    seen = Observed({child.key: child for child in children}, tuple(pods))
+    return next_step(wanted.spec, new, objects, seen, UID)
+
+
+def test_a_new_pool_of_groups_starts_with_one_and_grows_as_they_get_nodes():
+    step = rollout(0, 0)
+    (made,) = [one for one in step.apply if one["kind"] == "LeaderWorkerSet"]
+    assert made["spec"]["replicas"] == 1
+    name = made["metadata"]["name"]
+    step = rollout(1, 0)
+    assert step.sizes == {}
+    assert "stays at 1 of 3 groups of 2 pods until all pods of its groups have nodes" in step.waits_for
+    assert rollout(1, 1).sizes == {name: 2}
+    assert rollout(2, 2).sizes == {name: 3}
+    assert rollout(3, 2).waits_for == ""
+
+
+def test_the_gateway_is_not_switched_before_a_pool_of_groups_has_its_size():
+    assert rollout(2, 2, ready=True).stage == "BringingUp"
+    assert rollout(3, 3, ready=True).stage == "SwitchingGateway"
 
 
 def test_the_reason_of_a_group_outlives_its_pods_until_all_are_ready():
