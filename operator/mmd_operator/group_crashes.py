@@ -4,11 +4,15 @@ they reported: without a memory a group that cannot serve would start over and o
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
+from mmd_api.contract.logs import RELAYED
 from mmd_operator.observed import Child, Observed, PodView
 from mmd_operator.problems import Problem, crashed
 from mmd_operator.replacement import group_names
+
+_ENDED_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class GroupCrashes:
             if not _is_ready(name, child, observed)
         }
         self._groups = {name: one for name, one in self._groups.items() if name in broken}
-        ended = [pod for pod in observed.pods if pod.group in broken and pod.exit_code not in (None, 0)]
+        ended = [pod for pod in observed.pods if pod.group in broken and _failed(pod)]
         for pod in ended:
             self._note(pod)
         reported = {pod.group for pod in ended if not pod.deleting}
@@ -60,8 +64,14 @@ class GroupCrashes:
         one = self._groups.setdefault(str(pod.group), _Crashes(problem))
         before, known = one.times, one.pods.setdefault(pod.name, set())
         known.add(pod.uid)
-        if one.times > before:  # the others of the group end as a consequence
-            one.last = problem
+        if one.times > before or (RELAYED in one.last.seen and RELAYED not in seen):
+            one.last = problem  # the others of the group end as a consequence, and report whose
+
+
+def _failed(pod: PodView) -> bool:
+    """Whether its container ended, and not because the pod is being deleted."""
+    asked_to = pod.deleting and pod.exit_code in _ENDED_BY_SIGNAL and pod.exit_reason != "OOMKilled"
+    return pod.exit_code not in (None, 0) and not asked_to
 
 
 def _is_ready(group: str, child: Child, observed: Observed) -> bool:

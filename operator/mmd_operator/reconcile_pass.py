@@ -6,9 +6,10 @@ Independent of loops and kopf: it is given the deployment, and returns when to l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from mmd_api.contract.logs import RELAYED
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
@@ -17,7 +18,7 @@ from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
 from mmd_operator.group_crashes import GroupCrashes
 from mmd_operator.growth import PendingGrowth
-from mmd_operator.observed import Body, Child, Observed, child_of
+from mmd_operator.observed import Body, Child, Observed, PodView, child_of
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import ReportFetcher
@@ -222,6 +223,11 @@ class ReconcilePass:
 def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
     return [
         p
-        for pod in (with_its_start(pod, observed) for pod in observed.pods)
+        for pod in (with_its_start(pod, observed) for pod in _causes_first(observed.pods))
         if (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
     ]
+
+
+def _causes_first(pods: Iterable[PodView]) -> list[PodView]:
+    """Of problems of one kind the first is quoted: that of a pod with a reason of its own."""
+    return sorted(pods, key=lambda pod: RELAYED in pod.last_words)

@@ -299,6 +299,35 @@ async def test_a_leader_that_is_renewed_goes_after_its_followers(renewed: PodVie
     assert body.get("propagationPolicy") == policy
 
 
+@pytest.mark.parametrize("code", [143, 137])
+def test_a_pod_that_ends_because_it_is_deleted_has_not_crashed(code: int):
+    """As in a rollout, where a container may also end before it handles the signal."""
+    crashes = GroupCrashes()
+    ended = member(0, 1, ready=False, deleting=True, container=crashed(None, code=code, restarts=1))
+    assert crashes.problems(observed(group_set(1), member(0, 0), ended)) == []
+
+
+def test_a_pod_that_ran_out_of_memory_has_even_where_it_is_deleted():
+    crashes, killed = GroupCrashes(), crashed(None, code=137, reason="OOMKilled", restarts=1)
+    ended = member(0, 1, ready=False, deleting=True, container=killed)
+    (problem,) = crashes.problems(observed(group_set(1), member(0, 0), ended))
+    assert problem.reason == "OutOfMemory"
+
+
+def test_the_reason_of_the_pod_that_failed_is_kept_and_not_what_the_others_repeat():
+    words = "follower 1 of the group ended: no such weights"
+    leader = member(0, 0, ready=False, container=crashed(words, restarts=1))
+    follower = member(0, 1, ready=False, container=crashed("no such weights", restarts=1))
+    seen = observed(group_set(1), leader, follower)
+    first, _ = _pod_problems(seen, 0, {})
+    assert follower.name in first.seen
+    crashes = GroupCrashes()
+    crashes.problems(seen)
+    gone = [replace(one, deleting=True) for one in (leader, follower)]
+    (problem,) = crashes.problems(observed(group_set(1), *gone))
+    assert follower.name in problem.seen
+
+
 def test_a_group_beyond_the_size_gives_no_reason():
     crashes = GroupCrashes()
     ended = member(1, 0, ready=False, container=crashed("killed", restarts=1))
