@@ -47,8 +47,8 @@ class WorkloadKind:
         status = body.get("status", {})
         seen = status.get("observedGeneration")
         if seen is None:
-            return bool(status) and self.installed_by_users
-        return int(seen) >= body["metadata"].get("generation", 0)
+            return self.installed_by_users and bool(status)
+        return bool(seen >= body["metadata"].get("generation", 0))
 
     def group_size(self, body: Mapping[str, Any]) -> int:
         """Pods of a replica."""
