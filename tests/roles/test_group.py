@@ -8,7 +8,7 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,22 +16,22 @@ import pytest
 from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers import group as group_module
-from mmd_workers.group import NO_REASON, Follower, Leader
+from mmd_workers.group import NO_MESSAGE, NO_REASON, Follower, Leader
 from mmd_workers.settings import Group, WorkerSettings
+from mmd_workers.wire.login import Login
 
 _numbers = itertools.count(random.randrange(1, 1 << 14))
 SECONDS = 20
 
 
-def settings(rank: int, size: int, address: str, port: int, revision: str = "r1") -> WorkerSettings:
+def settings(
+    rank: int, size: int, address: str, port: int, revision: str = "r1", password: str = "of this deployment"
+) -> WorkerSettings:
     spec = {"model": {"id": "builtin/demo"}, "decode": {"gpus": 0}}
     config = {"namespace": "test", "name": "group", "revision": revision, "spec": spec}
     pipeline = PipelineConfig.model_validate(config)
     one = WorkerSettings(pipeline, f"pod-{rank}", address, port, "", threads=1)
-    return WorkerSettings(
-        **{name: getattr(one, name) for name in one.__dataclass_fields__}
-        | {"group": Group(size, rank, address)}
-    )
+    return replace(one, group=Group(size, rank, address), nats_login=Login("decode", password))
 
 
 def place() -> tuple[str, int]:
@@ -60,8 +60,8 @@ async def started(size: int = 3) -> AsyncIterator[Started]:
     leader = Leader(settings(0, size, address, port), lost.put_nowait, drains.put_nowait)
     followers = [Follower(settings(rank, size, address, port)) for rank in range(1, size)]
     async with asyncio.timeout(SECONDS):
-        joining = [asyncio.create_task(follower.join()) for follower in followers]
-        await asyncio.gather(leader.gather(), *joining)
+        joining = [asyncio.create_task(follower.join(SECONDS)) for follower in followers]
+        await asyncio.gather(leader.gather(SECONDS), *joining)
         try:
             yield Started(leader, followers, lost, drains)
         finally:
@@ -75,11 +75,11 @@ async def test_no_follower_starts_before_all_have_joined():
     leader = Leader(settings(0, 3, address, port), print, print)
     first, second = (Follower(settings(rank, 3, address, port)) for rank in (1, 2))
     async with asyncio.timeout(SECONDS):
-        joining = asyncio.create_task(first.join())  # before there is a leader
-        gathering = asyncio.create_task(leader.gather())
+        joining = asyncio.create_task(first.join(SECONDS))  # before there is a leader
+        gathering = asyncio.create_task(leader.gather(SECONDS))
         done, _ = await asyncio.wait({joining, gathering}, timeout=1.5)
         assert not done
-        await asyncio.gather(second.join(), joining, gathering)
+        await asyncio.gather(second.join(SECONDS), joining, gathering)
         await asyncio.gather(leader.close(""), first.close(""), second.close(""))
 
 
@@ -132,21 +132,113 @@ async def test_a_follower_of_another_revision_is_refused():
     leader = Leader(settings(0, 2, address, port), print, print)
     other = Follower(settings(1, 2, address, port, revision="r2"))
     async with asyncio.timeout(SECONDS):
-        gathering = asyncio.create_task(leader.gather())
-        with pytest.raises(RevisionMismatchError, match=r"the leader runs r1 .* and this follower r2"):
-            await other.join()
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        with pytest.raises(
+            RevisionMismatchError, match=r"this pod, which runs r2 .*: it runs another revision"
+        ):
+            await other.join(SECONDS)
         assert not gathering.done()
         gathering.cancel()
         await leader.close("")
 
 
+@pytest.mark.parametrize("stranger", ["password", "group"])
+async def test_a_process_that_cannot_prove_that_it_belongs_to_the_group_is_refused_and_learns_nothing(
+    stranger: str,
+):
+    address, port = place()
+    leader = Leader(settings(0, 2, address, port, revision="r-secret"), print, print)
+    of_it = settings(
+        1, 2, address, port, revision="r-other", **{"password": "x"} if stranger == "password" else {}
+    )
+    if stranger == "group":
+        of_it = replace(of_it, group=Group(2, 1, "localhost"), pod_ip=address)
+        leader._settings = replace(leader._settings, pod_ip="127.0.0.1")
+    other = Follower(of_it)
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        with pytest.raises(RevisionMismatchError, match="does not belong to this group") as refused:
+            await other.join(SECONDS)
+        assert "r-secret" not in refused.value.message
+        gathering.cancel()
+        await leader.close("")
+
+
 async def test_a_rank_joins_once():
+    address, port = place()
+    leader = Leader(settings(0, 3, address, port), print, print)
+    first, again = (Follower(settings(1, 3, address, port)) for _ in range(2))
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        joining = asyncio.create_task(first.join(SECONDS))
+        while not leader._followers:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RevisionMismatchError, match="follower 1 has joined the group of 3 before"):
+            await again.join(SECONDS)
+        gathering.cancel()
+        await leader.close("")
+        with pytest.raises(EngineDeadError):
+            await joining
+
+
+async def test_a_leader_waits_for_its_followers_until_a_deadline_and_names_those_that_are_missing():
+    address, port = place()
+    leader = Leader(settings(0, 4, address, port), print, print)
+    joined = Follower(settings(2, 4, address, port))
+    async with asyncio.timeout(SECONDS):
+        joining = asyncio.create_task(joined.join(SECONDS))
+        with pytest.raises(
+            EngineDeadError, match="pod-0-1, pod-0-3 did not join the group within 1 s"
+        ) as late:
+            await leader.gather(1.0)
+        assert "startDeadlineSeconds" in late.value.message
+        await leader.close(late.value.message)
+        with pytest.raises(EngineDeadError, match="the leader of the group ended: pod-0-1, pod-0-3 did not"):
+            await joining
+
+
+async def test_a_follower_waits_for_the_leader_until_a_deadline():
+    address, port = place()
+    with pytest.raises(EngineDeadError, match=f"the leader {address} did not start the group within 1 s"):
+        await Follower(settings(1, 2, address, port)).join(1.0)
+
+
+async def test_nobody_else_can_connect_once_all_have_joined():
     async with started(size=2) as group:
-        again = Follower(group.followers[0]._settings)
-        with pytest.raises(RevisionMismatchError, match="follower 1 has joined the group of 2 before"):
-            await again.join()
-        await again.close("")
-        assert group.lost.empty()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(group.leader._group.leader, group.leader._settings.group_port)
+
+
+async def test_connections_that_introduce_nobody_are_few_and_short_and_keep_no_follower_away(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(group_module, "HELLO_SECONDS", 1.0)
+    address, port = place()
+    leader = Leader(settings(0, 2, address, port), print, print)
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        while leader._server is None:
+            await asyncio.sleep(0.01)
+        where = (address, leader._settings.group_port)
+        strangers = [await asyncio.open_connection(*where) for _ in range(group_module.MAX_STRANGERS)]
+        for reader, writer in strangers:
+            assert b"challenge" in await reader.readline()
+            writer.write(b"{}\n" * 3)  # signs of life do not make it longer
+        extra, _ = await asyncio.open_connection(*where)
+        assert await extra.read() == b"", "closed at once"
+        follower = Follower(settings(1, 2, address, port))
+        await asyncio.gather(follower.join(SECONDS), gathering)
+        for reader, _ in strangers:
+            await reader.read()  # to the end
+        await asyncio.gather(leader.close(""), follower.close(""))
+
+
+@pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"no message\n"])
+async def test_a_follower_that_sends_what_is_no_message_has_ended(line: bytes):
+    async with started(size=2) as group:
+        peer: Any = group.followers[0]._leader
+        peer._writer.write(line)
+        assert await group.lost.get() == f"follower 1 of the group ended: {NO_MESSAGE}"
 
 
 async def test_a_follower_learns_that_the_leader_went_before_all_had_joined():
@@ -154,8 +246,8 @@ async def test_a_follower_learns_that_the_leader_went_before_all_had_joined():
     leader = Leader(settings(0, 3, address, port), print, print)
     follower = Follower(settings(1, 3, address, port))
     async with asyncio.timeout(SECONDS):
-        gathering = asyncio.create_task(leader.gather())
-        joining = asyncio.create_task(follower.join())
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        joining = asyncio.create_task(follower.join(SECONDS))
         while not leader._followers:
             await asyncio.sleep(0.01)
         gathering.cancel()

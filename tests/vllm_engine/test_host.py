@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,6 @@ from mmd_api.contract.errors import CapacityError, EngineDeadError, EngineSettin
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.pod import Tasks
-from mmd_workers.vllm_engine.follower import until_ended
 from mmd_workers.vllm_engine.host import VllmHost
 
 from .cores import CPU
@@ -72,20 +68,3 @@ def test_a_rank_that_ends_in_the_first_step_is_reported_as_such():
     lost = lambda: host._rank_lost("rank 1 of vLLM was killed")  # noqa: E731
     with pytest.raises(EngineDeadError, match="rank 1 of vLLM was killed; the pod restarts"):
         warmed_up(Runner(RuntimeError("cancelled"), RuntimeError("cancelled"), during=lost), host)
-
-
-async def test_ranks_that_start_after_another_pod_has_ended_are_ended_too():
-    ended, made = asyncio.Event(), threading.Event()
-    ended.set()
-
-    def make() -> None:
-        time.sleep(0.5)
-        rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(30,))
-        rank.start()
-        rank.join()
-        made.set()
-
-    async with asyncio.timeout(60):
-        with pytest.raises(EngineDeadError, match="another pod of the group has ended"):
-            await until_ended(asyncio.to_thread(make), ended)
-    assert made.is_set(), "the thread would wait for its ranks, and they for the other pod, for many minutes"

@@ -20,6 +20,7 @@ from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, samp
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
+RENDEZVOUS_SECONDS = 600  # NCCL's own limit
 KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
 TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
@@ -107,6 +108,7 @@ def _group(pod: Pod) -> dict[str, Any]:
         "node_rank": group.rank,
         "master_addr": group.leader,
         "master_port": pod.settings.ranks_port,
+        "distributed_timeout_seconds": max(pod.kv_spec.start_deadline_seconds, RENDEZVOUS_SECONDS),
     }
 
 

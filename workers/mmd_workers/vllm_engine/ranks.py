@@ -129,12 +129,6 @@ class RankExecutor(MultiprocExecutor):
         self.shutdown()
 
 
-def end_all() -> None:
-    """End the ranks of this process that are still starting, which would wait for those of other pods for many minutes."""
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
 def _watch(executor: weakref.ref[RankExecutor], workers: list[WorkerProcHandle]) -> None:
     by_sentinel = {one.proc.sentinel: one for one in workers}
     (first, *_) = connection.wait(list(by_sentinel))
