@@ -76,12 +76,10 @@ def load(path: Path) -> MultimodalDeployment:
     """Read the resource; relative paths of the model and of adapters are taken from the file's folder.
 
     Raises:
-        InvalidDeploymentError: it is none, or one that needs several machines.
+        InvalidDeploymentError: it is none.
     """
     deployment = resource.load(path)
     spec = deployment.spec
-    if faults := [_spans_machines(spec, name) for name in POOL_NAMES if _is_grouped(spec, name)]:
-        raise InvalidDeploymentError(faults)
 
     def absolute(part: ModelOrAdapter) -> ModelOrAdapter:
         if part.source != "RelativePath":
@@ -91,6 +89,18 @@ def load(path: Path) -> MultimodalDeployment:
     engine = spec.engine.model_copy(update={"adapters": [absolute(one) for one in spec.engine.adapters]})
     spec = spec.model_copy(update={"model": absolute(spec.model), "engine": engine})
     return deployment.model_copy(update={"spec": spec})
+
+
+def _fits_here(deployment: MultimodalDeployment) -> MultimodalDeployment:
+    """A deployment whose replicas are processes of one machine.
+
+    Raises:
+        InvalidDeploymentError: a replica spans several.
+    """
+    spec = deployment.spec
+    if faults := [_spans_machines(spec, name) for name in POOL_NAMES if _is_grouped(spec, name)]:
+        raise InvalidDeploymentError(faults)
+    return deployment
 
 
 def _is_grouped(spec: MultimodalDeploymentSpec, pool: PoolName) -> bool:
@@ -123,11 +133,11 @@ async def running(
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
-        InvalidDeploymentError: the engine refuses its settings.
+        InvalidDeploymentError: a replica spans several machines, or the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
-    interpreter = interpreter_for(deployment.spec.engine)
+    interpreter = interpreter_for(_fits_here(deployment).spec.engine)
     if faults_of_engine := await asyncio.to_thread(engine_faults, deployment.spec.engine):
         raise InvalidDeploymentError(faults_of_engine)
     _stop_in_good_order_on_sigterm()
@@ -194,7 +204,14 @@ async def running(
                 background = [asyncio.create_task(scaler.run(), name="autoscaler")] if scaler.needed else []
                 if follow is not None:
                     namespace = deployment.metadata.namespace or NAMESPACE
-                    follower = FileFollower(follow, load, deployment, namespace, Path(folder), log_line)
+                    follower = FileFollower(
+                        follow,
+                        lambda path: _fits_here(load(path)),
+                        deployment,
+                        namespace,
+                        Path(folder),
+                        log_line,
+                    )
                     background.append(asyncio.create_task(follower.run(), name="follow-file"))
                 try:
                     yield local
