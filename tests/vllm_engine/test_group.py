@@ -107,6 +107,12 @@ def identity_of_a_process(folder: Path) -> str:
     return done.stdout.split()[-1]
 
 
+async def said(pod: Pod, words: str) -> None:
+    async with asyncio.timeout(READY_SECONDS):
+        while words not in pod.said():
+            await asyncio.sleep(0.1)
+
+
 def peers(directory: PeerDirectory) -> list:
     return directory.pods(state=None)
 
@@ -184,6 +190,8 @@ async def test_two_pods_answer_as_one_and_a_drain_of_the_leader_finishes_request
         await client.until_tokens("drained", TOKENS * 5)
         assert not client.failures
         assert pods.leader.ended() == 0, pods.leader.said()[-3000:]
+        await said(pods.follower, "waiting to be deleted with it")
+        pods.follower.process.terminate()
         assert pods.follower.ended() == 0, pods.follower.said()[-3000:]
         await client.bus.close()
 
@@ -232,14 +240,31 @@ async def test_the_death_of_either_process_ends_both_with_a_reason(
         await client.bus.close()
 
 
+@pytest.mark.parametrize("victim", ["follower", "rank of the follower", "rank of the leader"])
+async def test_a_death_while_the_stages_start_ends_both_with_a_reason(
+    llava: Path, nats_server: NatsServer, tmp_path: Path, victim: str
+):
+    """Their ranks would wait for one another for many minutes."""
+    with replica(llava, nats_server, tmp_path, tensor=1, stages=2) as pods:
+        of = pods.leader if victim == "rank of the leader" else pods.follower
+        async with asyncio.timeout(READY_SECONDS):
+            while not of.ranks():
+                await asyncio.sleep(0.05)
+        os.kill(of.process.pid if victim == "follower" else of.ranks()[0], signal.SIGKILL)
+        assert pods.leader.ended() == 1, pods.leader.said()[-3000:]
+        pods.follower.ended()
+        dead = "its process ended" if victim == "follower" else "a rank of vLLM ended before it had started"
+        for pod in (pods.leader, pods.follower) if victim != "follower" else (pods.leader,):
+            (*_, last) = [line for line in pod.said().splitlines() if "cannot serve (" in line]
+            assert dead in last
+
+
 async def test_a_leader_that_is_asked_to_stop_before_its_followers_are_there_ends_well(
     llava: Path, nats_server: NatsServer, tmp_path: Path
 ):
     with replica(llava, nats_server, tmp_path) as pods:
         pods.follower.process.kill()
-        async with asyncio.timeout(READY_SECONDS):
-            while "waiting for 1 followers of the group" not in pods.leader.said():
-                await asyncio.sleep(0.1)
+        await said(pods.leader, "waiting for 1 followers of the group")
         pods.leader.process.terminate()
         assert pods.leader.ended() == 0, pods.leader.said()[-3000:]
 
