@@ -177,8 +177,7 @@ async def test_a_rank_joins_once():
             await again.join(SECONDS)
         gathering.cancel()
         await leader.close("")
-        with pytest.raises(EngineDeadError):
-            await joining
+        assert not await joining
 
 
 async def test_a_leader_waits_for_its_followers_until_a_deadline_and_names_those_that_are_missing():
@@ -239,6 +238,42 @@ async def test_a_follower_that_sends_what_is_no_message_has_ended(line: bytes):
         peer: Any = group.followers[0]._leader
         peer._writer.write(line)
         assert await group.lost.get() == f"follower 1 of the group ended: {NO_MESSAGE}"
+
+
+async def test_a_leader_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_followers():
+    address, port = place()
+    leader = Leader(settings(0, 3, address, port), print, print)
+    follower = Follower(settings(1, 3, address, port))
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        joining = asyncio.create_task(follower.join(SECONDS))
+        while not leader._followers:
+            await asyncio.sleep(0.01)
+        gathering.cancel()
+        await leader.close("")
+        assert not await joining
+
+
+async def test_a_follower_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_leader():
+    address, port = place()
+    drains: asyncio.Queue[str] = asyncio.Queue()
+    lost: list[str] = []
+    leader = Leader(settings(0, 3, address, port), lost.append, drains.put_nowait)
+    follower = Follower(settings(1, 3, address, port))
+    async with asyncio.timeout(SECONDS):
+        gathering = asyncio.create_task(leader.gather(SECONDS))
+        joining = asyncio.create_task(follower.join(SECONDS))
+        while not leader._followers:
+            await asyncio.sleep(0.01)
+        joining.cancel()
+        await follower.drain()
+        await follower.close("")
+        assert await drains.get() == "follower 1 of the group is asked to stop"
+        while leader._tasks:
+            await asyncio.sleep(0.01)
+        assert lost == []
+        gathering.cancel()
+        await leader.close("")
 
 
 async def test_a_follower_learns_that_the_leader_went_before_all_had_joined():

@@ -274,6 +274,7 @@ async def test_a_thread_that_outlives_its_ranks_is_given_up(monkeypatch: pytest.
         ("rank 1 of vLLM was killed (SIGKILL), perhaps for its memory", 1),
         ("its process ended without a reason; if it was killed for its memory, give the pod more", 1),
         ("nothing was heard of it for 15 s", 1),
+        ("rank 1 of vLLM exited with code 1", 1),
         (CAUSE, 2),
         ("spec.decode.gpus is 1, but torch found no CUDA device in this pod", 2),
     ],

@@ -20,6 +20,7 @@ from typing import Any
 
 from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
 from mmd_api.contract.logs import RELAYED
+from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.server import listen_address
 from mmd_workers.settings import WorkerSettings
 
@@ -100,6 +101,7 @@ class Leader:
         self._followers: dict[int, _Peer] = {}
         self._all_joined = asyncio.Event()
         self._closing = False
+        self._log = RateLimitedLog(log)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -162,7 +164,7 @@ class Leader:
         await peer.send({"challenge": challenge})
         hello = await peer.receive()
         if refusal := self._refusal(challenge, hello):
-            log.warning("refused a follower of the group: %s", refusal)
+            self._log.warning("refused", f"refused a follower of the group: {refusal}")
             await peer.send({"refused": refusal})
             return None
         rank: int = hello["joins"]
@@ -174,7 +176,7 @@ class Leader:
     def _refusal(self, challenge: str, hello: _Message) -> str:
         rank = hello.get("joins")
         proof = _proof(self._settings, challenge, self._group.leader, rank, hello.get("runs"))
-        if not hmac.compare_digest(proof, str(hello.get("proof"))):
+        if not hmac.compare_digest(proof.encode(), str(hello.get("proof")).encode()):
             return "it does not belong to this group, or has another password of NATS; its pods must start together"
         if hello.get("runs") != self._settings.mesh:
             return "it runs another revision, other code or other weights than the leader"
@@ -183,6 +185,7 @@ class Leader:
         return ""
 
     async def _follow(self, rank: int, peer: _Peer) -> None:
+        asked_to_stop = False
         while True:
             try:
                 message = await peer.receive()
@@ -191,7 +194,10 @@ class Leader:
             if self._closing:
                 return
             if "drain" in message:
+                asked_to_stop = True
                 self._drain(f"follower {rank} of the group is asked to stop")
+            if message.get("ended") == "" and asked_to_stop:
+                return  # before the group started
             if "ended" in message:
                 self._lost(f"follower {rank} {RELAYED}{message['ended']}")
                 with suppress(EngineDeadError):
@@ -212,8 +218,9 @@ class Follower:
         """How long the leader has not been heard of; 0 while it is still waited for."""
         return time.monotonic() - self._leader.heard if self._leader is not None else 0.0
 
-    async def join(self, seconds: float) -> None:
-        """Connect with the leader, whose pod may still have to start, and wait until all have joined.
+    async def join(self, seconds: float) -> bool:
+        """Connect with the leader, whose pod may still have to start, and wait until all have joined. Returns False where the leader was
+        asked to stop before.
 
         Raises:
             EngineDeadError: the leader has ended, or not all pods of the group were there within `seconds`.
@@ -234,8 +241,11 @@ class Follower:
             raise RevisionMismatchError(
                 f"the leader of the group refuses this pod, which runs {self._settings.mesh} (revision, code and weights): {answer['refused']}"
             )
+        if answer.get("ended") == "":
+            return False
         if "start" not in answer:
             raise EngineDeadError(f"the leader {RELAYED}{answer.get('ended', NO_REASON)}")
+        return True
 
     async def _introduced(self) -> _Peer:
         """A connection over which this process has introduced itself."""

@@ -72,23 +72,15 @@ class FollowerProcess:
         why = ""
         try:
             await fetch_weights(self._pod)
-            if not await self._joined():
-                why = "it was asked to stop before all pods of the group were there"
-                return
-            drain = asyncio.create_task(self._drain_when_stopped(), name="drain")
-            try:
-                why = await self._follow()
-            finally:
-                drain.cancel()
-            if not why:
-                await self._until_deleted()
+            if await self._joined() and (why := await self._follow()):
+                raise EngineDeadError(why)
+            await self._until_deleted()
         except MmdError as error:
             why = error.message
+            log.critical("this pod ends: %s", why)  # now: its ranks may take their time
             raise
         finally:
             await close_each(lambda: self._link.close(why), self._end_ranks, status.stop)
-        if why:
-            raise EngineDeadError(why)
 
     async def _start_status_server(self) -> HttpServer:
         metrics, revision = self._pod.metrics, self._settings.pipeline.revision
@@ -114,15 +106,19 @@ class FollowerProcess:
         }
 
     async def _joined(self) -> bool:
+        """Whether all pods of the group are there, and neither this one nor the leader has been asked to stop."""
         joining = asyncio.create_task(self._link.join(join_seconds(self._pod)), name="join")
         stopping = asyncio.create_task(self._stopped.wait(), name="stopping")
         await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not joining.done():
             joining.cancel()
+            await self._link.drain()
             return False
-        await joining
-        return True
+        if await joining:
+            return True
+        self._ended.set()
+        return False
 
     async def _drain_when_stopped(self) -> None:
         """This pod computes for the leader, which therefore drains first, and ends this pod when nothing is left."""
@@ -132,6 +128,8 @@ class FollowerProcess:
 
     async def _until_deleted(self) -> None:
         await close_each(self._end_ranks)
+        if self._stopped.is_set():
+            return
         log.info("the leader of the group has ended; waiting to be deleted with it")
         with suppress(TimeoutError):
             async with asyncio.timeout(DELETION_SECONDS):
@@ -146,6 +144,8 @@ class FollowerProcess:
         assert self._failed is not None
         leader = asyncio.create_task(self._link.ended(), name="leader")
         leader.add_done_callback(lambda _: self._ended.set())
+        drain = asyncio.create_task(self._drain_when_stopped(), name="drain")
+        leader.add_done_callback(lambda _: drain.cancel())
         making = asyncio.to_thread(self._make_ranks, self._rank_lost(asyncio.get_running_loop()))
         try:
             self._executor = await until_ended(making, self._ended)
@@ -164,9 +164,9 @@ class FollowerProcess:
             return why
         log.info("following %s", self._settings.group and self._settings.group.leader)
         await asyncio.wait({leader, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-        if leader.done():
-            return _relayed(leader.result())
-        return await self._settled(self._failed.result(), leader)
+        if self._failed.done():
+            return await self._settled(self._failed.result(), leader)
+        return _relayed(leader.result())
 
     async def _settled(self, own: str, leader: asyncio.Task[str]) -> str:
         """Why this pod has failed: it may be a consequence, and the leader about to report of what. It learns this reason at once."""

@@ -12,7 +12,7 @@ _OF_ANOTHER = re.compile(
     re.IGNORECASE,
 )
 """What processes that compute together report when one of them has gone."""
-_UNEXPLAINED = re.compile(r"without a reason|gave no reason|nothing was heard|was killed \(")
+_UNEXPLAINED = re.compile(r"without a reason|gave no reason|nothing was heard|was killed \(|exited with code")
 MAX_CHARACTERS = 240  # with what surrounds it, no more than a condition keeps of a pod's last message
 FROM_A_RANK = re.compile(r"^Worker failed with error '(.*)', please check the stack trace .*$", re.DOTALL)
 
