@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,32 +11,11 @@ from typing import Any
 import pytest
 
 from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
-from mmd_api.pipeline import PipelineConfig
 from mmd_workers import group as group_module
 from mmd_workers.group import NO_MESSAGE, NO_REASON, Follower, Leader
-from mmd_workers.settings import Group, WorkerSettings
-from mmd_workers.wire.login import Login
+from mmd_workers.settings import Group
 
-_numbers = itertools.count(random.randrange(1, 1 << 14))
-SECONDS = 20
-
-
-def settings(
-    rank: int, size: int, address: str, port: int, revision: str = "r1", password: str = "of this deployment"
-) -> WorkerSettings:
-    spec = {"model": {"id": "builtin/demo"}, "decode": {"gpus": 0}}
-    config = {"namespace": "test", "name": "group", "revision": revision, "spec": spec}
-    pipeline = PipelineConfig.model_validate(config)
-    one = WorkerSettings(pipeline, f"pod-{rank}", address, port, "", threads=1)
-    return replace(one, group=Group(size, rank, address), nats_login=Login("decode", password))
-
-
-def place() -> tuple[str, int]:
-    number = next(_numbers)
-    address = f"127.77.{number // 250 % 250}.{1 + number % 250}"
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+from .group_pods import SECONDS, place, settings
 
 
 @dataclass

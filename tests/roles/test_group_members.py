@@ -28,9 +28,8 @@ from mmd_workers.vllm_engine.host import VllmHost
 from mmd_workers.vllm_engine.reasons import weight
 from mmd_workers.vllm_engine.together import MemberEndedError, StuckError, until_ended
 
-from .test_group import place, settings
+from .group_pods import SECONDS, place, settings
 
-SECONDS = 30
 ROLES = ("prefill", "decode")
 GONE = "vLLM cannot start: Connection closed by peer [10.0.0.1]:3"
 CAUSE = "vLLM cannot start: no such weights"
