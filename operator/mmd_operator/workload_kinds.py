@@ -46,9 +46,9 @@ class WorkloadKind:
         anything."""
         status = body.get("status", {})
         seen = status.get("observedGeneration")
-        if seen is None:
-            return self.installed_by_users and bool(status)
-        return bool(seen >= body["metadata"].get("generation", 0))
+        if seen is None and self.installed_by_users:
+            return bool(status)
+        return bool((seen or 0) >= body["metadata"].get("generation", 0))
 
     def group_size(self, body: Mapping[str, Any]) -> int:
         """Pods of a replica."""
