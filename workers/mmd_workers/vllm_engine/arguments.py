@@ -57,6 +57,7 @@ def engine_arguments(
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     return {
+        **_patience(pod),
         **extra_arguments.parsed(settings.extra_args, field),
         "model": str(folder),
         "served_model_name": spec.model.id,
@@ -108,8 +109,14 @@ def _group(pod: Pod) -> dict[str, Any]:
         "node_rank": group.rank,
         "master_addr": group.leader,
         "master_port": pod.settings.ranks_port,
-        "distributed_timeout_seconds": max(pod.kv_spec.start_deadline_seconds, RENDEZVOUS_SECONDS),
     }
+
+
+def _patience(pod: Pod) -> dict[str, Any]:
+    """How long the ranks of several pods wait for one another, unless an argument of the spec says that."""
+    if pod.settings.group is None:
+        return {}
+    return {"distributed_timeout_seconds": max(pod.kv_spec.start_deadline_seconds, RENDEZVOUS_SECONDS)}
 
 
 def _memory(
