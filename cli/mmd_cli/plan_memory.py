@@ -52,7 +52,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Budget of one pod of a pool. `kv_bytes` is None where the pool holds no KV or no memory size was given; `refusal`: why a pod
+    """Budget of one pod of a pool; of one with several ranks, of the GPU of each. `kv_bytes` is None where the pool holds no KV or no memory size was given; `refusal`: why a pod
     of this pool would not start."""
 
     pool: PoolName
@@ -62,6 +62,7 @@ class PoolPlan:
     total_bytes: int | None
     kv_bytes: int | None = None
     refusal: str = ""
+    ranks: int = 1  # GPUs that the model of one replica is split across
     tower: TowerMemory = NO_TOWER  # activations of the largest tower run, where this pod encodes
 
 
@@ -77,8 +78,8 @@ class Plan:
     examples: list[Example]
 
     def requests(self, pool: PoolPlan, example: Example) -> int:
-        """How many such requests a pod holds at once."""
-        return (pool.kv_bytes or 0) // example.kv_bytes
+        """How many such requests a replica holds at once."""
+        return pool.ranks * (pool.kv_bytes or 0) // example.kv_bytes
 
 
 def plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
@@ -130,11 +131,12 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
             weights += bytes_of(on_meta(config, "encoder", dtype), dtype)
             tower = _tower_memory(spec, config, folder, dtype)
         holds_kv = roles != ("encode",)
+        ranks = _gpus_of_ranks(spec, pool)
         if holds_kv:
-            weights += bytes_of(language.model, dtype)
+            weights += -(-bytes_of(language.model, dtype) // ranks)
         total = memory.get(pool)
         step = activations(pool_spec.gpus) if holds_kv else 0
-        planned = PoolPlan(pool, roles, weights, step, total, tower=tower)
+        planned = PoolPlan(pool, roles, weights, step, total, ranks=ranks, tower=tower)
         if holds_kv:
             planned = _with_kv(planned, spec, language, max_model_len)
         elif total is not None and weights + PROCESS_BYTES + tower.num_bytes > total:
@@ -206,7 +208,7 @@ def lines_of(plan: Plan) -> list[str]:
         total = "unknown; set --memory" if pool.total_bytes is None else _mebibytes(pool.total_bytes).strip()
         lines += [
             "",
-            f"{pool.pool} pod ({'+'.join(pool.roles)}), memory {total}:",
+            f"{_whose(pool)} ({'+'.join(pool.roles)}), memory {total}:",
             f"  weights                           {_mebibytes(pool.weights_bytes):>12}",
         ]
         if "encode" in pool.roles:
@@ -225,6 +227,20 @@ def lines_of(plan: Plan) -> list[str]:
         lines.append(f"  KV pool                           {_mebibytes(pool.kv_bytes):>12}")
         lines += [f"  holds {plan.requests(pool, example):>7} x {example.name}" for example in plan.examples]
     return lines
+
+
+def _whose(pool: PoolPlan) -> str:
+    if pool.ranks == 1:
+        return f"{pool.pool} pod"
+    return f"each of the {pool.ranks} GPUs of a {pool.pool} replica"
+
+
+def _gpus_of_ranks(spec: MultimodalDeploymentSpec, pool: PoolName) -> int:
+    """Across how many GPUs the language model of a replica is split; ranks on CPUs share the memory of their pod."""
+    part = getattr(spec, pool)
+    if spec.engine.type == "Native" or pool == "encoder" or not part.gpus:
+        return 1
+    return int(spec.replica_gpus(pool))
 
 
 def _mebibytes(num_bytes: int) -> str:
@@ -266,7 +282,7 @@ def _with_kv(
     kv_bytes, refusal = None, ""
     try:
         kv_bytes = budget.kv_bytes(
-            bytes_per_token=language.kv_layout.bytes_per_token(),
+            bytes_per_token=-(-language.kv_layout.bytes_per_token() // planned.ranks),
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
             max_sequences=spec.decode.max_sequences,

@@ -49,7 +49,8 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
 
     Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and
     format, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
-    adapters) and `WIRE_VERSION`. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
+    adapters) and `WIRE_VERSION`; and into how many pods a replica is divided, so that groups of another size are brought up next to
+    those that serve. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
     meaning = {
@@ -66,6 +67,9 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
             meaning["formats"] = formats
         if adapters := spec.engine.adapters:
             meaning["adapters"] = sorted([a.name, a.id, a.revision] for a in adapters)
+        pools = [name for name in POOL_NAMES if getattr(spec, name) is not None]
+        if groups := {name: size for name in pools if (size := spec.group_size(name)) > 1}:
+            meaning["groups"] = groups
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 

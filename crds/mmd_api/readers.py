@@ -80,7 +80,7 @@ def _pool(pool: PoolName) -> dict[str, Effect]:
         f"{pool}.nodeSelector": _pods(pool),
         f"{pool}.tolerations": _pods(pool),
         f"{pool}.schedulingDeadlineSeconds": _OPERATOR,
-        f"{pool}.startDeadlineSeconds": _OPERATOR,
+        f"{pool}.startDeadlineSeconds": _OPERATOR if pool == "encoder" else _live(pool),
         f"{pool}.template.*": _pods(pool),
     }
 

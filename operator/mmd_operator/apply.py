@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmd_api.resource import API_VERSION, KIND
-from mmd_operator.cluster import Cluster, RefusedError
+from mmd_operator.cluster import Cluster, NotServedError, RefusedError
 from mmd_operator.contest import Contests
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import (
@@ -21,7 +21,7 @@ from mmd_operator.observed import (
     manifest_key,
     rival_of_template,
 )
-from mmd_operator.problems import Problem, contested, not_ours, refusal, secret_incomplete
+from mmd_operator.problems import Problem, contested, not_ours, not_served, refusal, secret_incomplete
 from mmd_operator.resources.naming import (
     APPLIED_ANNOTATION,
     BUILT_ANNOTATION,
@@ -31,6 +31,7 @@ from mmd_operator.resources.naming import (
     Manifest,
 )
 from mmd_operator.resources.nats import PASSWORD_KEYS, password_changes, with_passwords
+from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,10 @@ class Applier:
         except RefusedError as error:
             labels = manifest["metadata"]["labels"]
             component = labels.get("app.kubernetes.io/component", manifest["kind"])
-            return "Refused", refusal(component, str(error), labels.get(REVISION_LABEL))
+            revision = labels.get(REVISION_LABEL)
+            if isinstance(error, NotServedError):
+                return "Refused", not_served(component, kind, revision)
+            return "Refused", refusal(component, str(error), revision)
         self._records[key] = _Record(plan, after, version, now)
         rival = child.rival if child else None
         if known:
@@ -192,16 +196,16 @@ class Applier:
         if child is not None and _only_builder_changed(manifest, child):
             manifest = await self._with_present_template(manifest, child)
         body = self._owned(manifest)
-        sized = kind == "StatefulSet"
+        sized = kind in POOL_KINDS
         if child is not None and sized and child.workload is not None:
             if not child.workload.replicas_released:
-                await self._cluster.release_replicas(self._namespace, name, child.workload.replicas)
+                await self._cluster.release_replicas(kind, self._namespace, name, child.workload.replicas)
             body = _without_replicas(body)
         if child is None and sized:
             with self._growth.writing(name, body["spec"]["replicas"]):
                 after = await self._applied(body, child)
             self._growth.confirmed(child_of(kind, after), None)
-            await self._cluster.release_replicas(self._namespace, name, body["spec"]["replicas"])
+            await self._cluster.release_replicas(kind, self._namespace, name, body["spec"]["replicas"])
         else:
             after = await self._applied(body, child)
         left = fingerprint(after)
@@ -218,7 +222,7 @@ class Applier:
         if child is not None and child.applied is not None:
             body = _annotated(body, APPLIED_ANNOTATION, child.applied)
         after = await self._cluster.apply(body, self._namespace)
-        found = digest(after["spec"]["template"])  # with the API server's defaults
+        found = digest(WORKLOADS[body["kind"]].templates(after))  # with the API server's defaults
         if after["metadata"]["annotations"].get(APPLIED_ANNOTATION) == found:
             return after
         return await self._cluster.apply(_annotated(body, APPLIED_ANNOTATION, found), self._namespace)
@@ -231,11 +235,12 @@ class Applier:
         present = await self._cluster.get(kind, self._namespace, name)
         if present is None:
             return manifest
-        template = present["spec"]["template"]
-        if _image_was_pinned(template, manifest["spec"]["template"]):
+        workload = WORKLOADS[kind]
+        template = workload.templates(present)
+        if _image_was_pinned(workload.pod_template(present), workload.pod_template(manifest)):
             return manifest  # pods that start later must not pull what the tag names then
         applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
-        rival = rival_of_template(present["metadata"].get("managedFields", ()))
+        rival = rival_of_template(kind, present["metadata"].get("managedFields", ()))
         if rival is not None if applied is None else applied != digest(template):
             logger.warning(
                 "%s %s/%s: pod template was changed by %s; replacing it",
@@ -245,7 +250,7 @@ class Applier:
                 rival or child.rival or "an unknown client",
             )
             return manifest
-        kept = {**manifest, "spec": {**manifest["spec"], "template": template}}
+        kept = {**manifest, "spec": {**manifest["spec"], workload.template_field: template}}
         return _annotated(kept, BUILT_ANNOTATION, str(child.built))
 
     def _adoptable(self, kind: str, found: Mapping[str, Any]) -> Child:
@@ -281,7 +286,8 @@ def _only_builder_changed(manifest: Manifest, child: Child) -> bool:
     wanted = manifest["metadata"].get("annotations", {}).get(BUILT_ANNOTATION)
     if wanted is None or child.built in (None, wanted) or child.workload is None:
         return False
-    inputs = manifest["spec"]["template"]["metadata"]["annotations"][INPUTS_ANNOTATION]
+    template = WORKLOADS[child.kind].pod_template(manifest)
+    inputs = template["metadata"]["annotations"][INPUTS_ANNOTATION]
     return bool(child.workload.inputs == inputs)
 
 
@@ -300,7 +306,7 @@ def _annotated(manifest: Manifest, annotation: str, value: str) -> Manifest:
 
 
 def _without_replicas(manifest: Manifest) -> Manifest:
-    if manifest["kind"] != "StatefulSet":
+    if manifest["kind"] not in POOL_KINDS:
         return manifest
     spec = {key: value for key, value in manifest["spec"].items() if key != "replicas"}
     return {**manifest, "spec": spec}

@@ -22,7 +22,9 @@ from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
+from mmd_operator.problems import WEBHOOK_FAILED
 from mmd_operator.resources.naming import Manifest
+from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,16 @@ class Resource:
         return f"{self._prefix}/{self.plural}"
 
     @property
+    def served_at(self) -> str:
+        """URL path that exists where the API server serves this version of the group."""
+        return self._prefix
+
+    @property
+    def api_version(self) -> str:
+        """As manifests name it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
     def _prefix(self) -> str:
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
@@ -73,11 +85,12 @@ CHILD_KINDS: dict[str, Resource] = {
     "ConfigMap": Resource("", "v1", "configmaps"),
     "Service": Resource("", "v1", "services"),
     "StatefulSet": Resource("apps", "v1", "statefulsets"),
+    "LeaderWorkerSet": Resource(LWS_GROUP, LWS_VERSION, LWS_PLURAL),
     "Deployment": Resource("apps", "v1", "deployments"),
     "PodDisruptionBudget": Resource("policy", "v1", "poddisruptionbudgets"),
     "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
 }
-"""Kinds that a plan may hold; the operator watches each."""
+"""Kinds that a plan may hold; the operator watches each that the API server serves."""
 PODS = Resource("", "v1", "pods")
 SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
@@ -88,7 +101,11 @@ UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class RefusedError(Exception):
-    """The API server rejects this until something changes (400, 403, 404, 422); the message is its own."""
+    """The API server rejects this until something changes (400, 403, 404, 422, an admission webhook that fails); the message is its own."""
+
+
+class NotServedError(RefusedError):
+    """The API server does not know the kind: its definition is not installed."""
 
 
 class BusyError(Exception):
@@ -131,8 +148,20 @@ class Cluster:
         """
         return await self._request("get", CHILD_KINDS[kind].path(namespace, name), absent_is_none=True)
 
+    async def serves(self, kind: str) -> bool:
+        """Whether the API server knows a kind.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        return await self._request("get", CHILD_KINDS[kind].served_at, absent_is_none=True) is not None
+
     async def apply(self, manifest: Manifest, namespace: str) -> Manifest:
-        """Server-side apply of an owned object; returns the result."""
+        """Server-side apply of an owned object; returns the result.
+
+        Raises:
+            NotServedError, RefusedError, BusyError: see there.
+        """
         path = CHILD_KINDS[manifest["kind"]].path(namespace, manifest["metadata"]["name"])
         return await self._apply(path, manifest, FIELD_MANAGER)
 
@@ -181,26 +210,26 @@ class Cluster:
             return False
         return True
 
-    async def release_replicas(self, namespace: str, name: str, replicas: int) -> None:
-        """Make the scaler own a StatefulSet's size too, so that an apply that leaves it out does not reset it to 1, and so that it is no
+    async def release_replicas(self, kind: str, namespace: str, name: str, replicas: int) -> None:
+        """Make the scaler own a pool's size too, so that an apply that leaves it out does not reset it to 1, and so that it is no
         surge any more.
 
         Raises:
             RefusedError, BusyError: also if the size is another by now.
         """
         body = {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
+            "apiVersion": CHILD_KINDS[kind].api_version,
+            "kind": kind,
             "metadata": {"name": name, "namespace": namespace},
             "spec": {"replicas": replicas},
         }
-        path = CHILD_KINDS["StatefulSet"].path(namespace, name)
+        path = CHILD_KINDS[kind].path(namespace, name)
         await self._apply(path, body, SCALER_FIELD_MANAGER, force=False)
 
     async def scale(
         self, kind: str, namespace: str, name: str, replicas: int, field_manager: str = SCALER_FIELD_MANAGER
     ) -> None:
-        """Set the size of a StatefulSet or Deployment through `/scale`."""
+        """Set the size of a workload through `/scale`."""
         await self._request(
             "patch",
             CHILD_KINDS[kind].path(namespace, name, "scale"),
@@ -224,9 +253,17 @@ class Cluster:
         found = await self._request("get", path, absent_is_none=True)
         return found is None or "deletionTimestamp" in found["metadata"]
 
-    async def delete_pod(self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None) -> None:
-        """Delete the pod with this UID; its StatefulSet makes another. A terminating pod accepts a shorter `grace_seconds`."""
+    async def delete_pod(
+        self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None, *, leads: bool = False
+    ) -> None:
+        """Delete the pod with this UID; its controller makes another. A terminating pod accepts a shorter `grace_seconds`.
+
+        `leads`: it leads a group, and is gone only after its followers: LeaderWorkerSet before 0.9 takes the end of an old follower
+        for a reason to recreate the new group.
+        """
         body: dict[str, Any] = {"preconditions": {"uid": uid}}
+        if leads:
+            body["propagationPolicy"] = "Foreground"
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         await self._request("delete", PODS.path(namespace, pod), body=body, absent_is_none=True)
@@ -369,10 +406,14 @@ class Cluster:
                 return None
             if error.status == 410:
                 raise ExpiredError(words_of(error), _retry_after(error)) from error
+            if WEBHOOK_FAILED in words_of(error):  # 500, and it concerns this object alone
+                raise RefusedError(words_of(error)) from error
             if error.status in (409, 429) or (error.status or 500) >= 500:
                 raise BusyError(
                     words_of(error), _retry_after(error), undone=error.status in (409, 429)
                 ) from error
+            if error.status == 404 and not _is_status(error):
+                raise NotServedError(words_of(error)) from error
             raise RefusedError(words_of(error)) from error
         except UNREACHABLE as error:
             raise BusyError(f"cannot reach the API server: {error!r}") from error
@@ -431,6 +472,11 @@ def words_of(error: ApiException) -> str:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
         return f"{error.status} {error.reason}"
+
+
+def _is_status(error: ApiException) -> bool:
+    """Whether the API server answered about an object. Of a path that it does not serve, it says so in plain text."""
+    return str(error.body).lstrip("b'\"").startswith("{")
 
 
 def _retry_after(error: ApiException) -> float | None:

@@ -129,7 +129,7 @@ def _missing(facts: Facts) -> list[str]:
     if gateway is None or gateway.ready == 0:
         missing.append("no gateway pod is Ready")
     if facts.managed_nats:
-        nats = facts.observed.stateful_set(f"{facts.name}-nats")
+        nats = facts.observed.sized(f"{facts.name}-nats")
         if nats is None or nats.workload is None or nats.workload.ready == 0:
             missing.append("the NATS server is not Ready")
     for pool in facts.pools:
@@ -284,7 +284,7 @@ def pool_starting(facts: Facts, pool: PoolName) -> ConditionState | None:
 
 
 def _pods_ready(workload: Workload) -> str:
-    return f"{workload.ready} of {workload.replicas} pods Ready"
+    return f"{workload.ready} of {workload.replicas} {workload.unit} Ready"
 
 
 def _problems_of_pool(facts: Facts, pool: PoolName) -> list[Problem]:

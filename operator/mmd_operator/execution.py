@@ -69,17 +69,15 @@ class Execution:
                     changed.add(manifest_key(manifest))
                     done.setdefault(outcome, []).append(f"{manifest['kind']} {manifest['metadata']['name']}")
             for name, replicas in step.sizes.items():
-                present = observed.stateful_set(name)
+                present = observed.sized(name)
                 before = present.workload.replicas if present and present.workload else 0
-                if replicas < before:
+                if present is None or replicas < before:
                     continue  # its pods drain first: see `scaling`
                 if self._growth.forbids(name, replicas):
                     continue
                 surge = name in step.replace and step.replace[name].replicas is not None
                 manager = SURGE_FIELD_MANAGER if surge else SCALER_FIELD_MANAGER
-                problems += await self._resizes.resize(
-                    body, ("StatefulSet", name), present, replicas, manager
-                )
+                problems += await self._resizes.resize(body, present.key, present, replicas, manager)
             for key, replicas in step.restore.items():
                 if key not in changed:  # else the observed size is outdated
                     problems += await self._resizes.resize(body, key, observed.children.get(key), replicas)

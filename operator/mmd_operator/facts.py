@@ -59,16 +59,13 @@ class Facts:
         return self.gateway.template_revision if self.gateway else None
 
     def workloads(self, pool: PoolName) -> dict[str | None, Workload]:
-        """StatefulSets of a pool by revision."""
+        """Workloads of a pool by revision."""
         return {
             child.revision: child.workload
             for child in self.observed.children.values()
-            if child.kind == "StatefulSet"
-            and child.component == pool
-            and child.workload
-            and not child.deleting
+            if child.is_sized and child.component == pool and child.workload and not child.deleting
         }
 
     def serving_workload(self, pool: PoolName) -> Workload | None:
-        """A pool's StatefulSet in the revision that serves."""
+        """A pool's workload in the revision that serves."""
         return self.workloads(pool).get(self.serving)

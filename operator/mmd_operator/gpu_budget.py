@@ -5,16 +5,18 @@ from __future__ import annotations
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.observed import Child, Observed
 from mmd_operator.pool_sizes import affordable
-from mmd_operator.replacement import pods_of
+from mmd_operator.replacement import members_of, pods_of
 
 
 def gpus_held(observed: Observed, revision: str | None = None) -> int:
-    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, those of pods that StatefulSets are
-    about to create, and those of growth that the watch does not show yet."""
+    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, those of pods that are
+    about to be created, and those of growth that the watch does not show yet."""
     held = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
     for child in observed.children.values():
-        if child.kind == "StatefulSet" and child.workload is not None and revision in (None, child.revision):
-            held += max(0, child.workload.replicas - len(pods_of(child, observed))) * child.workload.gpus
+        if child.is_sized and child.workload is not None and revision in (None, child.revision):
+            size = child.workload.group_size
+            missing = child.workload.replicas * size - len(members_of(child, observed))
+            held += max(0, missing) * child.workload.gpus // size
     return held + sum(
         gpus_growing(observed, name)
         for name, growth in observed.growth.items()
@@ -23,11 +25,11 @@ def gpus_held(observed: Observed, revision: str | None = None) -> int:
 
 
 def gpus_growing(observed: Observed, name: str) -> int:
-    """GPUs of a StatefulSet's growth that was decided, beyond what the watch shows of it."""
+    """GPUs of a pool's growth that was decided, beyond what the watch shows of it."""
     growth = observed.growth.get(name)
     if growth is None:
         return 0
-    child = observed.stateful_set(name)
+    child = observed.sized(name)
     shown = 0
     if child is not None and child.workload is not None:
         shown = max(child.workload.replicas, len(pods_of(child, observed)))
@@ -54,6 +56,6 @@ def serving_budget(spec: MultimodalDeploymentSpec, observed: Observed, revision:
     own = sum(
         child.workload.replicas * child.workload.gpus + gpus_growing(observed, child.name)
         for child in observed.children.values()
-        if child.kind == "StatefulSet" and child.revision == revision and child.workload is not None
+        if child.is_sized and child.revision == revision and child.workload is not None
     )
     return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))

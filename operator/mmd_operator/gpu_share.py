@@ -37,12 +37,12 @@ def gpu_share(
             (
                 c.workload.replicas
                 for c in observed.children.values()
-                if c.kind == "StatefulSet" and c.component == name and c.revision == serving and c.workload
+                if c.is_sized and c.component == name and c.revision == serving and c.workload
             ),
             1,
         )
         wanted[name] = max(1, wanted_replicas(pool, old)) if pool.autoscaling else wanted_replicas(pool, old)
-        gpus[name] = pool.gpus
+        gpus[name] = spec.replica_gpus(name)
     needed = sum(gpus[name] for name, size in wanted.items() if size)
     holder = f"revision {serving} holds {held} of the {budget} GPUs of spec.gpuBudget"
     if needed > budget - held:

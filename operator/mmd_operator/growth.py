@@ -23,7 +23,7 @@ UNANSWERED_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """`shown`: whether the watch has shown the StatefulSet. `checked`: when the size was last known to hold."""
+    """`shown`: whether the watch has shown the workload. `checked`: when the size was last known to hold."""
 
     growth: PoolGrowth
     at: float
@@ -32,7 +32,7 @@ class _Written:
     shown: bool
 
     def is_over(self, child: Child | None) -> bool:
-        """Whether the watch shows the size, or that the StatefulSet is another or gone."""
+        """Whether the watch shows the size, or that the workload is another or gone."""
         if child is None or child.workload is None:
             return self.shown
         if child.uid == self.growth.uid:
@@ -41,7 +41,7 @@ class _Written:
 
 
 class PendingGrowth:
-    """Growth of one deployment's StatefulSets. `clock`: monotonic seconds."""
+    """Growth of one deployment's pools. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class PendingGrowth:
 
     @contextmanager
     def deciding(self, growth: Mapping[str, PoolGrowth]) -> Iterator[None]:
-        """While a decision is carried out: its growth by StatefulSet. What is not written by the end no longer counts."""
+        """While a decision is carried out: its growth by name of the workload. What is not written by the end no longer counts."""
         decided = dict(growth)
         self._decided.append(decided)
         try:
@@ -85,9 +85,9 @@ class PendingGrowth:
                 self._keep(name, (*self._of(name), one))
 
     def confirmed(self, found: Child, shown: Child | None) -> None:
-        """A StatefulSet as the API server itself shows it, and as the watch does."""
+        """A pool as the API server itself shows it, and as the watch does."""
         workload = found.workload
-        if found.kind != "StatefulSet" or workload is None:
+        if not found.is_sized or workload is None:
             return
         same = shown is not None and shown.uid == found.uid
         growth = PoolGrowth(workload.replicas, workload.gpus, found.revision, found.uid)
@@ -103,7 +103,7 @@ class PendingGrowth:
         self._keep(found.name, (*larger, one))
 
     async def verify(self, observed: Observed, get: Callable[[str], Awaitable[Child | None]]) -> None:
-        """Look up sizes that the watch has not shown for long. `get`: a StatefulSet by name as the API server itself shows it."""
+        """Look up sizes that the watch has not shown for long. `get`: a pool's workload by name as the API server itself shows it."""
         self._forget_shown(observed)
         due = self._clock() - VERIFY_SECONDS
         for name in [name for name, found in self._written.items() if min(w.checked for w in found) <= due]:
@@ -119,7 +119,7 @@ class PendingGrowth:
             )
 
     def unseen(self, observed: Observed) -> dict[str, PoolGrowth]:
-        """Growth that the watch does not show, by StatefulSet: the largest where there are several."""
+        """Growth that the watch does not show, by name of the workload: the largest where there are several."""
         self._forget_shown(observed)
         written = ({name: w.growth} for name, found in self._written.items() for w in found)
         found: dict[str, PoolGrowth] = {}
@@ -130,19 +130,19 @@ class PendingGrowth:
         return found
 
     def forbids(self, name: str, replicas: int) -> bool:
-        """Whether a size may not be written now: another is being written, or the StatefulSet was given a larger one that the watch does
+        """Whether a size may not be written now: another is being written, or the pool was given a larger one that the watch does
         not show yet, whose pods would leave without draining."""
         decided = (d[name].replicas for d in self._decided if name in d)
         given = max((*decided, *(w.growth.replicas for w in self._of(name))), default=0)
         return name in self._writing or given > replicas
 
     def forget(self, name: str) -> None:
-        """The StatefulSet is being deleted."""
+        """The workload is being deleted."""
         self._written.pop(name, None)
 
     def _forget_shown(self, observed: Observed) -> None:
         for name in list(self._written):
-            child = observed.stateful_set(name)
+            child = observed.sized(name)
             self._keep(
                 name,
                 (
@@ -163,7 +163,7 @@ class PendingGrowth:
 
 
 def _may_hold(written: _Written, child: Child | None, now: float) -> bool:
-    """Whether a StatefulSet has the size, or may still get it. `child`: as the API server itself shows it."""
+    """Whether a pool has the size, or may still get it. `child`: as the API server itself shows it."""
     if not written.answered and now - written.at < UNANSWERED_SECONDS:
         return True
     if child is None or child.workload is None or written.growth.uid not in (None, child.uid):

@@ -19,10 +19,13 @@ from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.sweep import Indexed, Sweep
+from mmd_operator.workload_kinds import SET_NAME_LABEL
 
 logger = logging.getLogger(__name__)
 
 SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
+OWN_SELECTOR = f"{SELECTOR},!{SET_NAME_LABEL}"
+"""Of objects that the operator makes: LeaderWorkerSet copies the labels of its objects to what it makes for them."""
 STOP_SECONDS = 10.0
 NAMESPACE_SECONDS = 2.0
 """How often each namespace with a deployment is looked at; less often where there are more than ten."""
@@ -42,7 +45,7 @@ class Loops:
         self._children: Mapping[Key, Iterable[Any]] = {}
         self._pods: Mapping[Key, Iterable[Any]] = {}
         kinds: dict[Resource, tuple[str | None, Indexed]] = {
-            resource: (SELECTOR, partial(self._indexed, kind)) for kind, resource in CHILD_KINDS.items()
+            resource: (OWN_SELECTOR, partial(self._indexed, kind)) for kind, resource in CHILD_KINDS.items()
         }
         kinds[PODS] = (
             SELECTOR,
@@ -221,8 +224,9 @@ def settings() -> kopf.OperatorSettings:
     made.watching.connect_timeout = 10
     made.watching.server_timeout = 300
     made.networking.request_timeout = 60
-    for resource in (*CHILD_KINDS.values(), PODS):
-        made.watching.label_selectors[(resource.group, resource.version, resource.plural)] = SELECTOR
+    selectors = {**dict.fromkeys(CHILD_KINDS.values(), OWN_SELECTOR), PODS: SELECTOR}
+    for resource, selector in selectors.items():
+        made.watching.label_selectors[(resource.group, resource.version, resource.plural)] = selector
     return made
 
 

@@ -24,6 +24,7 @@ from mmd_operator.resources.naming import (
     REVISION_LABEL,
     container_name,
 )
+from mmd_operator.workload_kinds import POOL_KINDS, WORKER_INDEX_LABEL, WORKLOADS
 
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
@@ -47,7 +48,8 @@ def manifest_key(manifest: Body) -> ObjectKey:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The state of a StatefulSet or Deployment. Counts are of pods and leave out those that are being deleted."""
+    """The state of a Deployment, StatefulSet or LeaderWorkerSet. Counts are of replicas, each a pod or a group of pods, and leave out
+    those that are being deleted."""
 
     replicas: int
     current: int
@@ -58,7 +60,8 @@ class Workload:
     replicas_released: bool  # `spec.replicas` would survive an apply that leaves it out
     failure: str | None  # why it cannot make pods, if its status reports that
     inputs: str | None = None  # what the pods of its template are made from
-    gpus: int = 0  # of each pod
+    gpus: int = 0  # of each replica
+    group_size: int = 1  # pods of each replica
     sized_by: str | None = None  # the field manager, other than ours, that gave it its present size
     on_delete: bool = False  # its pods are replaced by us, not by its controller
     surged: bool = False  # it has one pod more than its size while its only pod is replaced
@@ -68,6 +71,11 @@ class Workload:
         """Whether every pod is there and Ready, and none is left of an older template that its controller replaces."""
         updated = self.on_delete or self.updated == self.replicas
         return self.seen and updated and self.ready == self.current == self.replicas
+
+    @property
+    def unit(self) -> str:
+        """What is counted, for messages."""
+        return "pods" if self.group_size == 1 else f"groups of {self.group_size} pods"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,11 @@ class Child:
     def key(self) -> ObjectKey:
         """Kind and name."""
         return self.kind, self.name
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether it is of a kind that pools are made of."""
+        return self.kind in POOL_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,19 @@ class PodView:
     image_id: str | None = None  # of its own container, by digest; not of one that was injected
     report_port: int = ADMIN_PORT  # where it answers about its load
     gpus: int = 0  # its own, which its template may no longer have
+    group_rank: int | None = None  # place in its group of pods; None: it is in none
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for a replica, takes work and reports: it is the only pod of it, or the first of its group."""
+        return not self.group_rank
+
+    @property
+    def group(self) -> str | None:
+        """Its group, which has the name of its leader."""
+        if self.group_rank is None:
+            return None
+        return self.name if self.leads else self.name.rpartition("-")[0]
 
     def unplaced(self, now: float, deadline_seconds: float) -> bool:
         """Whether no node has taken it within the deadline. `now`: Unix seconds."""
@@ -136,16 +162,16 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class PoolGrowth:
-    """A size that a StatefulSet was given and that is larger than the one it had."""
+    """A size that a pool was given and that is larger than the one it had."""
 
     replicas: int
-    gpus: int  # of each pod
+    gpus: int  # of each replica
     revision: str | None
-    uid: str | None  # of the StatefulSet; None: it is created with this size
+    uid: str | None  # of the pool's workload; None: it is created with this size
 
     @classmethod
     def to(cls, replicas: int, child: Child) -> PoolGrowth | None:
-        """That of an existing StatefulSet; None where it does not become larger."""
+        """That of an existing pool; None where it does not become larger."""
         if child.workload is None or replicas <= child.workload.replicas:
             return None
         return cls(replicas, child.workload.gpus, child.revision, child.uid)
@@ -153,19 +179,19 @@ class PoolGrowth:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All of one deployment. `growth`: by StatefulSet, what was decided and the watch does not show yet."""
+    """All of one deployment. `growth`: by name of the workload, what was decided and the watch does not show yet."""
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
 
-    def stateful_set(self, name: str) -> Child | None:
-        """A StatefulSet by name."""
-        return self.children.get(("StatefulSet", name))
+    def sized(self, name: str) -> Child | None:
+        """A StatefulSet or LeaderWorkerSet by name: no two have the same."""
+        return next((c for kind in POOL_KINDS if (c := self.children.get((kind, name))) is not None), None)
 
     def pods_of(self, component: str) -> tuple[PodView, ...]:
-        """Pods of one component over all revisions."""
-        return tuple(pod for pod in self.pods if pod.component == component)
+        """Pods of one component over all revisions; of a group, the leader."""
+        return tuple(pod for pod in self.pods if pod.component == component and pod.leads)
 
 
 def deployment_key(body: Body) -> tuple[str, str]:
@@ -188,7 +214,7 @@ def child_of(kind: str, body: Body) -> Child:
         revision=labels.get(REVISION_LABEL),
         fingerprint=fingerprint(body),
         deleting="deletionTimestamp" in metadata,
-        workload=_workload(body) if kind in ("StatefulSet", "Deployment") else None,
+        workload=_workload(kind, body) if kind in WORKLOADS else None,
         built=metadata.get("annotations", {}).get(BUILT_ANNOTATION),
         applied=metadata.get("annotations", {}).get(APPLIED_ANNOTATION),
         rival=rival_of(metadata.get("managedFields", ())),
@@ -227,7 +253,7 @@ def fingerprint(body: Body) -> str:
     rest = {
         key: value for key, value in body.items() if key not in ("metadata", "status", "kind", "apiVersion")
     }
-    if "template" in rest.get("spec", {}):
+    if any(kind.template_field in rest.get("spec", {}) for kind in WORKLOADS.values()):
         rest["spec"] = {key: value for key, value in rest["spec"].items() if key != "replicas"}
     return digest([metadata, rest])
 
@@ -284,6 +310,7 @@ def pod_of(body: Body) -> PodView:
         image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
         report_port=_report_port(body),
         gpus=_gpus(body),
+        group_rank=int(labels[WORKER_INDEX_LABEL]) if WORKER_INDEX_LABEL in labels else None,
     )
 
 
@@ -321,8 +348,9 @@ def _last_words(message: str | None) -> str:
     return " ".join(words.split())[-MAX_TEXT_CHARACTERS:]
 
 
-def _workload(body: Body) -> Workload:
+def _workload(kind: str, body: Body) -> Workload:
     spec, status, metadata = body["spec"], body.get("status", {}), body["metadata"]
+    template, group_size = WORKLOADS[kind].pod_template(body), WORKLOADS[kind].group_size(body)
     failure = next(
         (
             _text(c.get("message"))
@@ -336,24 +364,26 @@ def _workload(body: Body) -> Workload:
         current=status.get("replicas", 0),
         ready=status.get("readyReplicas", 0),
         updated=status.get("updatedReplicas", 0),
-        seen=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
-        template_revision=spec["template"]["metadata"].get("labels", {}).get(REVISION_LABEL),
+        seen=WORKLOADS[kind].is_seen(body),
+        template_revision=template["metadata"].get("labels", {}).get(REVISION_LABEL),
         replicas_released=_replicas_released(metadata.get("managedFields", ())),
         sized_by=_sized_by(metadata.get("managedFields", ())),
         failure=failure,
-        inputs=spec["template"]["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
-        gpus=_gpus(spec["template"]),
+        inputs=template["metadata"].get("annotations", {}).get(INPUTS_ANNOTATION),
+        gpus=_gpus(template) * group_size,
+        group_size=group_size,
         on_delete=spec.get("updateStrategy", {}).get("type") == "OnDelete",
         surged=_owners_of_size(metadata.get("managedFields", ())) == {SURGE_FIELD_MANAGER},
     )
 
 
-def rival_of_template(managed_fields: Any) -> str | None:
+def rival_of_template(kind: str, managed_fields: Any) -> str | None:
     """A field manager, other than ours, that owns part of the pod template."""
+    field = f"f:{WORKLOADS[kind].template_field}"
     owners = {
         str(entry.get("manager"))
         for entry in managed_fields
-        if "f:template" in entry.get("fieldsV1", {}).get("f:spec", {})
+        if field in entry.get("fieldsV1", {}).get("f:spec", {})
     }
     return max(owners - OUR_FIELD_MANAGERS, default=None)
 

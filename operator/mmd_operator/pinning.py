@@ -19,6 +19,7 @@ from mmd_operator.problems import Problem
 logger = logging.getLogger(__name__)
 
 MAX_PINNED = 8
+_PINNED = (*POOL_NAMES, "gateway")
 
 
 class Pins:
@@ -81,8 +82,8 @@ class Pins:
         """Pods whose image is another than their revision's: the tag has moved."""
         problems = []
         for revision, pin in self._pinned.items():
-            gateways = [pod for pod in observed.pods_of("gateway") if pod.revision == revision]
-            for pod in [*_workers(observed, revision), *gateways]:
+            running = [p for p in observed.pods if p.revision == revision and p.component in _PINNED]
+            for pod in running:
                 if pin.image and pod.image_id and _differ(pin.image, pod.image_id):
                     message = f"pod {pod.name} runs image {pod.image_id}, but revision {revision} is pinned to {pin.image}"
                     remedy = f"the tag in spec.image.worker has moved; set it to a digest ({pin.image} keeps what is running)"

@@ -21,7 +21,7 @@ def plan_objects(
 ) -> list[Manifest]:
     """Every object of the deployment's present revision, in the order to apply them; the same for the same input.
 
-    `pinned`: what that revision consists of, once that is known. The applier adds the ownerReference, and leaves `spec.replicas` out of every StatefulSet that already exists.
+    `pinned`: what that revision consists of, once that is known. The applier adds the ownerReference, and leaves `spec.replicas` out of every pool that already exists.
 
     Raises:
         InvalidDeploymentError: it holds what only `mmd up` can serve (a relative model path, which that resolves first).

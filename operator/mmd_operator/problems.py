@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_operator.observed import PodView
+from mmd_operator.workload_kinds import INSTALL_LWS
 
 MAX_MESSAGE_CHARACTERS = 1000
 
@@ -41,6 +42,8 @@ class Problem:
         return f"{self.component}{count}: {self.seen}; {self.remedy}"
 
 
+WEBHOOK_FAILED = "failed calling webhook"
+"""The API server's words where it cannot ask an admission webhook."""
 _IMAGE_REASONS = {
     "ImagePullBackOff",
     "ErrImagePull",
@@ -129,7 +132,7 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
             "create or fix the object named in the message; the kubelet retries automatically",
         )
     if reason == "CrashLoopBackOff":
-        return _crashed(pod)
+        return crashed(pod)
     return (
         "ContainerNotStarted",
         f"pod {pod.name} cannot start ({reason}): {words}",
@@ -138,7 +141,7 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
 
 
 def _ended(pod: PodView) -> tuple[str, str, str] | None:
-    return _crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
+    return crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
 
 
 def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
@@ -153,7 +156,8 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str
     )
 
 
-def _crashed(pod: PodView) -> tuple[str, str, str]:
+def crashed(pod: PodView) -> tuple[str, str, str]:
+    """Why a container of a pod ended: reason, what was seen, remedy."""
     if pod.exit_reason == "OOMKilled":
         return (
             "OutOfMemory",
@@ -176,7 +180,12 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     """Why the API server or a controller did not make an object, from its own words."""
     words = re.sub(r"\s+", " ", words)[:500]
     lowered = words.lower()
-    if "exceeded quota" in lowered or "must specify" in lowered:
+    if WEBHOOK_FAILED in lowered:
+        reason, remedy = (
+            "WebhookFailed",
+            "check the Service and the pods of the webhook named in the message; the operator keeps trying",
+        )
+    elif "exceeded quota" in lowered or "must specify" in lowered:
         reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or request less in the spec"
     elif "violates podsecurity" in lowered or "admission webhook" in lowered or "admission policy" in lowered:
         reason, remedy = "AdmissionRefused", "change the spec, or the policy named in the message"
@@ -190,6 +199,28 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     else:
         reason, remedy = "ObjectRefused", "fix the problem described in the message"
     return Problem(reason, component, words, remedy, revision=revision)
+
+
+def not_served(component: str, kind: str, revision: str | None) -> Problem:
+    """A pool needs a kind whose definition is not installed in the cluster."""
+    return Problem(
+        "LeaderWorkerSetMissing",
+        component,
+        f"a replica spans several pods, which needs {kind}, and the API server does not serve it; the pool stays as it is",
+        f"install it: {INSTALL_LWS}; or let a replica fit into one pod",
+        revision=revision,
+    )
+
+
+def not_acted_on(component: str, kind: str, name: str, seconds: float, revision: str | None) -> Problem:
+    """The controller of a kind that users install does nothing about an object."""
+    return Problem(
+        "ControllerSilent",
+        component,
+        f"the controller of {kind} has not acted on {kind} {name} for {seconds:.0f} s",
+        "check that it runs, and its log: kubectl get pods --all-namespaces -l control-plane=controller-manager",
+        revision=revision,
+    )
 
 
 def not_ours(kind: str, name: str) -> Problem:
@@ -225,12 +256,15 @@ def contested(component: str, what: str, rival: str) -> Problem:
 
 _SEVERITY = (
     "InvalidSpec",
+    "LeaderWorkerSetMissing",
     "NameTaken",
     "PermissionMissing",
     "QuotaExceeded",
     "AdmissionRefused",
+    "WebhookFailed",
     "ServiceAccountMissing",
     "ObjectRefused",
+    "ControllerSilent",
     "ImageNotPulled",
     "SecretMissing",
     "SecretIncomplete",

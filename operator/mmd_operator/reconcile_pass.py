@@ -6,17 +6,19 @@ Independent of loops and kopf: it is given the deployment, and returns when to l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from mmd_api.contract.logs import RELAYED
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
+from mmd_operator.group_crashes import GroupCrashes
 from mmd_operator.growth import PendingGrowth
-from mmd_operator.observed import Body, Child, Observed, child_of
+from mmd_operator.observed import Body, Child, Observed, PodView, child_of
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import ReportFetcher
@@ -24,11 +26,14 @@ from mmd_operator.pool_sizes import pools_in
 from mmd_operator.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
 from mmd_operator.reading import Reading, read
 from mmd_operator.removal import Removal
+from mmd_operator.replicas import with_its_start
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
+from mmd_operator.silent_controllers import SilentControllers
 from mmd_operator.status_writer import StatusWriter
+from mmd_operator.workload_kinds import POOL_KINDS
 
 
 class ReconcilePass:
@@ -54,6 +59,8 @@ class ReconcilePass:
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
+        self._crashes = GroupCrashes()
+        self._silent = SilentControllers()
         self._finalizer = Finalizer(context)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
@@ -89,11 +96,14 @@ class ReconcilePass:
         Raises:
             RefusedError, BusyError: see there.
         """
-        await self._growth.verify(self._observe(), self._stateful_set)
+        await self._growth.verify(self._observe(), self._sized)
 
-    async def _stateful_set(self, name: str) -> Child | None:
-        found = await self._context.cluster.get("StatefulSet", self._context.namespace, name)
-        return None if found is None else child_of("StatefulSet", found)
+    async def _sized(self, name: str) -> Child | None:
+        for kind in POOL_KINDS:
+            found = await self._context.cluster.get(kind, self._context.namespace, name)
+            if found is not None and (child := child_of(kind, found)).owner_uid in (self.uid, None):
+                return child
+        return None
 
     async def run(self, body: Body, *, failing: bool) -> float:
         """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
@@ -158,6 +168,8 @@ class ReconcilePass:
         now = time.time()
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
+        problems += self._crashes.problems(observed)
+        problems += self._silent.problems(observed, time.monotonic())
         problems += self._pins.moved(observed)
         if not spec.paused:
             with self._growth.deciding(step.growth):
@@ -211,6 +223,11 @@ class ReconcilePass:
 def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
     return [
         p
-        for pod in observed.pods
+        for pod in (with_its_start(pod, observed) for pod in _causes_first(observed.pods))
         if (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
     ]
+
+
+def _causes_first(pods: Iterable[PodView]) -> list[PodView]:
+    """Of problems of one kind the first is quoted: that of a pod with a reason of its own."""
+    return sorted(pods, key=lambda pod: RELAYED in pod.last_words)

@@ -3,6 +3,7 @@
 The StatefulSets of pools have the update strategy OnDelete: a changed template reaches pods that start later, and a running pod is
 replaced only here, when the part of the spec that it reads has changed (see `mmd_api.readers`). A template that a newer operator
 writes differently, or that names the image by its digest, therefore replaces no pod. A pod that is deleted drains on SIGTERM.
+Groups of pods are replaced by their LeaderWorkerSet, one at a time, whose template `apply` changes for the same reasons alone.
 """
 
 from __future__ import annotations
@@ -24,14 +25,37 @@ class Replacement:
 
 
 def pods_of(child: Child, observed: Observed) -> tuple[PodView, ...]:
-    """Pods of a StatefulSet, the lowest ordinal first."""
+    """Pods of a workload, the lowest ordinal first; of groups, the leaders."""
     prefix = f"{child.name}-"
     found = [p for p in observed.pods if p.name.startswith(prefix) and p.name[len(prefix) :].isdigit()]
     return tuple(sorted(found, key=_ordinal))
 
 
+def members_of(child: Child, observed: Observed) -> tuple[PodView, ...]:
+    """All pods of a workload: of a group, the followers too."""
+    leaders = pods_of(child, observed)
+    groups = {leader.name for leader in leaders} | set(group_names(child))
+    return (*leaders, *(pod for pod in observed.pods if not pod.leads and pod.group in groups))
+
+
+def group_names(child: Child) -> tuple[str, ...]:
+    """The groups that a workload should have; none where its replicas are single pods."""
+    workload = child.workload
+    if workload is None or workload.group_size == 1:
+        return ()
+    return tuple(f"{child.name}-{ordinal}" for ordinal in range(workload.replicas))
+
+
+def short_groups(child: Child, observed: Observed) -> tuple[str, ...]:
+    """Groups that lack followers: the leader is there, and not all of the others."""
+    size = child.workload.group_size if child.workload is not None else 1
+    names = set(group_names(child))
+    found = [pod.group for pod in observed.pods if pod.group in names]
+    return tuple(sorted(name for name in names if 0 < found.count(name) < size))
+
+
 def outdated_pods(child: Child, observed: Observed) -> tuple[PodView, ...]:
-    """Pods that were made from other inputs than the StatefulSet's template now has."""
+    """Pods that were made from other inputs than the template of their workload now has."""
     if child.workload is None:
         return ()
     return tuple(pod for pod in pods_of(child, observed) if pod.inputs != child.workload.inputs)

@@ -64,7 +64,11 @@ class Resizes:
         self._sized[key] = (version, replicas, now)
         if rival is not None:
             self._contests.repaired(key, now, rival)
-        self._context.events.report(body, "Scaled", f"{kind} {name} from {before} to {replicas} pods")
+        self._context.events.report(
+            body,
+            "Scaled",
+            f"{kind} {name} from {before} to {replicas} {workload.unit if workload else 'pods'}",
+        )
         for problem in problems:
             self._context.report_contest(body, problem)
         return problems

@@ -74,7 +74,7 @@ class Step:
     effects: tuple[StepEffect, ...] = ()
     """What the steps did, in the order in which they applied."""
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
-    """By StatefulSet: the pools that it creates or makes larger."""
+    """By name of the workload: the pools that it creates or makes larger."""
 
 
 def next_step(

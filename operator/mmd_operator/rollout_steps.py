@@ -17,8 +17,10 @@ from mmd_operator.gpu_share import GpuShare, gpu_share
 from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
 from mmd_operator.pool_sizes import pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, outdated_pods, replacement
+from mmd_operator.replicas import next_size
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
+from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,17 @@ class RolloutState:
 
     @property
     def ready(self) -> bool:
-        """Whether every StatefulSet of the plan (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
+        """Whether every workload of the plan but the gateway (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
         for manifest in self.planned:
-            if manifest["kind"] == "StatefulSet":
-                child = self.observed.stateful_set(manifest["metadata"]["name"])
+            if manifest["kind"] in POOL_KINDS:
+                child = self.observed.sized(manifest["metadata"]["name"])
                 if child is None or child.workload is None or not child.workload.rolled:
                     return False
                 if child.workload.on_delete and outdated_pods(child, self.observed):
+                    return False
+                if _grows_by_groups(manifest, self) and child.workload.replicas < _starting_size(
+                    manifest, self
+                ):
                     return False
         return True
 
@@ -127,7 +133,8 @@ def hold_new_pools_without_gpus(state: RolloutState) -> StepResult:
 
 
 def start_pools_at_present_size(state: RolloutState) -> StepResult:
-    """A pool that scales starts a new revision at the size it has now, within that share.
+    """A pool that scales starts a new revision at the size it has now, within that share; a pool of groups starts with one group, and
+    grows to it as groups get their nodes.
 
     So the switch does not meet a small pool.
     """
@@ -140,34 +147,44 @@ def start_pools_at_present_size(state: RolloutState) -> StepResult:
 
 
 def correct_pool_sizes(state: RolloutState) -> StepResult:
-    """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves.
+    """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves, pools of groups
+    by one group at a time, until that has nodes.
 
     What is left counts the pools that this pass creates.
     """
-    sizes, short, free = {}, [], _free_gpus(state)
+    sizes, short, unplaced, free = {}, [], [], _free_gpus(state)
+    starting = {
+        m["metadata"]["name"]: _starting_size(m, state) for m in state.planned if _grows_by_groups(m, state)
+    }
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
-            child.kind == "StatefulSet"
+            child.is_sized
             and child.workload is not None
             and pool is not None
             and child.revision in {state.revision, state.serving}
             and state.owns(child)
         ):
             shown, present = child.workload.replicas, _with_growth(child, state)
-            wanted = wanted_replicas(pool, present)
+            wanted = max(wanted_replicas(pool, present), starting.get(child.name, 0))
             if child.revision == state.revision and str(child.component) in state.share.sizes:
                 wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
-            size, free = grown(child, wanted, state.observed, free)
-            if size < wanted:
-                short.append(f"StatefulSet {child.name} stays at {size} of {wanted} pods")
+            now = max(present, next_size(child, wanted, state.observed)) if wanted > present else wanted
+            if now < wanted:
+                unplaced.append(f"{child.kind} {child.name} stays at {now} of {wanted} {child.workload.unit}")
+            size, free = grown(child, now, state.observed, free)
+            if size < now:
+                short.append(f"{child.kind} {child.name} stays at {size} of {wanted} {child.workload.unit}")
             given = size == present and pool.autoscaling is not None  # by the autoscaler
             if size != shown and not given and not shown < size < present:
                 sizes[child.name] = size
     waits_for = (
         f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
     )
-    effect = _effect(correct_pool_sizes, [*(_sized(*size) for size in sizes.items()), *short])
+    if unplaced:
+        words = f"{', '.join(unplaced)} until all pods of its groups have nodes"
+        waits_for = "; ".join(filter(None, (waits_for, words)))
+    effect = _effect(correct_pool_sizes, [*(_sized(*size) for size in sizes.items()), *short, *unplaced])
     return replace(state, sizes=sizes, free_gpus=free, waits_for=waits_for), effect
 
 
@@ -178,7 +195,7 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
-            child.kind == "StatefulSet"
+            child.is_sized
             and pool is not None
             and child.revision == state.revision
             and state.owns(child)
@@ -210,7 +227,7 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
         component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
         child = state.observed.children.get(manifest_key(manifest))
         if (
-            manifest["kind"] in ("StatefulSet", "Deployment")
+            manifest["kind"] in WORKLOADS
             and component not in POOL_NAMES
             and child is not None
             and child.workload is not None
@@ -271,17 +288,17 @@ def something_is_left(state: RolloutState) -> bool:
 
 
 def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
-    """By StatefulSet: the pools that the steps create, and those that they make larger."""
+    """By name of the workload: the pools that the steps create, and those that they make larger."""
     growth = _created(state)
     for name, replicas in state.sizes.items():
-        child = state.observed.stateful_set(name)
+        child = state.observed.sized(name)
         if child is not None and child.workload is not None and replicas > child.workload.replicas:
             growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
     return growth
 
 
 def _with_growth(child: Child, state: RolloutState) -> int:
-    """Replicas of a StatefulSet with its growth that the watch does not show yet."""
+    """Replicas of a pool with its growth that the watch does not show yet."""
     growth = state.observed.growth.get(child.name)
     shown = child.workload.replicas if child.workload else 0
     return max(shown, growth.replicas if growth else 0)
@@ -299,14 +316,15 @@ def _free_gpus(state: RolloutState) -> int | None:
 
 
 def _created(state: RolloutState) -> dict[str, PoolGrowth]:
-    """Pools that are created now, by StatefulSet."""
+    """Pools that are created now, by name of the workload."""
     created = {}
     for manifest in state.apply:
         labels = manifest["metadata"]["labels"]
         pool = pool_in(state.spec, labels.get("app.kubernetes.io/component"))
         if pool is not None and _is_new_pool(manifest, state):
             size = manifest["spec"]["replicas"]
-            created[manifest["metadata"]["name"]] = PoolGrowth(size, pool.gpus, labels[REVISION_LABEL], None)
+            gpus = state.spec.replica_gpus(labels["app.kubernetes.io/component"])
+            created[manifest["metadata"]["name"]] = PoolGrowth(size, gpus, labels[REVISION_LABEL], None)
     return created
 
 
@@ -324,18 +342,39 @@ def _sized(name: str, replicas: int) -> str:
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:
     component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
     absent = manifest_key(manifest) not in state.observed.children
-    return manifest["kind"] == "StatefulSet" and absent and pool_in(state.spec, component) is not None
+    return manifest["kind"] in POOL_KINDS and absent and pool_in(state.spec, component) is not None
 
 
 def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
+    if manifest["kind"] not in POOL_KINDS:
+        return manifest
+    replicas = _starting_size(manifest, state)
+    if _has_groups(manifest):
+        replicas = min(1, replicas)
+    return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
+
+
+def _starting_size(manifest: Manifest, state: RolloutState) -> int:
+    """Replicas that a pool has before its revision serves."""
     labels = manifest["metadata"]["labels"]
     component = labels.get("app.kubernetes.io/component")
     pool = pool_in(state.spec, component)
-    if manifest["kind"] != "StatefulSet" or pool is None or labels[REVISION_LABEL] == state.serving:
-        return manifest
-    if (replicas := state.share.sizes.get(str(component))) is None:
-        old = state.observed.stateful_set(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
-        if old is None or old.workload is None or pool.autoscaling is None:
-            return manifest
-        replicas = max(1, wanted_replicas(pool, old.workload.replicas))
-    return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
+    planned: int = manifest["spec"]["replicas"]
+    if pool is None or labels[REVISION_LABEL] == state.serving:
+        return planned
+    if (shared := state.share.sizes.get(str(component))) is not None:
+        return shared
+    old = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
+    if old is None or old.workload is None or pool.autoscaling is None:
+        return planned
+    return max(1, wanted_replicas(pool, old.workload.replicas))
+
+
+def _has_groups(manifest: Manifest) -> bool:
+    kind = manifest["kind"]
+    return kind in POOL_KINDS and WORKLOADS[kind].group_size(manifest) > 1
+
+
+def _grows_by_groups(manifest: Manifest, state: RolloutState) -> bool:
+    """Whether a pool of groups grows to the size at which its revision may serve."""
+    return _has_groups(manifest) and state.serving != state.revision

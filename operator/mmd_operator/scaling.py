@@ -28,7 +28,7 @@ from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PoolGrowth
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling_actions import PoolActions
-from mmd_operator.scaling_facts import pods_in, pool_facts, ready_gateways, stateful_set
+from mmd_operator.scaling_facts import pods_in, pool_facts, pool_workload, ready_gateways
 from mmd_operator.scaling_limits import growth_within, without_loss
 from mmd_operator.scaling_record import ScalingRecord
 
@@ -90,7 +90,7 @@ class PoolScaling:
         """Whether there is anything to decide or to drain, or a surge that leaves or becomes part of the size."""
         for name in POOL_NAMES:
             pool: Pool | None = getattr(view.spec, name)
-            child = stateful_set(view.observed, name, view.revision)
+            child = pool_workload(view.observed, name, view.revision)
             if pool is None or child is None or child.workload is None:
                 continue
             if pool.autoscaling is not None:
@@ -129,7 +129,7 @@ class PoolScaling:
         sets = {
             name: child
             for name in scaler.policy.pools
-            if (child := stateful_set(observed, name, revision)) and child.workload
+            if (child := pool_workload(observed, name, revision)) and child.workload
         }
         if sets.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
@@ -169,7 +169,7 @@ class PoolScaling:
 def _growth(
     actions: Mapping[PoolName, ScaleActions], sets: Mapping[PoolName, Child]
 ) -> dict[str, PoolGrowth]:
-    """By StatefulSet: the pools that become larger."""
+    """By name of the workload: the pools that become larger."""
     return {
         child.name: growth
         for name, child in sets.items()

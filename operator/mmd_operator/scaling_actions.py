@@ -23,7 +23,7 @@ class PoolActions:
     """Acts on the pools of one deployment.
 
     By pool, `_draining`: since when, by uid of the pod; `_overdue`: pods with an Event about it; `_changes`: the decision that began the
-    present change of size; `_kept`: UID and size of a StatefulSet whose surge became part of its size, and when that was written.
+    present change of size; `_kept`: UID and size of a workload whose surge became part of its size, and when that was written.
     """
 
     def __init__(
@@ -73,15 +73,17 @@ class PoolActions:
         """
         pool = decision.pool
         uids = {pod.name: pod.uid for pod in pods}
+        leaders = {pod.name for pod in pods if pod.group is not None}
         if decision.replicas != decision.current:
             self._changes[pool] = decision
         begun = self._changes.get(pool)
         why = begun if begun is not None and begun.replicas == decision.replicas else decision
         if actions.replicas is not None and not self._growth.forbids(child.name, actions.replicas):
             with self._growth.writing(child.name, actions.replicas):
-                await self._cluster.scale("StatefulSet", self._namespace, child.name, actions.replicas)
-            sizes = f"from {facts.replicas} to {actions.replicas} pods"
-            events.append(("Scaled", f"StatefulSet {child.name} {sizes}; {why}"))
+                await self._cluster.scale(child.kind, self._namespace, child.name, actions.replicas)
+            unit = child.workload.unit if child.workload else "pods"
+            sizes = f"from {facts.replicas} to {actions.replicas} {unit}"
+            events.append(("Scaled", f"{child.kind} {child.name} {sizes}; {why}"))
         elif actions.keep_surge:
             await self._keep_surge(child, facts.replicas, why, decision.at, events)
         if not facts.surge:
@@ -105,7 +107,7 @@ class PoolActions:
                 problem = contested(pool, f"the annotation {DRAIN_ANNOTATION} of pod {name}", rival)
                 events.append((problem.reason, f"{problem.seen}; {problem.remedy}"))
         for name in actions.renew:
-            await self._cluster.delete_pod(self._namespace, name, uids[name])
+            await self._cluster.delete_pod(self._namespace, name, uids[name], leads=name in leaders)
             self._counts.drains[pool, "renewed"] += 1
             events.append(("Renewed", f"drained pod {name} is needed again and is being replaced"))
         for name in actions.overdue:
@@ -126,8 +128,8 @@ class PoolActions:
         known = (uid, size) == (child.uid, replicas)
         if known and now - at < UNSEEN_SECONDS:
             return
-        await self._cluster.release_replicas(self._namespace, child.name, replicas)
+        await self._cluster.release_replicas(child.kind, self._namespace, child.name, replicas)
         self._kept[why.pool] = child.uid, replicas, now
         if not known:
             words = f"keeps all {replicas} pods after the replacement"
-            events.append(("Scaled", f"StatefulSet {child.name} {words}; {why}"))
+            events.append(("Scaled", f"{child.kind} {child.name} {words}; {why}"))

@@ -6,15 +6,16 @@ from mmd_api.contract.pools import PoolName
 from mmd_api.spec.pools import Pool
 from mmd_operator.autoscaling import PodFacts, PoolFacts
 from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.replicas import as_one
 
 
-def stateful_set(observed: Observed, pool: PoolName, revision: str) -> Child | None:
-    """The StatefulSet of a pool in one revision."""
+def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
+    """What makes the pods of a pool in one revision."""
     return next(
         (
             child
             for child in observed.children.values()
-            if child.kind == "StatefulSet"
+            if child.is_sized
             and child.component == pool
             and child.revision == revision
             and not child.deleting
@@ -24,9 +25,9 @@ def stateful_set(observed: Observed, pool: PoolName, revision: str) -> Child | N
 
 
 def pods_in(child: Child, pool: PoolName, observed: Observed) -> list[PodView]:
-    """Pods of a pool's StatefulSet."""
+    """Replicas of a pool's workload; of groups, the leaders, with what their followers lack."""
     return [
-        p
+        as_one(p, observed)
         for p in observed.pods_of(pool)
         if p.revision == child.revision and p.name.startswith(f"{child.name}-")
     ]

@@ -8,16 +8,18 @@ from mmd_operator.autoscaling import ScaleActions
 from mmd_operator.gpu_budget import grown
 from mmd_operator.observed import Child, Observed, PodView
 from mmd_operator.replacement import outdated_pods
+from mmd_operator.replicas import next_size
 from mmd_operator.scaling_facts import pod_facts
 
 
 def growth_within(
     free: int | None, actions: ScaleActions, child: Child, observed: Observed
 ) -> tuple[ScaleActions, int | None]:
-    """A pool grows by what is free now, and later by what pods that leave others give back. Returns what remains free."""
+    """A pool grows by what is free now, and later by what pods that leave others give back; of groups, by one group at a time.
+    Returns what remains free."""
     if child.workload is None or actions.replicas is None:
         return actions, free
-    replicas, free = grown(child, actions.replicas, observed, free)
+    replicas, free = grown(child, next_size(child, actions.replicas, observed), observed, free)
     return replace(actions, replicas=replicas if replicas != child.workload.replicas else None), free
 
 

@@ -16,7 +16,7 @@ import kopf
 from kubernetes.aio import client, config
 
 from mmd_api.resource import GROUP, PLURAL
-from mmd_operator.cluster import DEPLOYMENTS, REQUEST_SECONDS, Cluster
+from mmd_operator.cluster import DEPLOYMENTS, REQUEST_SECONDS, BusyError, Cluster, RefusedError
 from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership, NotLeaderError
@@ -25,6 +25,8 @@ from mmd_operator.metrics import OperatorMetrics
 logger = logging.getLogger(__name__)
 
 LEASE_STALE_SECONDS = 60.0
+INSTALLED_SECONDS = 15.0
+"""How often the API server is asked for a kind that it does not serve yet."""
 
 
 class NoDefinitionError(RuntimeError):
@@ -99,20 +101,25 @@ async def serve(options: Options) -> None:
         api = await stack.enter_async_context(api_client())  # its own: renewals never wait for other calls
         leadership = Leadership(api, options.lease_namespace, metrics)
         fenced = await stack.enter_async_context(api_client(leadership.fence))
-        loops = Loops(Cluster(fenced, metrics), options.namespaces, metrics)
+        cluster = Cluster(fenced, metrics)
+        loops = Loops(cluster, options.namespaces, metrics)
         metrics.leading.set_function(lambda: leadership.held)
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
         metrics.deployments = loops.snapshots
 
         async def work() -> None:
-            await kopf.operator(
-                registry=registry_for(loops),
-                settings=settings(),
-                standalone=True,
-                clusterwide=not options.namespaces,
-                namespaces=options.namespaces,
-                stop_flag=stop,
-            )
+            installed = asyncio.create_task(_stop_when_installed("LeaderWorkerSet", cluster, stop))
+            try:
+                await kopf.operator(
+                    registry=registry_for(loops),
+                    settings=settings(),
+                    standalone=True,
+                    clusterwide=not options.namespaces,
+                    namespaces=options.namespaces,
+                    stop_flag=stop,
+                )
+            finally:
+                installed.cancel()
 
         async with health_endpoint(options.health_port, lambda: trouble(leadership, loops), metrics):
             await _need_definition(api, options)
@@ -127,6 +134,23 @@ async def serve(options: Options) -> None:
                 logger.info("stopped before it acquired the lease")
             finally:
                 stopping.cancel()
+
+
+async def _stop_when_installed(kind: str, cluster: Cluster, stop: asyncio.Event) -> None:
+    """kopf looks for kinds only as it starts. Where one is installed later, this process ends and its successor watches it."""
+    while not await _served(kind, cluster):
+        await asyncio.sleep(INSTALLED_SECONDS)
+        if await _served(kind, cluster):
+            logger.info("%s has been installed; the operator restarts to watch it", kind)
+            stop.set()
+
+
+async def _served(kind: str, cluster: Cluster) -> bool:
+    try:
+        return await cluster.serves(kind)
+    except (BusyError, RefusedError) as error:
+        logger.warning("failed to find out whether the API server serves %s: %s", kind, error)
+        return False
 
 
 async def _need_definition(api: client.ApiClient, options: Options) -> None:

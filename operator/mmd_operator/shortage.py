@@ -7,8 +7,9 @@ import time
 
 from mmd_operator.cluster import BusyError, RefusedError
 from mmd_operator.context import PassContext
-from mmd_operator.observed import Observed
+from mmd_operator.observed import Child, Observed
 from mmd_operator.problems import Problem, refusal
+from mmd_operator.replacement import group_names, short_groups
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Shortage:
             if child.workload is not None
             and child.workload.seen
             and not child.deleting
-            and child.workload.current < child.workload.replicas
+            and (child.workload.current < child.workload.replicas or short_groups(child, observed))
         }
         self._short_since = {name: self._short_since.get(name, now) for name in short}
         self._warned = {name: seen for name, seen in self._warned.items() if name in short}
@@ -53,9 +54,13 @@ class Shortage:
             asked, problem = self._warned.get(name, (float("-inf"), None))
             if now - asked >= WARNINGS_SECONDS:
                 try:
-                    warnings = await self._context.cluster.warnings_about(
-                        self._context.namespace, child.kind, name
-                    )
+                    warnings = [
+                        warning
+                        for kind, maker in _makers(child, observed)
+                        for warning in await self._context.cluster.warnings_about(
+                            self._context.namespace, kind, maker
+                        )
+                    ]
                 except (BusyError, RefusedError) as error:  # the explanation is missing, the work goes on
                     logger.warning(
                         "%s/%s: failed to read Events about %s: %s",
@@ -71,3 +76,11 @@ class Shortage:
             if problem is not None:
                 problems.append(problem)
         return problems
+
+
+def _makers(child: Child, observed: Observed) -> list[tuple[str, str]]:
+    """Kind and name of what makes a workload's pods. A LeaderWorkerSet has StatefulSets: one makes leaders, and one for each group its
+    followers."""
+    if not group_names(child):
+        return [(child.kind, child.name)]
+    return [("StatefulSet", name) for name in (*short_groups(child, observed)[:1], child.name)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import ANOTHER_MODEL, SPEC
+from tests.support.groups import GROUPS, GroupController, installed
 from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace, counted, eventually, is_gone
 
@@ -56,11 +58,14 @@ def start(control_plane: ControlPlane, tmp_path: Path, namespace: Namespace) -> 
 
 
 def test_the_rights_it_asks_for_are_those_it_uses(
-    control_plane: ControlPlane, namespace: Namespace, start, monkeypatch: pytest.MonkeyPatch
+    api: client.ApiClient, control_plane: ControlPlane, namespace: Namespace, start
 ):
     granted = [*RULES["rules"], *RULES["leaseRules"]]
-    start(granted)
-    exercise(control_plane, namespace)
+    with installed(api):
+        operator = start(granted)
+        exercise_groups(namespace)
+        exercise(control_plane, namespace)
+        operator.kill()
 
     def all_used() -> None:
         used, denied = audited(control_plane, namespace)
@@ -70,6 +75,31 @@ def test_the_rights_it_asks_for_are_those_it_uses(
         assert not used - asked
 
     eventually(all_used)  # Events are written after the fact
+
+
+def exercise_groups(namespace: Namespace) -> None:
+    """The same of a pool whose replicas are groups of pods."""
+    groups = GroupController(namespace)
+
+    def until(check: Callable[[], None]) -> None:
+        def step() -> None:
+            groups.step()
+            groups.run_all()
+            namespace.end_pods("groups")
+            check()
+
+        namespace.settled(step)
+
+    namespace.apply(GROUPS, "groups")
+    until(lambda: namespace.is_ready("groups"))
+    namespace.change({"decode": {"replicas": 3}}, "groups")
+    until(lambda: namespace.is_ready("groups"))
+    namespace.delete("groups")
+
+    def gone() -> None:
+        assert not namespace.exists("groups")
+
+    until(gone)
 
 
 def exercise(plane: ControlPlane, namespace: Namespace) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from mmd_api.contract.errors import UnsupportedInputError
@@ -85,6 +86,50 @@ def test_the_command_prints_the_budget_and_fails_for_a_pod_that_would_not_start(
     run = CliRunner().invoke(app, ["plan-memory", "-f", str(file), "--memory", "1Gi"])
     assert run.exit_code == 1
     assert "does not start: spec.decode: of 1024 MiB of memory" in run.output
+
+
+GROUPS = {
+    "apiVersion": "serving.multimodal.dev/v1alpha1",
+    "kind": "MultimodalDeployment",
+    "metadata": {"name": "large"},
+    "spec": {
+        "model": {"id": "builtin/demo"},
+        "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2, "pipelineParallelSize": 2}},
+        "encoder": {"gpus": 0},
+        "decode": {"gpus": 2},
+    },
+}
+"""A replica of two pods with two GPUs each."""
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    file = tmp_path / "groups.yaml"
+    file.write_text(yaml.safe_dump(GROUPS))
+    return file
+
+
+def test_a_replica_that_spans_pods_is_planned_by_the_gpus_that_share_it(groups: Path):
+    run = CliRunner().invoke(app, ["plan-memory", "-f", str(groups), "--memory", "4Gi"])
+    assert run.exit_code == 0, run.output
+    assert "each of the 4 GPUs of a decode replica (prefill+decode), memory 4,096.0 MiB" in run.output
+    spec = up.load(groups).spec
+    split = plan_memory.plan(spec, {"decode": 4 << 30})
+    engine = spec.engine.model_copy(update={"decode": None})
+    one = spec.decode.model_copy(update={"gpus": 1})
+    whole = plan_memory.plan(spec.model_copy(update={"engine": engine, "decode": one}), {"decode": 4 << 30})
+    (_, part), (_, all_of_it) = split.pools, whole.pools
+    assert part.weights_bytes == -(-all_of_it.weights_bytes // 4)
+    longest = split.examples[0]
+    assert part.kv_bytes == (all_of_it.kv_bytes or 0) // 4, "as much as requests can take, a quarter on each"
+    assert split.requests(part, longest) == whole.requests(all_of_it, longest)
+
+
+def test_mmd_up_refuses_a_replica_that_spans_pods_with_the_field_and_the_remedy(groups: Path):
+    run = CliRunner().invoke(app, ["up", "-f", str(groups)])
+    assert run.exit_code == 1
+    words = " ".join(run.output.split())
+    assert "spec.decode.gpus: a replica spans 2 pods, which mmd up does not start; set it to 4" in words
 
 
 def test_a_model_that_cannot_be_built_is_an_error_in_a_line(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
@@ -25,6 +27,34 @@ def test_promtool_sees_every_alert_fire_and_stay_quiet_as_the_cases_say(tmp_path
         shutil.copy(file, tmp_path)
     ran = subprocess.run(
         [program("promtool"), "test", "rules", CASES.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_no_alert_fires_of_a_pod_that_follows_the_leader_of_its_group(tmp_path: Path) -> None:
+    """It takes no requests and knows no NATS: what it has not is no fault of it."""
+    text = Metrics(["follower"]).expose()[0].decode()
+    place = {"namespace": "n", "deployment": "d", "pod": "d-0-1"}
+    series = [
+        {
+            "series": f"{sample.name}{{{','.join(f'{k}={json.dumps(v)}' for k, v in {**sample.labels, **place}.items())}}}",
+            "values": f"{sample.value}x60",
+        }
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("mmd_")
+    ]
+    quiet = [{"eval_time": "50m", "alertname": alert["alert"], "exp_alerts": []} for alert in ALERTS]
+    case = {"name": "a follower", "interval": "1m", "input_series": series, "alert_rule_test": quiet}
+    file = tmp_path / "follower.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [RULES.name], "tests": [case]}))
+    shutil.copy(RULES, tmp_path)
+    ran = subprocess.run(
+        [program("promtool"), "test", "rules", file.name],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ ROWS = [
         ("ReconcileFailed", "reconciliation has failed since ‹since›"),
         ("DrainDeadlineExceeded", "did not finish draining within"),
         ("BacklogSeconds", "backlog is {observed:.2f} s"),
-        ("AllReady", "‹ready› of ‹replicas› pods Ready"),
+        ("AllReady", "‹ready› of ‹replicas› ‹unit› Ready"),
         ("operator: autoscaling", "limited by ‹limits›"),
         ("operator: autoscaling", "‹pool› is the bottleneck"),
         ("operator: gpu share", "raise spec.gpuBudget to"),

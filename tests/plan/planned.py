@@ -50,7 +50,7 @@ PLACEMENT = st.fixed_dictionaries(
     },
 )
 POOLS = st.builds(
-    lambda gpus, size, placement: {"gpus": gpus, **size, **placement}, st.integers(0, 8), SIZES, PLACEMENT
+    lambda gpus, size, placement: {"gpus": gpus, **size, **placement}, st.integers(0, 1), SIZES, PLACEMENT
 )
 MODELS = st.sampled_from(
     [

@@ -275,11 +275,14 @@ def test_growth_is_not_there_for_others_and_is_there_for_the_pool_that_has_it():
 SPEC = deployment(
     {
         "model": {"id": "builtin/demo", "dtype": "Float32"},
-        "prefill": {"gpus": 2, "replicas": 2},
-        "decode": {"gpus": 2, "replicas": 2},
+        "prefill": {"gpus": 1, "replicas": 2},
+        "decode": {"gpus": 1, "replicas": 2},
         "gpuBudget": 16,
     }
 ).spec
+SPEC = SPEC.model_copy(  # the sums tell GPUs from pods
+    update={name: getattr(SPEC, name).model_copy(update={"gpus": 2}) for name in ("prefill", "decode")}
+)
 
 
 def test_a_new_revision_gets_what_growth_of_the_serving_one_leaves():

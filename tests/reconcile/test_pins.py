@@ -23,6 +23,7 @@ def moved(
     revision: str = NEW,
     gateway: bool = False,
     sidecar: str | None = None,
+    group_rank: int | None = None,
 ) -> list[str]:
     """What is reported about one pod with this image."""
     pins = Pins(cast(Any, None))  # nobody is asked
@@ -32,6 +33,7 @@ def moved(
     if sidecar is not None:
         statuses.insert(0, running("istio-proxy", sidecar))
     seen = pod(component, revision, name=f"demo-{component}-0", containers=statuses)
+    seen = replace(seen, group_rank=group_rank)
     return [f"{p.reason}: {p.seen}; {p.remedy}" for p in pins.moved(Observed({}, (seen,)))]
 
 
@@ -85,6 +87,11 @@ def test_a_gateway_of_another_image_is_reported_too() -> None:
     assert moved(FIRST, gateway=True) == []
     (problem,) = moved(SECOND, gateway=True)
     assert "demo-gateway-0" in problem
+
+
+def test_a_follower_of_another_image_is_reported_too() -> None:
+    assert moved(FIRST, group_rank=1) == []
+    assert len(moved(SECOND, group_rank=1)) == 1
 
 
 async def test_the_commits_of_adapters_are_pinned_with_the_first_ready_pod_and_survive_a_restart() -> None:

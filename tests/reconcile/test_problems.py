@@ -228,6 +228,11 @@ def test_only_the_end_of_long_last_words_is_kept():
         ('pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot', "AdmissionRefused"),
         ('admission webhook "policy.example.com" denied the request: no', "AdmissionRefused"),
         (
+            'Internal error occurred: failed calling webhook "mleaderworkerset.kb.io": failed to call webhook: Post '
+            '"https://lws-webhook-service.lws-system.svc:443/mutate": no endpoints available for service',
+            "WebhookFailed",
+        ),
+        (
             'services is forbidden: User "system:serviceaccount:a:b" cannot create resource "services"',
             "PermissionMissing",
         ),

@@ -14,11 +14,12 @@ from .bodies import UID, pod, workload
 
 BASE = {
     "model": {"id": "builtin/demo", "dtype": "Float32"},
-    "prefill": {"gpus": 1, "replicas": 2},
+    "encoder": {"gpus": 1, "replicas": 2},
     "decode": {"gpus": 2, "replicas": 4},
+    "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2}},
 }
 OLD = pipeline_revision(deployment(BASE).spec)
-GPUS = {"prefill": 1, "decode": 2}
+GPUS = {"encoder": 1, "decode": 2}
 
 
 def step(
@@ -59,18 +60,18 @@ def sizes(found: Step) -> dict[str, int]:
 
 
 def test_a_new_revision_has_its_full_size_where_the_budget_has_room_for_both():
-    found = step(20, {"prefill": 2, "decode": 4})
-    assert sizes(found) == {"prefill": 2, "decode": 4}
+    found = step(20, {"encoder": 2, "decode": 4})
+    assert sizes(found) == {"encoder": 2, "decode": 4}
     assert not found.waits_for
-    assert sizes(step(None, {"prefill": 2, "decode": 4})) == {"prefill": 2, "decode": 4}
+    assert sizes(step(None, {"encoder": 2, "decode": 4})) == {"encoder": 2, "decode": 4}
 
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(13, {"prefill": 1, "decode": 1}), (15, {"prefill": 1, "decode": 2}), (18, {"prefill": 2, "decode": 3})],
+    [(13, {"encoder": 1, "decode": 1}), (15, {"encoder": 1, "decode": 2}), (18, {"encoder": 2, "decode": 3})],
 )
 def test_a_new_revision_starts_with_what_the_budget_leaves_it(budget: int, expected: dict[str, int]):
-    found = step(budget, {"prefill": 2, "decode": 4})
+    found = step(budget, {"encoder": 2, "decode": 4})
     assert sizes(found) == expected
     assert sum(n * GPUS[pool] for pool, n in expected.items()) + 10 <= budget
     assert f"{expected['decode']} of 4 decode pods" in found.waits_for
@@ -78,7 +79,7 @@ def test_a_new_revision_starts_with_what_the_budget_leaves_it(budget: int, expec
 
 
 def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_what():
-    found = step(12, {"prefill": 2, "decode": 4})
+    found = step(12, {"encoder": 2, "decode": 4})
     assert found.blocked
     assert not sizes(found)
     assert [m["metadata"]["name"] for m in found.apply if m["kind"] == "StatefulSet"] == ["demo-nats"]
@@ -87,25 +88,25 @@ def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_w
 
 
 def test_started_pods_are_kept_and_pools_grow_when_the_old_revision_is_removed():
-    beside = step(15, {"prefill": 2, "decode": 4}, {"prefill": 1, "decode": 2})
+    beside = step(15, {"encoder": 2, "decode": 4}, {"encoder": 1, "decode": 2})
     assert not beside.sizes
-    alone = step(15, {}, {"prefill": 1, "decode": 2}, serving="new")
-    assert {name.split("-")[1]: n for name, n in alone.sizes.items()} == {"prefill": 2, "decode": 4}
+    alone = step(15, {}, {"encoder": 1, "decode": 2}, serving="new")
+    assert {name.split("-")[1]: n for name, n in alone.sizes.items()} == {"encoder": 2, "decode": 4}
 
 
 def test_pools_grow_by_what_pods_that_are_ending_no_longer_hold():
-    started = {"prefill": 1, "decode": 2}
-    held = step(15, {}, started, serving="new", ending={"prefill": 2, "decode": 4})
+    started = {"encoder": 1, "decode": 2}
+    held = step(15, {}, started, serving="new", ending={"encoder": 2, "decode": 4})
     assert not held.sizes
     assert held.stage != "Complete"
     assert "stays at 2 of 4 pods until GPUs of spec.gpuBudget 15 are free" in held.waits_for
     fewer = step(15, {}, started, serving="new", ending={"decode": 3})
-    assert {name.split("-")[1]: n for name, n in fewer.sizes.items()} == {"prefill": 2, "decode": 3}
+    assert {name.split("-")[1]: n for name, n in fewer.sizes.items()} == {"encoder": 2, "decode": 3}
 
 
 def test_pods_that_are_ending_are_counted_before_a_new_revision_starts():
-    beside = step(15, {"prefill": 1, "decode": 1}, ending={"decode": 4, "prefill": 2})
-    assert sizes(beside) == {"prefill": 1, "decode": 2}
+    beside = step(15, {"encoder": 1, "decode": 1}, ending={"decode": 4, "encoder": 2})
+    assert sizes(beside) == {"encoder": 1, "decode": 2}
 
 
 @pytest.mark.parametrize(("budget", "grown"), [(12, {"decode": 4}), (11, {})])

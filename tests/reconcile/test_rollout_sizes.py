@@ -26,7 +26,7 @@ def step(
 ) -> Step:
     """The step towards `dtype` while pods of Float32 serve: so many of each pool."""
     pools = {"prefill": scaled(1, 5), "decode": FIXED, **pools}
-    spec = {"model": MODEL, **pools}
+    spec = {"model": MODEL, "engine": engine(pools), **pools}
     serving = pipeline_revision(deployment(spec).spec)
     wanted = deployment({**spec, "model": {**MODEL, "dtype": dtype}, "gpuBudget": budget})
     revision = pipeline_revision(wanted.spec)
@@ -40,6 +40,14 @@ def step(
     children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=serving)))
     seen = Observed({c.key: c for c in children})
     return next_step(wanted.spec, revision, plan_objects(wanted, "default"), seen, UID)
+
+
+def engine(pools: dict[str, dict | None]) -> dict:
+    """That uses all GPUs of a pod."""
+    split = {
+        n: {"tensorParallelSize": pool["gpus"]} for n, pool in pools.items() if pool and pool["gpus"] > 1
+    }
+    return {"type": "VLLM", **split} if split else {}
 
 
 def started(found: Step) -> dict[str, int | None]:
@@ -102,15 +110,15 @@ def test_the_pool_that_is_furthest_from_its_size_gets_the_next_gpu(budget, sizes
 
 
 def test_a_rollout_waits_when_one_gpu_is_missing_and_starts_with_it():
-    pools = {"prefill": scaled(1, 5, gpus=2), "decode": {"gpus": 1, "replicas": 1}}
-    assert step({"prefill": 1, "decode": 1}, budget=5, **pools).blocked
-    assert not step({"prefill": 1, "decode": 1}, budget=6, **pools).blocked
+    pools = {"decode": scaled(1, 5, gpus=2), "encoder": {"gpus": 1, "replicas": 1}, "prefill": None}
+    assert step({"encoder": 1, "decode": 1}, budget=5, **pools).blocked
+    assert not step({"encoder": 1, "decode": 1}, budget=6, **pools).blocked
 
 
 def test_a_large_pod_that_does_not_fit_leaves_the_rest_of_the_budget_to_smaller_ones():
-    pools = {"prefill": scaled(1, 5, gpus=4), "decode": {"gpus": 1, "replicas": 3}}
-    found = step({"prefill": 2, "decode": 3}, budget=11 + 7, **pools)
-    assert started(found) == {"prefill": 1, "decode": 3}
+    pools = {"decode": scaled(1, 5, gpus=4), "encoder": {"gpus": 1, "replicas": 3}, "prefill": None}
+    found = step({"encoder": 3, "decode": 2}, budget=11 + 7, **pools)
+    assert started(found) == {"encoder": 3, "decode": 1}
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Pool:
         elif replicas != self.replicas:
             self.replicas, self.owners = replicas, {SCALER_FIELD_MANAGER}
 
-    async def release_replicas(self, _namespace: str, _name: str, replicas: int) -> None:
+    async def release_replicas(self, _kind: str, _namespace: str, _name: str, replicas: int) -> None:
         assert replicas == self.replicas
         self.owners |= {SCALER_FIELD_MANAGER}
         self.released += 1
@@ -150,7 +150,7 @@ class Pool:
 
     @property
     def surged(self) -> bool:
-        child = self.observed().stateful_set(self.name)
+        child = self.observed().sized(self.name)
         assert child is not None
         assert child.workload is not None
         return child.workload.surged

@@ -4,72 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from mmd_api.pipeline import PipelineConfig, roles_of
 from mmd_workers.settings import WorkerSettings
-from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import (
-    GenerateRequest,
-    Placed,
-    RequestFailed,
-    Sampling,
-    SequenceReceipt,
-    SequenceReport,
-    TokenBatch,
-)
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.worker import Worker
+from tests.support.placing import SECONDS, Client
 
 POOL = {"replicas": 1, "gpus": 0, "kvCacheMebibytes": 16}
 APART = {"encoder": {"replicas": 1, "gpus": 0}, "prefill": POOL, "decode": POOL}
-PROMPT = [5, 9, 11, 7, 6] * 12
-SECONDS = 200
-
-
-class Client:
-    """A gateway: it places requests on a pod, and keeps the tokens of each."""
-
-    def __init__(self, bus: Bus) -> None:
-        self.bus = bus
-        self.tokens: dict[str, dict[int, int]] = {}
-        self.failures: list[RequestFailed] = []
-        self.changed = asyncio.Event()
-
-    async def start(self) -> None:
-        subjects = self.bus.subjects
-        await self.bus.subscribe(subjects.tokens("gateway-0"), TokenBatch, self._take)
-        await self.bus.subscribe(subjects.failures("gateway-0"), RequestFailed, self._failed)
-        await self.bus.serve(subjects.sequences("gateway-0"), SequenceReport, self._receipt)
-        await self.bus.flush()
-
-    async def _take(self, batch: TokenBatch) -> None:
-        for item in batch.items:
-            self.tokens.setdefault(item.request_id, {})[item.index] = item.token_id
-        self.changed.set()
-
-    async def _failed(self, failure: RequestFailed) -> None:
-        self.failures.append(failure)
-        self.changed.set()
-
-    async def _receipt(self, report: SequenceReport) -> SequenceReceipt:
-        return SequenceReceipt([len(self.tokens.get(held.request_id, ())) for held in report.sequences])
-
-    async def place(self, pod: str, name: str, tokens: int, decode_pods: list[str]) -> None:
-        now, sampling = time.time(), Sampling(tokens, ignore_eos=True)
-        request = GenerateRequest(name, 0, "gateway-0", PROMPT, [], sampling, decode_pods, now + SECONDS, now)
-        placed = await self.bus.request(self.bus.subjects.prefill(pod), request, Placed, timeout=60)
-        assert placed.accepted, placed
-
-    async def until_tokens(self, name: str, count: int) -> list[int]:
-        while len(self.tokens.get(name, ())) < count:
-            assert not self.failures
-            self.changed.clear()
-            await self.changed.wait()
-        return [token for _, token in sorted(self.tokens[name].items())]
 
 
 @asynccontextmanager

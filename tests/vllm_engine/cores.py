@@ -67,7 +67,9 @@ def pod_of(
             **layout,
         }
     )
-    settings = SimpleNamespace(incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, compute_threads=1)
+    settings = SimpleNamespace(
+        incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, compute_threads=1, group=None
+    )
     nothing: Any = SimpleNamespace()
     return Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
 

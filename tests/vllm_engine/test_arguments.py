@@ -13,6 +13,7 @@ from mmd_api.spec.engine_arguments import HAVE_A_FIELD, NOT_SERVED, OF_THE_OPERA
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
+from mmd_workers.settings import Group
 from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.extra_arguments import EngineArgs, _Parser, refused
 
@@ -51,6 +52,24 @@ def test_ranks_share_the_memory_that_a_pod_has_for_kv(llava):
         one = arguments(llava, device)["kv_cache_memory_bytes"]
         two = arguments(llava, device, tensorParallelSize=2)["kv_cache_memory_bytes"]
         assert (one, two) == (16 * MEBIBYTE, 8 * MEBIBYTE)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "extra", "seconds"),
+    [(3600, [], 3600), (60, [], 600), (3600, ["--distributed-timeout-seconds=90"], 90)],
+    ids=["the pool's", "not less than NCCL's own", "an argument"],
+)
+def test_ranks_of_several_pods_wait_for_one_another_as_long_as_their_pool_may_start(
+    llava: Path, deadline: int, extra: list[str], seconds: int
+):
+    vllm = {"tensorParallelSize": 2, "extraArgs": extra}
+    pod = cores.pod_of(llava, vllm=vllm)
+    decode = pod.spec.decode.model_copy(update={"start_deadline_seconds": deadline})
+    pod.spec = pod.spec.model_copy(update={"decode": decode})
+    pod.settings.group, pod.settings.ranks_port = Group(2, 1, "leader"), 1
+    given = engine_arguments(pod, llava, adapter_for(load_config(llava)), CPU, "engine")
+    assert given["distributed_timeout_seconds"] == seconds
+    assert "distributed_timeout_seconds" not in arguments(llava, tensorParallelSize=2)
 
 
 def test_a_refusal_names_the_argument_and_leaves_out_its_value():

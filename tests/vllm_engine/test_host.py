@@ -42,8 +42,9 @@ def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
 
 
 def made() -> VllmHost:
-    spec = SimpleNamespace(engine=EngineSpec(type="VLLM"))
-    pod: Any = SimpleNamespace(startup=Startup(Metrics(("decode",))), tasks=Tasks(), pool="decode", spec=spec)
+    settings, spec = SimpleNamespace(group=None), SimpleNamespace(engine=EngineSpec(type="VLLM"))
+    startup = Startup(Metrics(("decode",)))
+    pod: Any = SimpleNamespace(startup=startup, tasks=Tasks(), pool="decode", settings=settings, spec=spec)
     return VllmHost(pod, CPU)
 
 

@@ -13,11 +13,28 @@ from typing import TypeVar
 import torch
 
 from mmd_api.contract.errors import DeviceLostError
+from mmd_api.contract.pools import PoolName
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
+
+
+def chosen_device(gpus: int, pool: PoolName) -> torch.device:
+    """The accelerator, where there is one. `gpus`: how many Kubernetes gave this pod.
+
+    Raises:
+        DeviceLostError: none of them works: the pod must not serve from its CPU instead.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if gpus:
+        raise DeviceLostError(
+            f"spec.{pool}.gpus is {gpus}, but torch {torch.__version__} found no CUDA device in this pod; check the node's "
+            f"driver and device plugin, or set spec.{pool}.gpus to 0 to serve from the CPU"
+        )
+    return torch.device("cpu")
 
 
 def check_device(error: BaseException, device: torch.device) -> None:

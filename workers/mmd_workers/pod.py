@@ -93,9 +93,15 @@ class Pod:
     directory: PeerDirectory = field(init=False)
 
     @classmethod
-    def of(cls, settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> Pod:
-        """A pod that is not connected yet."""
-        pipeline, metrics = settings.pipeline, Metrics(roles)
+    def of(
+        cls,
+        settings: WorkerSettings,
+        pool: PoolName,
+        roles: tuple[Role, ...],
+        metrics: Metrics | None = None,
+    ) -> Pod:
+        """A pod that is not connected yet. `metrics`: what it exposes, if not those of its roles."""
+        pipeline, metrics = settings.pipeline, metrics or Metrics(roles)
         endpoint = pipeline.spec.observability.otlp_endpoint
         tracing = Tracing(settings.pod, pipeline.name, pipeline.namespace, endpoint)
         return cls(settings, pipeline.spec, pool, roles, metrics, tracing, Startup(metrics), Tasks())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,20 @@ from mmd_api.contract import environment
 from mmd_api.contract.subjects import DEFAULT_INBOX, USERS, previous_of
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.wire.login import Login, refuse_credentials_in
+
+# Of a pod whose replica spans several, set by LeaderWorkerSet: how many, its place among them, and the host name of the leader.
+LWS_GROUP_SIZE = "LWS_GROUP_SIZE"
+LWS_WORKER_INDEX = "LWS_WORKER_INDEX"
+LWS_LEADER_ADDRESS = "LWS_LEADER_ADDRESS"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The replica of several pods that this one belongs to. `rank`: its place, 0 of the leader, whose host name is `leader`."""
+
+    size: int
+    rank: int
+    leader: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,7 @@ class WorkerSettings:
     commit: str = ""
     adapter_commits: dict[str, str] = field(default_factory=dict)
     admin_port: int = 0
+    group: Group | None = None
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property
@@ -50,13 +66,23 @@ class WorkerSettings:
         return self.threads or os.cpu_count() or 1
 
     @property
+    def group_port(self) -> int:
+        """Where the leader of a group listens for its followers; the same number in all of its pods."""
+        return self.http_port + 1
+
+    @property
+    def ranks_port(self) -> int:
+        """Where the engine's first rank listens for those of other pods."""
+        return self.http_port + 2
+
+    @property
     def mesh(self) -> str:
         """Names the processes that this one may talk to: those of the same pipeline revision, code and weights."""
         return f"{self.pipeline.revision}-{self.identity}" if self.identity else self.pipeline.revision
 
     @classmethod
     def from_environment(cls) -> WorkerSettings:
-        """Read the variables of `mmd_api.contract.environment`.
+        """Read the variables of `mmd_api.contract.environment`, and those of LeaderWorkerSet.
 
         Raises:
             RuntimeError: a variable is missing or cannot be used; the message names it.
@@ -90,7 +116,13 @@ class WorkerSettings:
             grace_seconds=float(os.environ.get(environment.GRACE_SECONDS, "120")),
             gpus=int(os.environ.get(environment.GPUS, "0")),
             memory_fraction=float(os.environ.get(environment.MEMORY_FRACTION, "1")),
+            group=_group(need) if int(os.environ.get(LWS_GROUP_SIZE, "1")) > 1 else None,
         )
+
+
+def _group(need: Callable[[str], str]) -> Group:
+    size, rank = int(need(LWS_GROUP_SIZE)), int(need(LWS_WORKER_INDEX))
+    return Group(size, rank, need(LWS_LEADER_ADDRESS))
 
 
 def _login(user: str, password: str) -> Login:

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
-from mmd_api.contract.errors import DeviceLostError, DrainedError, MmdError, PeerLostError
+from mmd_api.contract.errors import DrainedError, MmdError, PeerLostError
 from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import PoolName, Role
 from mmd_api.contract.subjects import Subjects
@@ -24,6 +24,7 @@ from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers import closing
 from mmd_workers.closing import close_each
 from mmd_workers.decode.role import DecodeRole
+from mmd_workers.device import chosen_device
 from mmd_workers.encoder.role import EncoderRole
 from mmd_workers.identity import check_pinned, identified
 from mmd_workers.live import LiveConfig
@@ -37,6 +38,7 @@ from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.native import NativeHost
 from mmd_workers.sequences.running import Sequences
 from mmd_workers.settings import WorkerSettings
+from mmd_workers.vllm_engine.follower import FollowerProcess
 from mmd_workers.warmup import warm_up
 from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
@@ -186,25 +188,9 @@ class Worker:
     async def _load(self) -> None:
         """Load what the roles need, and nothing else."""
         torch.set_num_threads(self.settings.compute_threads)
-        self._parts = parts_of(self.pod, self._device())
+        self._parts = parts_of(self.pod, chosen_device(self.settings.gpus, self.pod.pool))
         for part in self._parts:
             await part.load_weights()
-
-    def _device(self) -> torch.device:
-        """The accelerator, where there is one.
-
-        Raises:
-            DeviceLostError: Kubernetes gave the pod GPUs and none of them works: it must not serve from its CPU instead.
-        """
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        if self.settings.gpus:
-            pool = self.pod.pool
-            raise DeviceLostError(
-                f"spec.{pool}.gpus is {self.settings.gpus}, but torch {torch.__version__} found no CUDA device in this pod; check the node's "
-                f"driver and device plugin, or set spec.{pool}.gpus to 0 to serve from the CPU"
-            )
-        return torch.device("cpu")
 
     async def _join(self) -> None:
         """Make and warm up what computes, then take work: no work is accepted before it can run."""
@@ -319,11 +305,18 @@ def _has_drain_annotation(file: Path) -> bool:
         return False  # being replaced, or not there yet
 
 
+def _process(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> Worker | FollowerProcess:
+    """What this pod does: serve, or, in a group of pods, compute for the one that serves."""
+    if settings.group is not None and settings.group.rank > 0:
+        return FollowerProcess(settings, pool, roles)
+    return Worker(settings, pool, roles)
+
+
 def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
     """Run a worker until it is asked to stop; the exit code shows whether it ended well."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level.upper())
     try:
-        closing.run(Worker(identified(settings), pool, roles).serve())
+        closing.run(_process(identified(settings), pool, roles).serve())
     except MmdError as error:
         log.critical("cannot serve (%s): %s", error.code, error.message)
         raise SystemExit(1) from error

@@ -19,8 +19,8 @@ import httpx
 
 from mmd_api import resource
 from mmd_api.contract import paths
-from mmd_api.contract.pools import PoolName
-from mmd_api.faults import InvalidDeploymentError
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
@@ -81,6 +81,30 @@ def load(path: Path) -> MultimodalDeployment:
     return located(resource.load(path), path.parent)
 
 
+def _fits_here(deployment: MultimodalDeployment) -> MultimodalDeployment:
+    """A deployment whose replicas are processes of one machine.
+
+    Raises:
+        InvalidDeploymentError: a replica spans several.
+    """
+    spec = deployment.spec
+    if faults := [_spans_machines(spec, name) for name in POOL_NAMES if _is_grouped(spec, name)]:
+        raise InvalidDeploymentError(faults)
+    return deployment
+
+
+def _is_grouped(spec: MultimodalDeploymentSpec, pool: PoolName) -> bool:
+    return getattr(spec, pool) is not None and spec.group_size(pool) > 1
+
+
+def _spans_machines(spec: MultimodalDeploymentSpec, pool: PoolName) -> Fault:
+    size, gpus = spec.group_size(pool), spec.replica_gpus(pool)
+    return Fault(
+        f"spec.{pool}.gpus",
+        f"a replica spans {size} pods, which mmd up does not start; set it to {gpus}, or to 0 to run all ranks on the CPU",
+    )
+
+
 @asynccontextmanager
 async def running(
     deployment: MultimodalDeployment,
@@ -99,11 +123,11 @@ async def running(
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
-        InvalidDeploymentError: the engine refuses its settings.
+        InvalidDeploymentError: a replica spans several machines, or the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
-    interpreter = interpreter_for(deployment.spec.engine)
+    interpreter = interpreter_for(_fits_here(deployment).spec.engine)
     if faults_of_engine := await asyncio.to_thread(engine_faults, deployment.spec.engine):
         raise InvalidDeploymentError(faults_of_engine)
     _stop_in_good_order_on_sigterm()
@@ -170,7 +194,14 @@ async def running(
                 background = [asyncio.create_task(scaler.run(), name="autoscaler")] if scaler.needed else []
                 if follow is not None:
                     namespace = deployment.metadata.namespace or NAMESPACE
-                    follower = FileFollower(follow, load, deployment, namespace, Path(folder), log_line)
+                    follower = FileFollower(
+                        follow,
+                        lambda path: _fits_here(load(path)),
+                        deployment,
+                        namespace,
+                        Path(folder),
+                        log_line,
+                    )
                     background.append(asyncio.create_task(follower.run(), name="follow-file"))
                 try:
                     yield local

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 CRITICAL = "critical"
+RELAYED = "of the group ended: "
+"""In the reason of a pod that ends because another pod of its group has: what follows is the reason of that one."""
 
 
 def last_reason(log: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mmd_api.base import ApiModel
+from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.rule import Rule
 from mmd_api.spec.engine import EngineSpec, VllmPoolSpec
 from mmd_api.spec.gateway import GatewaySpec
@@ -24,7 +25,11 @@ LanguagePool = Literal["prefill", "decode"]
 _CEL_MINIMUM = "(has({p}.autoscaling) ? {p}.autoscaling.minReplicas : has({p}.replicas) ? {p}.replicas : 1)"
 
 
-_CEL_GPUS = f"{_CEL_MINIMUM} * {{p}}.gpus"
+_CEL_REPLICA_GPUS = (
+    "({p}.gpus == 0 || self.engine.type == 'Native' || !has({e}) ? {p}.gpus"
+    " : {e}.tensorParallelSize * {e}.pipelineParallelSize)"
+)
+"""GPUs of a replica: those of its pods, or of its ranks, of which each pod has as many as GPUs."""
 
 
 _CEL_WINDOW = (
@@ -39,6 +44,16 @@ def _each_pool(template: str, absent: str, joiner: str) -> str:
     return joiner.join([*parts, template.format(p="self.decode")])
 
 
+def _cel_gpus() -> str:
+    """The least number of GPUs that all pools need."""
+    encoder = f"(has(self.encoder) ? {_CEL_MINIMUM} * {{p}}.gpus : 0)".format(p="self.encoder")
+    language = [
+        f"{_CEL_MINIMUM} * {_CEL_REPLICA_GPUS}".format(p=f"self.{name}", e=f"self.engine.{name}")
+        for name in ("prefill", "decode")
+    ]
+    return f"{encoder} + (has(self.prefill) ? {language[0]} : 0) + {language[1]}"
+
+
 def _pools(s: MultimodalDeploymentSpec) -> list[Pool]:
     return [p for p in (s.encoder, s.prefill, s.decode) if p is not None]
 
@@ -48,7 +63,12 @@ def _zero_from_upstream(s: MultimodalDeploymentSpec) -> bool:
 
 
 def _budget_covers_minima(s: MultimodalDeploymentSpec) -> bool:
-    return s.gpu_budget is None or sum(p.min_replicas * p.gpus for p in _pools(s)) <= s.gpu_budget
+    least = sum(
+        pool.min_replicas * s.replica_gpus(name)
+        for name in POOL_NAMES
+        if (pool := getattr(s, name)) is not None
+    )
+    return s.gpu_budget is None or least <= s.gpu_budget
 
 
 def _nccl_has_gpus(s: MultimodalDeploymentSpec) -> bool:
@@ -80,9 +100,15 @@ def _prefill_settings_have_a_pool(s: MultimodalDeploymentSpec) -> bool:
 
 
 def _ranks_have_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
-    v, pool = _vllm(name, s), getattr(s, name)
-    ranks = v.tensor_parallel_size * v.pipeline_parallel_size
-    return s.engine.type == "Native" or pool is None or pool.gpus in (0, ranks)
+    pool: Pool | None = getattr(s, name)
+    if s.engine.type == "Native" or pool is None or pool.gpus == 0:
+        return True
+    return _vllm(name, s).ranks % pool.gpus == 0
+
+
+def _one_gpu(name: PoolName, s: MultimodalDeploymentSpec) -> bool:
+    pool: Pool | None = getattr(s, name)
+    return pool is None or pool.gpus <= 1 or (name != "encoder" and s.engine.type == "VLLM")
 
 
 def _steps_hold_sequences(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
@@ -115,10 +141,10 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
         Rule(
             field=f"engine.{pool}.tensorParallelSize",
             cel=f"self.engine.type == 'Native' || !has(self.{pool}) || self.{pool}.gpus == 0"
-            f" || self.{pool}.gpus == ({unset} ? 1 : {settings}.tensorParallelSize * {settings}.pipelineParallelSize)",
+            f" || ({unset} ? 1 : {settings}.tensorParallelSize * {settings}.pipelineParallelSize) % self.{pool}.gpus == 0",
             holds=partial(_ranks_have_gpus, pool),
-            problem=f"tensorParallelSize times pipelineParallelSize is not {pool}.gpus, the number of GPUs of a pod",
-            remedy=f"set tensorParallelSize to {pool}.gpus, or {pool}.gpus to their product",
+            problem=f"tensorParallelSize times pipelineParallelSize, the GPUs of a replica, is not a multiple of {pool}.gpus, the GPUs of a pod",
+            remedy=f"set {pool}.gpus to a divisor of their product, or to their product if it fits on a node",
         ),
         Rule(
             field=f"engine.{pool}.tensorParallelSize",
@@ -126,6 +152,13 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
             holds=partial(_holds_where_kv_moves, pool, lambda v: v.tensor_parallel_size == 1),
             problem="KV that is split across GPUs cannot move between prefill and decode yet",
             remedy="omit spec.prefill, so that it does not move, or set tensorParallelSize: 1",
+        ),
+        Rule(
+            field=f"engine.{pool}.pipelineParallelSize",
+            cel=f"{stays} || {settings}.pipelineParallelSize == 1",
+            holds=partial(_holds_where_kv_moves, pool, lambda v: v.pipeline_parallel_size == 1),
+            problem="KV that is divided into stages cannot move between prefill and decode yet",
+            remedy="omit spec.prefill, so that it does not move, or set pipelineParallelSize: 1",
         ),
         Rule(
             field=f"engine.{pool}.kvCacheDtype",
@@ -156,6 +189,16 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
             problem=f"gpuMemoryUtilizationPercent is the share of a GPU, but {pool} has gpus: 0, or also sets kvCachePercent",
             remedy=f"remove gpuMemoryUtilizationPercent, or set {pool}.gpus and remove {pool}.kvCachePercent",
         ),
+    )
+
+
+def _native_gpus(pool: LanguagePool) -> Rule:
+    return Rule(
+        field=f"{pool}.gpus",
+        cel=f"self.engine.type == 'VLLM' || !has(self.{pool}) || self.{pool}.gpus <= 1",
+        holds=partial(_one_gpu, pool),
+        problem="the engine is Native, which uses one GPU of a pod",
+        remedy=f"set {pool}.gpus: 1 and more replicas, or engine.type: VLLM with engine.{pool}.tensorParallelSize",
     )
 
 
@@ -223,6 +266,19 @@ VLLM = (
 )
 
 
+GPUS = (
+    Rule(
+        field="encoder.gpus",
+        cel="!has(self.encoder) || self.encoder.gpus <= 1",
+        holds=partial(_one_gpu, "encoder"),
+        problem="an encoder uses one GPU of a pod",
+        remedy="set encoder.gpus: 1 and more replicas",
+    ),
+    _native_gpus("prefill"),
+    _native_gpus("decode"),
+)
+
+
 SPEC = (
     Rule(
         field="decode",
@@ -234,7 +290,7 @@ SPEC = (
     ),
     Rule(
         field="gpuBudget",
-        cel=f"!has(self.gpuBudget) || {_each_pool(_CEL_GPUS, '0', ' + ')} <= self.gpuBudget",
+        cel=f"!has(self.gpuBudget) || {_cel_gpus()} <= self.gpuBudget",
         holds=_budget_covers_minima,
         problem="the minimum sizes of the pools need more GPUs than gpuBudget",
         remedy="raise gpuBudget, or lower replicas, minReplicas or gpus",
@@ -268,6 +324,7 @@ SPEC = (
         problem="a pool's autoscaling.panicWindowSeconds is shorter than two heartbeats, so it would see no load",
         remedy="raise panicWindowSeconds (0 turns it off) or lower heartbeatMilliseconds",
     ),
+    *GPUS,
     *VLLM,
     *ADAPTERS,
 )
@@ -302,3 +359,14 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
     """Logging, tracing and heartbeats."""
     paused: bool = False
     """Whether reconciliation is suspended."""
+
+    def replica_gpus(self, pool: PoolName) -> int:
+        """GPUs of one replica of a pool: of its pod, or of all pods of its group."""
+        return int(getattr(self, pool).gpus) * self.group_size(pool)
+
+    def group_size(self, pool: PoolName) -> int:
+        """Pods of one replica of a pool: several where its ranks need more GPUs than a pod has."""
+        part: Pool = getattr(self, pool)
+        if self.engine.type == "Native" or pool == "encoder" or part.gpus == 0:
+            return 1
+        return _vllm(pool, self).ranks // part.gpus

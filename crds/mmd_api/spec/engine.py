@@ -34,10 +34,6 @@ def _drafts_have_a_source(s: SpeculativeSpec) -> bool:
     return (s.model is not None) if s.method in NEED_A_MODEL else (s.model is None)
 
 
-def _one_stage(p: VllmPoolSpec) -> bool:
-    return p.pipeline_parallel_size == 1
-
-
 def _free(names: tuple[str, ...], p: VllmPoolSpec) -> bool:
     return none_of(names, p.extra_args)
 
@@ -71,13 +67,6 @@ SPECULATIVE = (
 
 VLLM_POOL = (
     Rule(
-        field="pipelineParallelSize",
-        cel="self.pipelineParallelSize == 1",
-        holds=_one_stage,
-        problem="pipeline parallelism is not served yet",
-        remedy="set pipelineParallelSize: 1, and split the model by tensorParallelSize",
-    ),
-    Rule(
         field="extraArgs",
         cel=_none_is(HAVE_A_FIELD),
         holds=partial(_free, HAVE_A_FIELD),
@@ -95,7 +84,7 @@ VLLM_POOL = (
         field="extraArgs",
         cel=_none_is(NOT_SERVED),
         holds=partial(_free, NOT_SERVED),
-        problem=f"parallelism across replicas or nodes is not served yet: {spelled(NOT_SERVED)}",
+        problem=f"parallelism across replicas is not served yet: {spelled(NOT_SERVED)}",
         remedy="remove the argument",
     ),
 )
@@ -142,9 +131,10 @@ class VllmPoolSpec(ApiModel, rules=VLLM_POOL):
     """How vLLM runs the language model in the pods of a pool."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of GPUs that each layer is split across. Times pipelineParallelSize, it is gpus of the pool."""
+    """Number of GPUs that each layer is split across. Times pipelineParallelSize, it is the number of GPUs of a replica; where that is
+    more than gpus of the pool, a replica is a group of pods, which needs LeaderWorkerSet in the cluster."""
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of stages that the layers are divided into. Only 1 is served."""
+    """Number of stages that the layers are divided into, each on GPUs of its own."""
     quantization: QuantizationMethod | None = None
     """Quantization of the weights, by vLLM's names, such as fp8. Defaults to that of the checkpoint."""
     kv_cache_dtype: KvCacheDtype = "Auto"
@@ -159,6 +149,11 @@ class VllmPoolSpec(ApiModel, rules=VLLM_POOL):
     """Speculative decoding. Off if not set."""
     extra_args: Annotated[list[Argument], Field(max_length=32)] = []
     """Further arguments of `vllm serve` for the engine, each with its value, such as --max-logprobs=5."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run the model together, each on a GPU of its own where there are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class EngineSpec(ApiModel, rules=ENGINE):

@@ -73,10 +73,13 @@ OF_THE_OPERATOR = (
     "logging-config",
     "logits-processors",
     "logprobs-mode",
+    "master-[a-z]+",
     "media-io-kwargs",
     "mm-[a-z0-9-]+",
     "model-class-overrides",
     "model-loader-extra-config",
+    "nnodes",
+    "node-rank",
     "override-generation-config",
     "pooler-config",
     "port",
@@ -107,12 +110,9 @@ NOT_SERVED = (
     "disable-nccl-for-dp-synchronization",
     "dp-[a-z-]+",
     "enable-elastic-ep",
-    "master-[a-z]+",
-    "nnodes",
-    "node-rank",
     "prefill-context-parallel-size",
 )
-"""Processes that are more than the ranks of one pod's tensor parallelism."""
+"""Processes that are more than the ranks of one replica."""
 
 
 def expression(names: Sequence[str]) -> str:

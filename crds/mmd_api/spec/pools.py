@@ -124,7 +124,8 @@ class Pool(ApiModel, rules=POOL):
     scheduling_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = SCHEDULING_DEADLINE_SECONDS
     """How long a pod may wait for a node, such as one that a cluster autoscaler adds, before a problem is reported."""
     start_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = START_DEADLINE_SECONDS
-    """How long a container may take from its start until the pod is Ready, before it is considered not starting."""
+    """How long a container may take from its start until the pod is Ready, before it is considered not starting. The pods of a replica that
+    spans several wait for one another for as long, and for at least a minute."""
     template: PodTemplate = PodTemplate()
     """Overrides for the pods."""
 

@@ -89,7 +89,7 @@ class PoolPolicy:
         part: Pool = getattr(spec, pool)
         roles, scaling = roles_of(spec, pool), part.autoscaling
         if scaling is None:
-            return cls(pool, roles, part.gpus, part.min_replicas, part.min_replicas)
+            return cls(pool, roles, spec.replica_gpus(pool), part.min_replicas, part.min_replicas)
         windows = []
         for number, schedule in enumerate(scaling.schedules):
             try:
@@ -103,7 +103,7 @@ class PoolPolicy:
         return cls(
             pool=pool,
             roles=roles,
-            gpus=part.gpus,
+            gpus=spec.replica_gpus(pool),
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
             shadow=scaling.mode == "Shadow",

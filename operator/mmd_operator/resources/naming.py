@@ -19,9 +19,10 @@ Manifest = dict[str, Any]
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 REVISION_LABEL = f"{GROUP}/revision"
 BUILT_ANNOTATION = f"{GROUP}/built"
-"""On the gateway's Deployment: digest of the pod template as the operator that wrote it built it."""
+"""On workloads whose controller replaces pods when the template changes (the gateway's Deployment, LeaderWorkerSets): digest of the
+template as the operator that wrote it built it."""
 APPLIED_ANNOTATION = f"{GROUP}/applied"
-"""On the gateway's Deployment: digest of the pod template as the API server had it after the operator's last apply."""
+"""On the same workloads: digest of the template as the API server had it after the operator's last apply."""
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
 INPUTS_ANNOTATION = f"{GROUP}/inputs"
 """On pods: hash of what they were made from; see `mmd_api.pipeline.inputs_of`."""
@@ -75,7 +76,7 @@ class RevisionScope:
         return f"{self.name}-{self.revision}"
 
     def pool(self, pool: PoolName) -> str:
-        """Name of a pool's StatefulSet and headless Service of this revision: two revisions can stand side by side."""
+        """Name of a pool's workload and headless Service of this revision: two revisions can stand side by side."""
         return f"{self.name}-{pool}-{self.revision}"
 
     def selector(self, component: Component | None = None) -> dict[str, str]:

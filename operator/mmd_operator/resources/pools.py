@@ -1,4 +1,8 @@
-"""StatefulSet and headless Service of each pool: one pair for each pipeline revision."""
+"""Workload and headless Service of each pool: one pair for each pipeline revision.
+
+A pool whose replicas are single pods is a StatefulSet; one whose replicas are groups of pods is a LeaderWorkerSet. Which it is, is
+decided here alone.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,15 @@ from mmd_api.contract.pools import PoolName
 from mmd_api.contract.subjects import user_of
 from mmd_api.pipeline import roles_of
 from mmd_api.spec.pools import Pool
-from mmd_operator.resources.naming import ADMIN_PORT, Manifest, RevisionScope
+from mmd_operator.resources.naming import (
+    ADMIN_PORT,
+    BUILT_ANNOTATION,
+    Manifest,
+    RevisionScope,
+    template_digest,
+)
 from mmd_operator.resources.pods import worker_pod
+from mmd_operator.workload_kinds import LWS_GROUP, LWS_VERSION
 
 
 def initial_replicas(pool: Pool) -> int:
@@ -35,17 +46,55 @@ def pool_objects(scope: RevisionScope, name: PoolName, pool: Pool) -> list[Manif
             "ports": [{"name": "http", "port": ADMIN_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
-    stateful_set = {
+    template = worker_pod(scope, name, pool, ["mmd", "worker"], args, ADMIN_PORT, user_of(roles))
+    size, replicas = scope.spec.group_size(name), initial_replicas(pool)
+    if size == 1:
+        return [service, _stateful_set(scope, name, metadata, template, replicas)]
+    return [service, _leader_worker_set(metadata, template, replicas, size)]
+
+
+def _stateful_set(
+    scope: RevisionScope, name: PoolName, metadata: Manifest, template: Manifest, replicas: int
+) -> Manifest:
+    return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": metadata,
         "spec": {
-            "replicas": initial_replicas(pool),
+            "replicas": replicas,
             "serviceName": scope.pool(name),
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "OnDelete"},  # the operator replaces pods: see `replacement`
             "selector": {"matchLabels": scope.pool_selector(name)},
-            "template": worker_pod(scope, name, pool, ["mmd", "worker"], args, ADMIN_PORT, user_of(roles)),
+            "template": template,
         },
     }
-    return [service, stateful_set]
+
+
+def _leader_worker_set(metadata: Manifest, leader: Manifest, replicas: int, size: int) -> Manifest:
+    """Groups of pods that start, fail and are replaced as one. Followers are never Ready for work: they have no readiness probe, so
+    that a group is Ready when its leader is. The Service above has the name that the controller would give its own."""
+    container = leader["spec"]["containers"][0]
+    follower_container = {key: value for key, value in container.items() if key != "readinessProbe"}
+    follower = {**leader, "spec": {**leader["spec"], "containers": [follower_container]}}
+    templates: Manifest = {
+        "size": size,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": leader,
+        "workerTemplate": follower,
+    }
+    return {
+        "apiVersion": f"{LWS_GROUP}/{LWS_VERSION}",
+        "kind": "LeaderWorkerSet",
+        "metadata": {**metadata, "annotations": {BUILT_ANNOTATION: template_digest(templates)}},
+        "spec": {
+            "replicas": replicas,
+            "startupPolicy": "LeaderCreated",  # the leader waits for its followers
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
+            },
+            "leaderWorkerTemplate": templates,
+        },
+    }

@@ -76,7 +76,7 @@ class Pipeline:
             part: Pool | None = getattr(spec, name)
             if part is None:
                 continue
-            pool = self._pools[name] = SimulatedPool(name, start_seconds[name], part.gpus)
+            pool = self._pools[name] = SimulatedPool(name, start_seconds[name], spec.replica_gpus(name))
             count = (start_sizes or {}).get(name, self._telemetry.policy.pools[name].min_replicas)
             for _ in range(count):
                 self._create(pool, start_seconds=0.0)

@@ -30,7 +30,7 @@ STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Metrics(MetricTable):
     """The catalogue; one object per process, on a separate registry.
 
-    `roles`: of gateway, encode, prefill, decode; what belongs to others can be fed and is not exposed. Empty: everything is.
+    `roles`: of gateway, encode, prefill, decode, follower; what belongs to others can be fed and is not exposed. Empty: everything is.
     """
 
     LABELS: ClassVar[Mapping[str, str]] = LABELS
@@ -281,7 +281,13 @@ class Metrics(MetricTable):
             "layer: namespaces, root, user, landlock, seccomp",
         )
 
-        self._begin("The process (every pod)")
+        self._begin(
+            "State and NATS (every pod but the followers of a group)",
+            "gateway",
+            "encode",
+            "prefill",
+            "decode",
+        )
         self.pod_state = gauge(
             "mmd_pod_state", "1 for the state that the pod is in", "state: loading, ready, draining, drained"
         )
@@ -300,6 +306,8 @@ class Metrics(MetricTable):
             "reason: malformed, dropped, handler: arrived faster than they were read, or their handler failed",
             moved_by="trouble",
         )
+
+        self._begin("The process (every pod)")
         self.startup = gauge(
             "mmd_startup_seconds",
             "Duration of each start-up phase; the process accepts requests after the last. With vLLM, engine includes load_language and memory, "

@@ -21,6 +21,7 @@ from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, samp
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
+RENDEZVOUS_SECONDS = 600  # NCCL's own limit
 KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
 TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
@@ -49,7 +50,7 @@ def engine_arguments(
     vocabulary = config.get_text_config().vocab_size
     settings, field = pod.vllm_spec, f"spec.engine.{pod.pool}"
     batched, eager, drafts = settings.max_num_batched_tokens, settings.enforce_eager, settings.speculative
-    split = settings.tensor_parallel_size > 1
+    split = settings.ranks > 1
     size = block_tokens(spec.decode.kv_block_tokens, device)
     longest = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
@@ -57,6 +58,7 @@ def engine_arguments(
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     return {
+        **_patience(pod),
         **extra_arguments.parsed(settings.extra_args, field),
         "model": str(folder),
         "served_model_name": spec.model.id,
@@ -94,21 +96,42 @@ def engine_arguments(
             "encoder_cache_manager_cls": f"{module}.{features.FeatureCacheManager.__name__}"
         },
         **lora.arguments(loras, device),
+        **_group(pod),
         **_memory(pod, folder, device, config, longest, size, lora_bytes),
     }
+
+
+def _group(pod: Pod) -> dict[str, Any]:
+    """Where the ranks of the other pods of a replica are, in vLLM's terms."""
+    if (group := pod.settings.group) is None:
+        return {}
+    return {
+        "nnodes": group.size,
+        "node_rank": group.rank,
+        "master_addr": group.leader,
+        "master_port": pod.settings.ranks_port,
+    }
+
+
+def _patience(pod: Pod) -> dict[str, Any]:
+    """How long the ranks of several pods wait for one another, unless an argument of the spec says that."""
+    if pod.settings.group is None:
+        return {}
+    return {"distributed_timeout_seconds": max(pod.kv_spec.start_deadline_seconds, RENDEZVOUS_SECONDS)}
 
 
 def _memory(
     pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int, lora_bytes: int
 ) -> dict[str, Any]:
-    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks share the machine's.
+    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks of a pod share the machine's.
 
     Raises:
         MemoryBudgetError: it does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
     settings = pod.vllm_spec
-    parts = settings.tensor_parallel_size
+    pods = pod.settings.group.size if pod.settings.group is not None else 1
+    parts = settings.ranks // pods
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
             return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts}
@@ -116,12 +139,16 @@ def _memory(
         percent = percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
-    layers = int(text.num_hidden_layers)
+    layers = -(
+        -int(text.num_hidden_layers) // pods
+    )  # a pod holds a share of the KV, whichever way it is divided
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
-    layout = KvLayout(layers, [max(heads, parts)] * layers, [head_dim] * layers, kv_dtype)
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    layout = KvLayout(
+        layers, [max(heads, settings.tensor_parallel_size)] * layers, [head_dim] * layers, kv_dtype
+    )
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // pods
     try:
         num_bytes = kv_pool_bytes(
             pod,

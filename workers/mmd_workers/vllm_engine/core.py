@@ -150,6 +150,12 @@ class VllmCore:
         """End what vLLM has started. Once the engine's thread has ended."""
         self._core.shutdown()
 
+    def give_up(self) -> None:
+        """End the ranks of this pod, from any thread: a pod of the group has ended, and the step that runs would wait for it."""
+        executor = self._core.model_executor
+        if isinstance(executor, RankExecutor):
+            executor.give_up()
+
     def warm_up(self) -> None:
         """Generate two tokens, with each adapter too, and forget them.
 

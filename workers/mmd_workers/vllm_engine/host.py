@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from mmd_api.contract.errors import BadLogitsError, EngineDeadError, EngineSettingsError, MmdError
 from mmd_api.contract.pools import Modality
+from mmd_workers.closing import close_each, end_now
 from mmd_workers.engine.runner import EngineRunner
+from mmd_workers.group import Leader
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
 from mmd_workers.vllm_engine.environment import prepare_environment
-from mmd_workers.vllm_engine.reasons import reason
+from mmd_workers.vllm_engine.reasons import reason, weight
+from mmd_workers.vllm_engine.together import (
+    SETTLE_SECONDS,
+    MemberEndedError,
+    StuckError,
+    fetch_weights,
+    join_seconds,
+    until_ended,
+)
 from mmd_workers.wire.messages import GenerateRequest
 
 if TYPE_CHECKING:
@@ -84,14 +96,41 @@ class VllmHost(SteppedHost):
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
-        self._lost: EngineDeadError | None = None  # how a rank ended
+        self._lost: EngineDeadError | None = None  # how a rank, or another pod of the group, ended
         self._stopping = False
+        self._reason = ""  # why this pod cannot serve
+        self._ended = asyncio.Event()  # another pod of the group has
+        settings = pod.settings
+        self._group = Leader(settings, self._member_lost, self._asked_to_drain) if settings.group else None
 
     @property
     def engine(self) -> VllmEngine:
         """The engine's commands."""
         assert self._engine is not None
         return self._engine
+
+    async def load_weights(self) -> None:
+        """Wait for the other pods of the group, unless this one is asked to stop before they are there.
+
+        Raises:
+            EngineDeadError: they are not there in time.
+            UnsupportedModelError: the model or an adapter is not there.
+        """
+        await super().load_weights()
+        if self._group is None:
+            return
+        await fetch_weights(self._pod)
+        gathering = asyncio.create_task(self._group.gather(join_seconds(self._pod)), name="gather")
+        stopping = asyncio.create_task(self._pod.tasks.stopping.wait(), name="stopping")
+        await asyncio.wait({gathering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not gathering.done():
+            gathering.cancel()
+        elif isinstance(error := gathering.exception(), EngineDeadError):
+            self._reason = error.message
+            raise error
+        else:
+            gathering.result()
 
     async def start(self) -> None:
         """Load the weights, and make the KV pool as large as memory allows.
@@ -107,13 +146,53 @@ class VllmHost(SteppedHost):
                 if not self._stopping:
                     loop.call_soon_threadsafe(self._rank_lost, words)
 
-            core = self._core = await asyncio.to_thread(self._make_core, lost)
+            core = self._core = await self._with_group(asyncio.to_thread(self._make_core, lost))
+            if self._ended.is_set() and self._lost is not None:  # as it was made
+                await asyncio.to_thread(core.give_up)
+                raise self._lost
         metrics = self._pod.metrics
         metrics.pass_through(core.metrics.registry)
         metrics.loaded_bytes.inc(core.loaded_bytes)
         log.info("vLLM loaded %d bytes", core.loaded_bytes)
         self._max_model_len = core.max_model_len
         self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
+
+    async def _with_group(self, making: Awaitable[VllmCore]) -> VllmCore:
+        """What a thread makes, unless another pod of the group ends first. The followers learn at once why it cannot be made.
+
+        Raises:
+            MmdError: it cannot be made here, or another pod has ended.
+        """
+        try:
+            return await until_ended(making, self._ended)
+        except StuckError:
+            why = f"{self._lost.message if self._lost else ''}; a thread that starts vLLM did not end"
+            if self._group is not None:
+                await close_each(partial(self._group.close, why))
+            end_now(why)
+        except MemberEndedError as error:
+            found = self._cause(error.own)
+        except MmdError as error:
+            if self._group is not None and weight(error.message) < 2:
+                await self._until_another_ended()
+            found = self._cause(error)
+        self._reason = found.message
+        if self._group is not None:
+            await self._group.close(self._reason)
+        raise found
+
+    async def _until_another_ended(self) -> None:
+        """What failed here may be a consequence, and another pod about to report of what."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_SECONDS):
+                await self._ended.wait()
+
+    def _cause(self, own: MmdError | None) -> MmdError:
+        """Why this pod cannot go on: its own failure, unless the end of another process explains more."""
+        if own is None or (self._lost is not None and weight(self._lost.message) > weight(own.message)):
+            assert self._lost is not None
+            return self._lost
+        return own
 
     def _make_core(self, rank_lost: Callable[[str], object]) -> VllmCore:
         prepare_environment()
@@ -142,15 +221,38 @@ class VllmHost(SteppedHost):
         return EngineSettingsError(f"vLLM cannot start: {reason(error)}; {remedy}")
 
     def _rank_lost(self, words: str) -> None:
-        self._lost = EngineDeadError(f"{words}; the pod restarts")
+        if self._lost is None or weight(words) > weight(self._lost.message):
+            self._lost = EngineDeadError(f"{words}; the pod restarts")
         self._pod.tasks.failed(self._lost)
 
+    def _member_lost(self, words: str) -> None:
+        self._rank_lost(words)
+        self._ended.set()
+        if self._core is not None:
+            self._pod.tasks.in_background(asyncio.to_thread(self._core.give_up), "give-up")
+
+    def _asked_to_drain(self, words: str) -> None:
+        log.info("%s: draining", words)
+        self._pod.tasks.stopping.set()
+
     async def stop(self) -> None:
-        """End the engine's thread after its current step, and what vLLM has started."""
+        """End the engine's thread after its current step, what vLLM has started, and the other pods of the group."""
         self._stopping = True
-        await super().stop()
+        await asyncio.gather(super().stop(), self._settle())
+        if self._group is not None:
+            failure = self._pod.tasks.failure
+            await self._group.close(self._reason or (str(failure) if failure is not None else ""))
         if self._core is not None:
             await asyncio.to_thread(self._core.shut_down)
+
+    async def _settle(self) -> None:
+        """A step that failed may be a consequence of another pod's end, whatever vLLM reports of it: that is the reason then."""
+        tasks = self._pod.tasks
+        if self._group is None or self._core is None or tasks.failure in (None, self._lost):
+            return
+        await self._until_another_ended()
+        if self._lost is not None and weight(self._lost.message) >= min(1, weight(str(tasks.failure))):
+            tasks.failure = self._lost
 
     async def warm_up(self) -> None:
         """Generate a few tokens: some of what vLLM refuses, it refuses in its first step.

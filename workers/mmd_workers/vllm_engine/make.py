@@ -1,13 +1,20 @@
-"""Makes vLLM's engine core for a pod."""
+"""Makes vLLM's engine core for a pod, or, for one that follows the leader of its group, the ranks alone."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
+from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine import lora, ranks
 from mmd_workers.vllm_engine.arguments import engine_arguments
@@ -35,11 +42,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     adapter = adapter_for(config)
     engine_id = pod.settings.incarnation
     loras = lora.found(spec.engine.adapters)
-    arguments = EngineArgs(
-        **engine_arguments(pod, folder, adapter, device, engine_id, loras)
-    ).create_engine_config()
-    if loras:
-        lora.check_architecture(arguments.model_config)
+    arguments = _configured(pod, folder, adapter, device, loras)
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=True)
         lora_requests = lora.load(core, loras)
@@ -64,3 +67,31 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         row,
         threads,
     )
+
+
+def make_ranks(pod: Pod, device: torch.device, rank_lost: ranks.RankLost) -> Executor:
+    """Load this pod's part of the weights, in ranks that do what the leader's engine core wants. `rank_lost`: as above.
+
+    Raises:
+        Exception: as above.
+    """
+    folder = source.resolve(pod.spec.model, weights=True)
+    adapter = adapter_for(source.load_config(folder))
+    loras = lora.found(pod.spec.engine.adapters)  # the leader has each rank load them
+    arguments = _configured(pod, folder, adapter, device, loras)
+    with ranks.starting(arguments, pod.settings.compute_threads, rank_lost) as make_executor:
+        return make_executor(arguments)
+
+
+def _configured(
+    pod: Pod, folder: Path, adapter: Adapter, device: torch.device, loras: Sequence[lora.Lora]
+) -> VllmConfig:
+    settings = pod.settings
+    arguments = engine_arguments(pod, folder, adapter, device, settings.incarnation, loras)
+    if settings.group is not None:
+        os.environ["VLLM_HOST_IP"] = settings.pod_ip  # where the ranks of other pods reach those of this one
+    headless = settings.group is not None and settings.group.rank > 0
+    config = EngineArgs(**arguments).create_engine_config(headless=headless)
+    if loras:
+        lora.check_architecture(config.model_config)
+    return config

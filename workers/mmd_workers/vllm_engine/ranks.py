@@ -1,4 +1,5 @@
-"""The ranks of tensor parallelism: vLLM's workers in processes of their own, which live exactly as long as the pod's process.
+"""The ranks of a model that is split: vLLM's workers in processes of their own, which live exactly as long as the pod's process. Of a
+replica that spans pods, each pod has its own ranks, and `mmd_workers.group` makes the pods end as one.
 
 vLLM's parent process learns only that a rank did not start, so a rank leaves the reason in a file. Of a rank that ends later, vLLM
 reports after it has waited seconds for the others to end, so `RankExecutor` watches them itself.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
@@ -53,10 +55,10 @@ def starting(config: VllmConfig, threads: int, lost: RankLost) -> Iterator[Calla
     Raises:
         RankError: in place of what vLLM raises, if a rank gave a reason or has ended.
     """
-    ranks = config.parallel_config.world_size
-    if ranks == 1:
+    if config.parallel_config.world_size == 1:
         yield Executor.get_class(config)
         return
+    ranks = config.parallel_config.local_world_size
     ended: list[str] = []
     started = threading.Event()
 
@@ -115,8 +117,15 @@ class RankExecutor(MultiprocExecutor):
         self.is_failed = True
         ended.proc.join()  # it has ended: this reads its exit code
         self._lost(f"rank {ended.rank} of vLLM {_how(ended.proc.exitcode)}")
+        self.give_up()
+
+    def give_up(self) -> None:
+        """End all ranks of this pod: one that they would wait for has ended."""
+        self.is_failed = True
+        self.shutting_down = True  # their end is no news
         for one in self.workers:
             one.proc.kill()
+        self.shutting_down = False
         self.shutdown()
 
 
@@ -177,3 +186,9 @@ class Rank(DeviceWorker):
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Make this rank's part of the model, and read its weights."""
         super().load_model(*arguments, **named)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # What the stage before sends is copied into these. vLLM makes them where it measures memory, which it does on GPUs alone.
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )

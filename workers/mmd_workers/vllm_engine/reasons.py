@@ -6,6 +6,13 @@ import re
 
 from pydantic import ValidationError
 
+_OF_ANOTHER = re.compile(
+    r"connection (was |has been )?(closed|reset|refused|aborted)|broken pipe|closed by (peer|remote)|peer closed|remote (process|error)"
+    r"|timed out|timeout",
+    re.IGNORECASE,
+)
+"""What processes that compute together report when one of them has gone."""
+_UNEXPLAINED = re.compile(r"without a reason|gave no reason|nothing was heard|was killed \(|exited with code")
 MAX_CHARACTERS = 240  # with what surrounds it, no more than a condition keeps of a pod's last message
 FROM_A_RANK = re.compile(r"^Worker failed with error '(.*)', please check the stack trace .*$", re.DOTALL)
 
@@ -21,3 +28,11 @@ def reason(error: BaseException) -> str:
     words = FROM_A_RANK.sub(r"\1", words)
     line = " ".join(words.removeprefix("Value error, ").split()).rstrip(".:;")
     return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]}…"
+
+
+def weight(words: str) -> int:
+    """How much of an end a reason explains, to choose among those of processes that end together: 0, that another process is gone; 1,
+    that this one has ended; 2, why it has."""
+    if _OF_ANOTHER.search(words):
+        return 0
+    return 1 if _UNEXPLAINED.search(words) else 2
