@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import uvloop
 
 from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
 from mmd_workers import group as group_module
@@ -80,6 +81,21 @@ async def test_a_follower_that_is_silent_has_ended(monkeypatch: pytest.MonkeyPat
         peer: Any = group.followers[0]._leader
         peer._alive.cancel()
         assert "nothing was heard of it for 2 s" in await group.lost.get()
+
+
+def test_a_leader_ends_after_the_connection_to_a_follower_has_been_closed():
+    """With the loop of workers, which refuses to write to a closed connection with an error of its own."""
+
+    async def run() -> None:
+        async with started() as group:
+            await group.followers[0].close("no such weights")
+            await group.lost.get()
+            while len(group.leader._tasks) > 1:
+                await asyncio.sleep(0.01)
+            await group.leader.close("follower 1 of the group ended: no such weights")
+            assert await group.followers[1].ended() == "follower 1 of the group ended: no such weights"
+
+    uvloop.run(run())
 
 
 async def test_the_reason_of_the_leader_reaches_every_follower():

@@ -39,6 +39,9 @@ MAX_STRANGERS = 8
 NO_REASON = "its process ended without a reason; if it was killed for its memory, give the pod more"
 NO_MESSAGE = "it sent something that is no message of a group"
 
+_GONE = (OSError, RuntimeError)
+"""What uvloop raises of a connection that is closed, or closes as it is written to."""
+
 _Message = dict[str, Any]
 
 
@@ -70,7 +73,9 @@ class _Peer:
 
     async def send(self, message: _Message) -> None:
         """Send a message; that the other has gone is noticed by `receive`."""
-        with suppress(OSError):
+        if self._writer.is_closing():
+            return
+        with suppress(*_GONE):
             self._writer.write(json.dumps(message).encode() + b"\n")
             async with asyncio.timeout(SEND_SECONDS):
                 await self._writer.drain()
@@ -79,7 +84,7 @@ class _Peer:
         """Close the connection."""
         self._alive.cancel()
         self._writer.close()
-        with suppress(OSError):
+        with suppress(*_GONE):
             async with asyncio.timeout(SEND_SECONDS):
                 await self._writer.wait_closed()
 
