@@ -228,7 +228,7 @@ class Story:
             "image": f"{self.prefix}multimodal-worker:{TAG}",
             "imagePullPolicy": "IfNotPresent",
             "command": ["sleep", "infinity"],
-            "resources": {"requests": {"cpu": "200m"}},  # a starved client sends little and sees answers late
+            "resources": {"requests": {"cpu": "100m"}},  # a starved client sends little and sees answers late
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}

@@ -262,7 +262,7 @@ class Storm:
 
     def _replace_gateways(self) -> None:
         """A setting that gateways are made from changes: those that hold streams of minutes must end them before they exit."""
-        patch = json.dumps({"spec": {"gateway": {"resources": {"cpu": "110m"}}}})
+        patch = json.dumps({"spec": {"gateway": {"resources": {"cpu": "55m"}}}})
         self._gateways_replaced = time.time()
         self._kubectl("patch", "mmd", self._weather.name, "--type=merge", "--patch", patch)
         self.watch.note("the gateways are replaced")
