@@ -113,12 +113,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @needs_vllm
-@pytest.mark.parametrize("layout", ["monolithic", "E-PD"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "layout"),
     [
-        pytest.param(settings, marks=pytest.mark.alone if name == "two ranks" else [], id=name)
+        pytest.param(
+            settings, layout, marks=pytest.mark.alone if name == "two ranks" else [], id=f"{name}-{layout}"
+        )
         for name, settings in SETTINGS.items()
+        for layout in (["E-PD"] if name == "two ranks" else ["monolithic", "E-PD"])
     ],
 )
 def test_vllm_answers_the_same_however_it_computes(

@@ -23,7 +23,7 @@ SPEC = {
     "decode": {"replicas": 2, **KV},
 }
 QUESTION = [("image", png(1, 84, 84)), "What is this?"]
-TOKENS = 400
+TOKENS = 150
 
 
 def stream(deployment: Deployment) -> Iterator[str]:
