@@ -75,7 +75,12 @@ class Side:
     def __init__(self, host_type: Any, adapter: Any, stepped: Any, *more: Any) -> None:
         self.metrics = Metrics(("prefill", "decode"))
         pod: Any = SimpleNamespace(
-            metrics=self.metrics, roles=("decode",), bus=None, name="decode-0", tracing=None
+            metrics=self.metrics,
+            roles=("decode",),
+            bus=None,
+            name="decode-0",
+            tracing=None,
+            settings=SimpleNamespace(group=None),
         )
         self.stepped, turns = stepped, Turns(stepped)
         self.engine: SequenceEngine = adapter(turns, *more)

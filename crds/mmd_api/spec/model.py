@@ -234,10 +234,13 @@ class ModelSpec(ApiModel, rules=MODEL):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the model in the API, the preferred one first. A path of the server is none."""
-        if self.served_name:
-            return tuple(self.served_name)
+        return tuple(self.served_name) or (self.own_name,)
+
+    @property
+    def own_name(self) -> str:
+        """Name of the model where `served_name` gives it none."""
         is_path = self.source in ("RelativePath", "AbsolutePath")
-        return (self.id.rstrip("/").rpartition("/")[2] if is_path else self.id,)
+        return self.id.rstrip("/").rpartition("/")[2] if is_path else self.id
 
     @property
     def source(self) -> ModelSource:

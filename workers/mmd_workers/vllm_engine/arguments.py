@@ -61,7 +61,7 @@ def engine_arguments(
         **_patience(pod),
         **extra_arguments.parsed(settings.extra_args, field),
         "model": str(folder),
-        "served_model_name": spec.model.id,
+        "served_model_name": spec.model.own_name,
         "hf_overrides": weights.as_published,
         "load_format": weights.LOAD_FORMAT,
         "model_loader_extra_config": {weights.SUPPRESSED: list(adapter.placeholder_ids(vocabulary))},
