@@ -200,7 +200,7 @@ class PinnedRevision(ApiModel):
             json_schema_extra=keyed_by("name"),
             exclude_if=_is_empty,  # pods and operators of the release before do not know the field
         ),
-    ] = []
+    ] = Field(default_factory=list)  # no default in the schema, which the API server would write
     """Commits of the adapters from the hub."""
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Digest reference of the worker image, as reported by the node."""
