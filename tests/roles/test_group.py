@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -232,31 +232,36 @@ async def test_a_follower_that_sends_what_is_no_message_has_ended(line: bytes):
         assert await group.lost.get() == f"follower 1 of the group ended: {NO_MESSAGE}"
 
 
-async def test_a_leader_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_followers():
+@asynccontextmanager
+async def one_of_two_joined(
+    lost: Callable[[str], object] = print, drain: Callable[[str], object] = print
+) -> AsyncIterator[tuple[Leader, Follower, asyncio.Task[None], asyncio.Task[bool]]]:
+    """A leader that waits for two followers, the one that has joined, and what both wait in."""
     address, port = place()
-    leader = Leader(settings(0, 3, address, port), print, print)
-    follower = Follower(settings(1, 3, address, port))
+    leader, follower = (
+        Leader(settings(0, 3, address, port), lost, drain),
+        Follower(settings(1, 3, address, port)),
+    )
     async with asyncio.timeout(SECONDS):
         gathering = asyncio.create_task(leader.gather(SECONDS))
         joining = asyncio.create_task(follower.join(SECONDS))
         while not leader._followers:
             await asyncio.sleep(0.01)
+        yield leader, follower, gathering, joining
+
+
+async def test_a_leader_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_followers():
+    async with one_of_two_joined() as (leader, _, gathering, joining):
         gathering.cancel()
         await leader.close("")
         assert not await joining
 
 
 async def test_a_follower_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_leader():
-    address, port = place()
     drains: asyncio.Queue[str] = asyncio.Queue()
     lost: list[str] = []
-    leader = Leader(settings(0, 3, address, port), lost.append, drains.put_nowait)
-    follower = Follower(settings(1, 3, address, port))
-    async with asyncio.timeout(SECONDS):
-        gathering = asyncio.create_task(leader.gather(SECONDS))
-        joining = asyncio.create_task(follower.join(SECONDS))
-        while not leader._followers:
-            await asyncio.sleep(0.01)
+    joined = one_of_two_joined(lost.append, drains.put_nowait)
+    async with joined as (leader, follower, gathering, joining):
         joining.cancel()
         await follower.drain()
         await follower.close("")
@@ -269,14 +274,7 @@ async def test_a_follower_that_is_asked_to_stop_before_all_have_joined_is_no_fai
 
 
 async def test_a_follower_learns_that_the_leader_went_before_all_had_joined():
-    address, port = place()
-    leader = Leader(settings(0, 3, address, port), print, print)
-    follower = Follower(settings(1, 3, address, port))
-    async with asyncio.timeout(SECONDS):
-        gathering = asyncio.create_task(leader.gather(SECONDS))
-        joining = asyncio.create_task(follower.join(SECONDS))
-        while not leader._followers:
-            await asyncio.sleep(0.01)
+    async with one_of_two_joined() as (leader, _, gathering, joining):
         gathering.cancel()
         await leader.close("asked to stop")
         with pytest.raises(EngineDeadError, match="the leader of the group ended: asked to stop"):
