@@ -23,6 +23,7 @@ from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.codec import pack, unpack
 from mmd_workers.wire.messages import Sampling, TokenBatch, TokenItem, TokenLogprob
+from tests.support.memory import peak_bytes
 
 from .running import Launch
 from .scripted import answer_well, say_nothing
@@ -137,15 +138,17 @@ async def test_streams_of_plain_text_take_little_of_the_budget(token_ids: bool) 
 def test_a_stream_of_plain_text_takes_no_more_memory_than_was_reserved() -> None:
     num_tokens = 20_000
     spec = SequenceSpec("r.0", [1], [], Sampling(max_tokens=num_tokens), 0.0, 2.0**40)
-    state = RequestState(spec)
-    state.place("gateway-0", "decode-0", [])
-    tracemalloc.start()
-    for index in range(num_tokens):  # of a client that does not read
-        state.accept(TokenItem(spec.request_id, 0, index, 300 + index % 700, None), "decode-0", 1.0)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert state.pending_tokens == num_tokens
-    assert peak <= AnswerSize(1, num_tokens, False, 0, False, stream=True).num_bytes + (64 << 10)
+
+    def stream() -> None:
+        state = RequestState(spec)
+        state.place("gateway-0", "decode-0", [])
+        for index in range(num_tokens):  # of a client that does not read
+            state.accept(TokenItem(spec.request_id, 0, index, 300 + index % 700, None), "decode-0", 1.0)
+        assert state.pending_tokens == num_tokens
+
+    assert peak_bytes(stream) <= AnswerSize(1, num_tokens, False, 0, False, stream=True).num_bytes + (
+        64 << 10
+    )
 
 
 @pytest.mark.parametrize(

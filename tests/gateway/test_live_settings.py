@@ -61,6 +61,13 @@ async def gateway(
     logging.getLogger().setLevel(level)
 
 
+def write(file: Path, content: str) -> None:
+    """Replace a file at once, as Kubernetes and `mmd up` do: a reader sees the old content or the new one."""
+    part = file.with_suffix(".part")
+    part.write_text(content)
+    part.replace(file)
+
+
 async def look(client: httpx.AsyncClient) -> dict[str, object]:
     state = (await client.get("/debug/state")).json()
     metrics = (await client.get("/metrics")).text
@@ -91,12 +98,13 @@ async def test_limits_promises_page_and_log_level_change_without_a_restart(gatew
     before = await look(client)
     assert before["page"] == 200
     assert 'mmd_slo_target_seconds{signal="ttft"}' not in before["metrics"]
-    file.write_text(
+    write(
+        file,
         text(
             gateway={"webPage": False, "maxConcurrentRequests": 3, "maxBodyMebibytes": 7},
             slo={"ttftMilliseconds": 250, "percentile": 99},
             observability={"logLevel": "Warning"},
-        )
+        ),
     )
     seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 3)
     assert seen["max_body_bytes"] == 7 << 20
@@ -105,7 +113,7 @@ async def test_limits_promises_page_and_log_level_change_without_a_restart(gatew
     assert seen["metrics"]['mmd_slo_objective_ratio{signal="ttft"}'] == 0.99
     assert seen["metrics"]['mmd_config_reloads_total{result="applied"}'] == 1
     assert logging.getLogger().level == logging.WARNING
-    file.write_text(text())
+    write(file, text())
     seen = await until(client, lambda seen: seen["page"] == 200)
     assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
     assert 'mmd_slo_target_seconds{signal="ttft"}' not in seen["metrics"]
@@ -134,12 +142,12 @@ async def test_a_configuration_that_cannot_be_used_is_rejected_and_the_old_one_s
     before = await look(client)
     with caplog.at_level(logging.ERROR, logger="mmd_workers.live"):
         logging.getLogger().addHandler(caplog.handler)
-        file.write_text(content)
+        write(file, content)
         seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 1)
     assert seen["metrics"]['mmd_config_reloads_total{result="rejected"}'] == 1
     assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
     assert any(reason in record.message for record in caplog.records)
-    file.write_text(text(gateway={"maxConcurrentRequests": 5}))
+    write(file, text(gateway={"maxConcurrentRequests": 5}))
     seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 0)
     assert seen["max_concurrent_requests"] == 5
 
@@ -151,7 +159,7 @@ async def test_names_of_the_model_change_without_a_restart(gateway) -> None:
         return [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
 
     assert await names() == ["builtin/demo"]
-    file.write_text(text(model={"id": "builtin/demo", "servedName": ["chat", "old"]}))
+    write(file, text(model={"id": "builtin/demo", "servedName": ["chat", "old"]}))
     async with asyncio.timeout(30):
         while await names() != ["chat", "old"]:
             await asyncio.sleep(0.02)
@@ -159,9 +167,7 @@ async def test_names_of_the_model_change_without_a_restart(gateway) -> None:
 
 async def test_a_change_of_what_is_read_at_start_is_left_to_the_next_start(gateway) -> None:
     client, file = gateway
-    file.write_text(
-        text(model={"id": "builtin/demo", "maxModelLen": 64}, gateway={"maxConcurrentRequests": 4})
-    )
+    write(file, text(model={"id": "builtin/demo", "maxModelLen": 64}, gateway={"maxConcurrentRequests": 4}))
     seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 4)
     assert seen["metrics"]["mmd_config_rejected_state"] == 0
     said = (await client.get("/v1/models")).json()["data"][0]

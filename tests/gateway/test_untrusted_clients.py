@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -30,6 +29,7 @@ from mmd_workers.gateway.chat_request import MAX_PARTS, parse_chat_request
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.media.fetch import fetch
 from mmd_workers.observe import server as server_module
+from tests.support.memory import peak_bytes
 
 from .running import Launch, Running
 from .scripted import ScriptedWorker
@@ -174,12 +174,12 @@ def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -
     data = wide(kind, 60_000 if kind in WIDE else 160_000)
     scanner = JsonScanner()
     scanner.feed(data)
-    tracemalloc.start()
-    with contextlib.suppress(ValueError, ApiError, InvalidTypeError):
-        parse_chat_request(from_json(data))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak <= 2 * len(data) + scanner.parsed_bytes + 65_536
+
+    def parse() -> None:
+        with contextlib.suppress(ValueError, ApiError, InvalidTypeError):
+            parse_chat_request(from_json(data))
+
+    assert peak_bytes(parse) <= 2 * len(data) + scanner.parsed_bytes + 65_536
 
 
 @given(JSON, st.booleans(), st.lists(st.integers(0, 7), max_size=30))

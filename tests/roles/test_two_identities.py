@@ -120,7 +120,7 @@ class Process:
         (line,) = [line for line in self.log.read_text().splitlines() if "cannot serve" in line]
         assert "revision_mismatch" in line
         assert f"is pinned to {identity}" in line
-        assert "the files of the model changed after the revision was pinned" in line
+        assert "the branch or files of the model changed after the revision was pinned" in line
         assert "set spec.image.worker to a digest" in line
 
 
