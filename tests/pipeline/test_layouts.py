@@ -112,15 +112,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+HOW = [
+    ("two ranks", "E-PD"),
+    ("two ranks", "EP-D"),
+    ("drafts", "E-PD"),
+    ("drafts", "E-P-D"),
+    ("short steps", "monolithic"),
+    ("short steps", "E-PD"),
+]
+
+
 @needs_vllm
 @pytest.mark.parametrize(
     ("settings", "layout"),
     [
         pytest.param(
-            settings, layout, marks=pytest.mark.alone if name == "two ranks" else [], id=f"{name}-{layout}"
+            SETTINGS[name],
+            layout,
+            marks=pytest.mark.alone if name == "two ranks" else [],
+            id=f"{name}-{layout}",
         )
-        for name, settings in SETTINGS.items()
-        for layout in (["E-PD"] if name == "two ranks" else ["monolithic", "E-PD"])
+        for name, layout in HOW
     ],
 )
 def test_vllm_answers_the_same_however_it_computes(

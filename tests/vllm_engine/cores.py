@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,16 @@ def checkpoint(arch: str, folder: Path, layers: int = 2) -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Member:
+    """Which pod of a replica of two it is, and where the ranks meet."""
+
+    rank: int
+    port: int
+    size: int = 2
+    leader: str = "127.0.0.1"
+
+
 def pod_of(
     folder: Path,
     *,
@@ -51,24 +62,38 @@ def pod_of(
     max_sequences: int = 16,
     prefix_cache: bool = True,
     vllm: dict[str, Any] | None = None,
+    moves: bool | None = None,
     adapters: dict[str, Path] | None = None,
+    member: Member | None = None,
 ) -> Pod:
-    """A pod that serves a checkpoint. `vllm`: settings of vLLM, for a pod whose KV does not move. `adapters`: LoRA by name."""
+    """A pod that serves a checkpoint. `vllm`: settings of vLLM. `moves`: whether its KV moves to or from others, as it does by default
+    without such settings. `adapters`: LoRA by name. `member`: of a replica that spans pods."""
     pool = {"kvCacheMebibytes": 16, "gpus": 0}
     prefill = {**pool, "chunkTokens": chunk_tokens, "prefixCache": prefix_cache}
-    layout = {"prefill": prefill} if vllm is None else {}
+    moves = vllm is None if moves is None else moves
+    layout = {"prefill": prefill} if moves else {}
+    kv = (
+        {"prefill": {"kvCacheDtype": vllm["kvCacheDtype"]}}
+        if vllm and moves and "kvCacheDtype" in vllm
+        else {}
+    )
     loras = [{"name": name, "id": str(folder)} for name, folder in (adapters or {}).items()]
     spec = MultimodalDeploymentSpec.model_validate(
         {
             "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
-            "engine": {"type": "VLLM", "adapters": loras} | ({} if vllm is None else {"decode": vllm}),
+            "engine": {"type": "VLLM", "adapters": loras, **kv} | ({} if vllm is None else {"decode": vllm}),
             "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
             "transfer": {"kv": {"backend": "Gloo"}},
             **layout,
         }
     )
     settings = SimpleNamespace(
-        incarnation=f"core-{next(_numbers)}", memory_fraction=1.0, compute_threads=1, group=None
+        incarnation=f"core-{next(_numbers)}",
+        memory_fraction=1.0,
+        compute_threads=1,
+        group=member,
+        pod_ip="127.0.0.1",
+        ranks_port=member and member.port,
     )
     nothing: Any = SimpleNamespace()
     return Pod(settings, spec, "decode", ("prefill", "decode"), nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
@@ -90,6 +115,13 @@ def make(
 
     with mock.patch.object(making, "engine_arguments", smaller):
         return making.make_core(pod, CPU, rank_lost)
+
+
+def follow(folder: Path, port: int, vllm: dict[str, Any]) -> None:
+    """Compute for the leader of a replica of two pods until this process's input ends."""
+    pod = pod_of(folder, vllm=vllm, moves=True, member=Member(1, port))
+    making.make_ranks(pod, CPU, print)
+    sys.stdin.read()
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -251,6 +283,27 @@ def native(
     engine.add(SequenceInput("a", lowered, params or SamplingParams(tokens, logprobs=0, ignore_eos=True)))
     made = [token for output in engine_oracle.run(engine).steps for token in output.tokens]
     return [token.token_id for token in made], [token.logprob for token in made]
+
+
+def hand_over(
+    source: VllmCore, target: VllmCore, asked: Question, outcome: Outcome | None = None, name: str = "a"
+) -> list[int]:
+    """Prefill on one core and decode on another; the KV moves as it is announced."""
+    request = asked.request
+    source.add(name, request, stop_after_prefill=True)
+    supply(source, name, asked)
+    target.reserve(name, len(request.token_ids), request.sampling.max_tokens)
+    outcome = outcome or Outcome()
+    step(source, outcome, until=lambda o: o.tokens.get(name))
+    for start, end in outcome.ready[name]:
+        read = source.read_kv(name, start, end)
+        assert read is not None
+        target.write_kv(name, start, read)
+    target.attach(name, request, outcome.tokens[name])
+    source.abort(name)
+    done = step(target)
+    assert not done.failed, done.failed
+    return outcome.tokens[name] + done.tokens[name]
 
 
 def assert_empty(core: VllmCore) -> None:

@@ -32,6 +32,7 @@ from .cores import (
     checkpoint,
     clear,
     forget,
+    hand_over,
     make,
     native,
     question,
@@ -294,23 +295,6 @@ def test_a_request_that_the_model_cannot_run_fails_alone(rotary, models):
 
 
 # --- KV -----------------------------------------------------------------------------------------------------------
-
-
-def hand_over(source, target, asked, outcome=None, name="a", decode=TOKENS):
-    """Prefill on one core and decode on another; the KV moves as it is announced."""
-    request = asked.request
-    source.add(name, request, stop_after_prefill=True)
-    supply(source, name, asked)
-    target.reserve(name, len(request.token_ids), decode)
-    outcome = outcome or Outcome()
-    step(source, outcome, until=lambda o: o.tokens.get(name))
-    for start, end in outcome.ready[name]:
-        target.write_kv(name, start, source.read_kv(name, start, end))
-    target.attach(name, request, outcome.tokens[name])
-    source.abort(name)
-    done = step(target)
-    assert not done.failed, done.failed
-    return outcome.tokens[name] + done.tokens[name]
 
 
 @pytest.mark.parametrize("more", [0, 1, BLOCK - 1, BLOCK, 2 * CHUNK + 3])

@@ -121,22 +121,24 @@ def _memory_has_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
     return percent is None or pool is None or (pool.gpus > 0 and pool.kv_cache_percent is None)
 
 
-def _holds_where_kv_moves(
-    name: LanguagePool, holds: Callable[[VllmPoolSpec], bool], s: MultimodalDeploymentSpec
-) -> bool:
-    return s.prefill is None or holds(_vllm(name, s))
-
-
-def _same_weights(s: MultimodalDeploymentSpec) -> bool:
+def _both_have_same(setting: Callable[[VllmPoolSpec], object], s: MultimodalDeploymentSpec) -> bool:
     kv_moves = s.engine.type == "VLLM" and s.prefill is not None
-    return not kv_moves or _vllm("prefill", s).quantization == _vllm("decode", s).quantization
+    return not kv_moves or setting(_vllm("prefill", s)) == setting(_vllm("decode", s))
+
+
+def _prefill_without_drafts(s: MultimodalDeploymentSpec) -> bool:
+    return s.engine.prefill is None or s.engine.prefill.speculative is None
+
+
+def _drafts_without_kv(s: MultimodalDeploymentSpec) -> bool:
+    drafts = _vllm("decode", s).speculative
+    return s.prefill is None or drafts is None or drafts.method == "ngram"
 
 
 def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
-    """Rules between a pool, its settings of vLLM, and whether KV moves between pods."""
+    """Rules between a pool and its settings of vLLM."""
     settings = f"self.engine.{pool}"
     unset = f"!has({settings})"
-    stays = f"!has(self.prefill) || {unset}"
     return (
         Rule(
             field=f"engine.{pool}.tensorParallelSize",
@@ -145,34 +147,6 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
             holds=partial(_ranks_have_gpus, pool),
             problem=f"tensorParallelSize times pipelineParallelSize, the GPUs of a replica, is not a multiple of {pool}.gpus, the GPUs of a pod",
             remedy=f"set {pool}.gpus to a divisor of their product, or to their product if it fits on a node",
-        ),
-        Rule(
-            field=f"engine.{pool}.tensorParallelSize",
-            cel=f"{stays} || {settings}.tensorParallelSize == 1",
-            holds=partial(_holds_where_kv_moves, pool, lambda v: v.tensor_parallel_size == 1),
-            problem="KV that is split across GPUs cannot move between prefill and decode yet",
-            remedy="omit spec.prefill, so that it does not move, or set tensorParallelSize: 1",
-        ),
-        Rule(
-            field=f"engine.{pool}.pipelineParallelSize",
-            cel=f"{stays} || {settings}.pipelineParallelSize == 1",
-            holds=partial(_holds_where_kv_moves, pool, lambda v: v.pipeline_parallel_size == 1),
-            problem="KV that is divided into stages cannot move between prefill and decode yet",
-            remedy="omit spec.prefill, so that it does not move, or set pipelineParallelSize: 1",
-        ),
-        Rule(
-            field=f"engine.{pool}.kvCacheDtype",
-            cel=f"{stays} || {settings}.kvCacheDtype == 'Auto'",
-            holds=partial(_holds_where_kv_moves, pool, lambda v: v.kv_cache_dtype == "Auto"),
-            problem="quantized KV cannot move between prefill and decode yet",
-            remedy="omit spec.prefill, so that it does not move, or set kvCacheDtype: Auto",
-        ),
-        Rule(
-            field=f"engine.{pool}.speculative",
-            cel=f"{stays} || !has({settings}.speculative)",
-            holds=partial(_holds_where_kv_moves, pool, lambda v: v.speculative is None),
-            problem="speculative decoding is not served yet where KV moves between prefill and decode",
-            remedy="omit spec.prefill, so that it does not move, or remove speculative",
         ),
         Rule(
             field=f"engine.{pool}.maxNumBatchedTokens",
@@ -257,9 +231,33 @@ VLLM = (
         cel="!has(self.prefill) || self.engine.type == 'Native' || ("
         "(has(self.engine.prefill) && has(self.engine.prefill.quantization) ? self.engine.prefill.quantization : '')"
         " == (has(self.engine.decode) && has(self.engine.decode.quantization) ? self.engine.decode.quantization : ''))",
-        holds=_same_weights,
+        holds=partial(_both_have_same, lambda v: v.quantization),
         problem="prefill and decode exchange KV, and different quantization gives it different meanings",
         remedy="set the same quantization in engine.prefill and engine.decode, or omit spec.prefill",
+    ),
+    Rule(
+        field="engine.decode.kvCacheDtype",
+        cel="!has(self.prefill) || self.engine.type == 'Native' ||"
+        " (has(self.engine.prefill) ? self.engine.prefill.kvCacheDtype : 'Auto')"
+        " == (has(self.engine.decode) ? self.engine.decode.kvCacheDtype : 'Auto')",
+        holds=partial(_both_have_same, lambda v: v.kv_cache_dtype),
+        problem="prefill and decode exchange KV, which has one data type",
+        remedy="set the same kvCacheDtype in engine.prefill and engine.decode, or omit spec.prefill",
+    ),
+    Rule(
+        field="engine.prefill.speculative",
+        cel="!has(self.engine.prefill) || !has(self.engine.prefill.speculative)",
+        holds=_prefill_without_drafts,
+        problem="a prefill pod makes one token of each answer, so drafts would save nothing",
+        remedy="move speculative to engine.decode",
+    ),
+    Rule(
+        field="engine.decode.speculative",
+        cel="!has(self.prefill) || !has(self.engine.decode) || !has(self.engine.decode.speculative)"
+        " || self.engine.decode.speculative.method == 'ngram'",
+        holds=_drafts_without_kv,
+        problem="what drafts tokens has KV of its own, and prefill pods send that of the model alone",
+        remedy="set method: ngram, which has none, or omit spec.prefill",
     ),
     *_vllm_rules("prefill"),
     *_vllm_rules("decode"),

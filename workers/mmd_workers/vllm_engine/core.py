@@ -37,7 +37,7 @@ from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempt
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
-from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.kv_of_ranks import Kv
 from mmd_workers.vllm_engine.metrics import VllmMetrics
 from mmd_workers.vllm_engine.ranks import RankExecutor
 from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
@@ -91,7 +91,7 @@ class VllmCore:
         core: EngineCore,
         shelf: Shelf,
         builder: RequestBuilder,
-        kv: PagedKv | None,
+        kv: Kv | None,
         identity_tokens: int,
         feature_row_bytes: int,
         num_threads: int,
@@ -140,11 +140,7 @@ class VllmCore:
     @property
     def kv_layout(self) -> KvLayout:
         """What pods exchange; of a pod that exchanges nothing, empty."""
-        layers = self._kv.layers if self._kv is not None else []
-        dtype = str(layers[0].cache.dtype).removeprefix("torch.") if layers else ""
-        return KvLayout(
-            len(layers), [layer.num_kv_heads for layer in layers], [layer.head_dim for layer in layers], dtype
-        )
+        return self._kv.layout if self._kv is not None else KvLayout(0, [], [], "")
 
     def shut_down(self) -> None:
         """End what vLLM has started. Once the engine's thread has ended."""
@@ -350,7 +346,8 @@ class VllmCore:
         reservation = self._reservations[name]
         assert self._kv is not None
         tokens = tensors[0].shape[1] if tensors else 0
-        shapes = [(2, tokens, layer.num_kv_heads, layer.head_dim) for layer in self._kv.layers]
+        layout = self._kv.layout
+        shapes = [(2, tokens, *of) for of in zip(layout.num_kv_heads, layout.head_dim, strict=True)]
         if [tuple(tensor.shape) for tensor in tensors] != shapes:
             raise CountMismatchError(f"KV of {name} has another model's geometry: {len(tensors)} layers")
         if start != reservation.written or start + tokens > reservation.prompt_tokens:

@@ -1,7 +1,7 @@
 """KV in vLLM's blocks, in the layout that pods exchange: for each layer [2, tokens, kv_heads, head_dim].
 
-How a backend arranges a block is its own business, and on CPUs depends on the instruction set. Writing goes through the backend's own
-function. For reading, that function is given numbers once: where each of them is found in a scratch block is the arrangement.
+How a backend arranges a block is its own business, and on CPUs depends on the instruction set. So the backend's own function writes
+numbers once: where each of them is found in a scratch block is the arrangement. KV in 8 bits moves as it is, as bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from mmd_api.contract.errors import UnsupportedModelError
+from mmd_workers.model.prompt import KvLayout
 
-DIGIT = 128  # what every floating-point type represents exactly
+DIGIT = 128  # numbers below it are exact in every floating-point type of 16 bits
+SMALL_DIGIT = 8  # and below this one in those of 8 bits
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Half:
         size, first = (blocks.shape[0], *self.index.shape), int(self.index.flatten()[0])
         return blocks.as_strided(size, (blocks.stride(0), *self.strides), blocks.storage_offset() + first)
 
+    def put(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
+        """Write [blocks, block_tokens, kv_heads, head_dim] to contiguous blocks [blocks, elements]."""
+        if self.strides is None:
+            blocks[:, self.index.to(blocks.device)] = values
+        else:
+            self.of(blocks).copy_(values)
+
 
 class LayerKv:
     """One attention layer's KV."""
@@ -53,6 +62,7 @@ class LayerKv:
         self.num_kv_heads = int(layer.impl.num_kv_heads)
         self.head_dim = int(layer.impl.head_size)
         self._layer = layer
+        self._small = self.cache.dtype.itemsize == 1
 
     def halves(self, block_tokens: int) -> tuple[Half, Half]:
         """How a block of K and V is arranged.
@@ -64,11 +74,11 @@ class LayerKv:
         count = block_tokens * self.num_kv_heads * self.head_dim
         numbers = torch.arange(2 * count)
         found = torch.zeros(self.cache[0].numel(), dtype=torch.int64)
-        digits, remaining = 1, 2 * count
-        while remaining:  # digit by digit: half-precision types cannot hold the numbers themselves
-            written = self._scratch(((numbers // digits) % DIGIT).view(2, *shape), block_tokens)
+        digits, remaining, digit = 1, 2 * count, SMALL_DIGIT if self._small else DIGIT
+        while remaining:  # digit by digit: no type can hold the numbers themselves
+            written = self._scratch(((numbers // digits) % digit).view(2, *shape))
             found += written.flatten().round().long() * digits
-            digits, remaining = digits * DIGIT, remaining // DIGIT
+            digits, remaining = digits * digit, remaining // digit
         if not torch.equal(found.sort().values, numbers):
             raise UnsupportedModelError(
                 f"spec.engine.type: a KV block of this model has {len(found)} elements for {2 * count} of K and V, so it cannot move between "
@@ -79,19 +89,25 @@ class LayerKv:
         k, v = index.view(2, *shape)
         return Half(k), Half(v)
 
-    def _scratch(self, values: torch.Tensor, block_tokens: int) -> torch.Tensor:
-        scratch = torch.zeros_like(self.cache[:1])
-        self._put(scratch, values.to(self.cache), torch.arange(block_tokens, device=self.cache.device))
-        return scratch[0].cpu().float()
-
-    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Write K and V [2, tokens, kv_heads, head_dim] to slots [tokens] of the pool."""
-        self._put(self.cache, values.to(self.cache), slots.to(self.cache.device))
-
-    def _put(self, cache: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        self._layer.impl.do_kv_cache_update(
-            self._layer, values[0].contiguous(), values[1].contiguous(), cache, slots
+    def _scratch(self, values: torch.Tensor) -> torch.Tensor:
+        """A block as the backend writes these K and V [2, block_tokens, kv_heads, head_dim]."""
+        layer, cache = self._layer, self.cache
+        scratch = torch.zeros_like(cache[:1])
+        slots = torch.arange(values.shape[1], device=cache.device)
+        if not self._small:
+            layer.impl.do_kv_cache_update(layer, *values.to(cache), scratch, slots)
+            return scratch[0].cpu().float()
+        # The backend divides by the scales, which a checkpoint may have, and rounds.
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        k, v = (
+            half.to(cache.device, torch.bfloat16) * scale for half, scale in zip(values, scales, strict=True)
         )
+        layer.impl.do_kv_cache_update(layer, k, v, scratch, slots)
+        return scratch[0].cpu().view(_eight_bits(layer.impl.kv_cache_dtype)).float()
+
+
+def _eight_bits(name: str) -> torch.dtype:
+    return torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
 
 
 class PagedKv:
@@ -114,14 +130,23 @@ class PagedKv:
             for layer in self.layers
         ]
 
+    @cached_property
+    def layout(self) -> KvLayout:
+        """Of all layers; the type of KV in 8 bits is uint8."""
+        dtypes = {str(layer.cache.dtype).removeprefix("torch.") for layer in self.layers}
+        return KvLayout(
+            len(self.layers),
+            [layer.num_kv_heads for layer in self.layers],
+            [layer.head_dim for layer in self.layers],
+            dtypes.pop() if dtypes else "",
+        )
+
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
         """KV of tokens [start, end) of a sequence whose blocks these are; copies."""
-        first, last = start // self.block_tokens, -(-end // self.block_tokens)
-        skipped = start - first * self.block_tokens
+        rows, skipped = self._rows(block_ids, start, end)
         read = []
         for layer, halves in zip(self.layers, self._halves, strict=True):
-            rows = torch.tensor(block_ids[first:last], device=layer.cache.device)
-            blocks = layer.cache.index_select(0, rows).view(len(rows), -1)
+            blocks = self._blocks(layer, rows)
             out = layer.cache.new_empty(2, end - start, layer.num_kv_heads, layer.head_dim)
             for half, target in zip(halves, out, strict=True):
                 tokens = half.of(blocks).reshape(-1, layer.num_kv_heads, layer.head_dim)
@@ -131,13 +156,27 @@ class PagedKv:
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on to a sequence's blocks."""
-        positions = torch.arange(start, start + tensors[0].shape[1])
-        blocks = torch.tensor(block_ids)[positions // self.block_tokens]
-        slots = blocks * self.block_tokens + positions % self.block_tokens
-        for layer, tensor in zip(self.layers, tensors, strict=True):
-            layer.write(slots, tensor)
+        count = tensors[0].shape[1]
+        rows, skipped = self._rows(block_ids, start, start + count)
+        for layer, halves, tensor in zip(self.layers, self._halves, tensors, strict=True):
+            blocks = self._blocks(layer, rows)
+            for half, values in zip(halves, tensor.to(layer.cache), strict=True):
+                tokens = half.of(blocks).reshape(-1, layer.num_kv_heads, layer.head_dim)
+                tokens[skipped : skipped + count] = values
+                half.put(blocks, tokens.view(len(rows), -1, layer.num_kv_heads, layer.head_dim))
+            layer.cache.index_copy_(0, rows.to(layer.cache.device), blocks.view(-1, *layer.cache.shape[1:]))
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks: what attention reads behind the last token must at least be finite."""
         for layer in self.layers:
             layer.cache[torch.tensor(block_ids, device=layer.cache.device)] = 0
+
+    def _rows(self, block_ids: list[int], start: int, end: int) -> tuple[torch.Tensor, int]:
+        """The blocks that have these tokens, and how many others come before in the first of them."""
+        first, last = start // self.block_tokens, -(-end // self.block_tokens)
+        return torch.tensor(block_ids[first:last]), start - first * self.block_tokens
+
+    @staticmethod
+    def _blocks(layer: LayerKv, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of blocks, contiguous [blocks, elements], whatever strides the pool has."""
+        return layer.cache.index_select(0, rows.to(layer.cache.device)).view(len(rows), -1)

@@ -21,6 +21,7 @@ from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.kv_of_ranks import Kv, RankedKv
 from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 
 
@@ -54,19 +55,24 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         seeded=device.type != "cpu",
         lora_requests=lora_requests,
     )
-    moves = pod.spec.prefill is not None
-    layers = arguments.compilation_config.static_forward_context
     width = 1 + len(adapter.extra_names())
     row = width * config.get_text_config().hidden_size * arguments.model_config.dtype.itemsize
     return VllmCore(
         core,
         shelf_of(engine_id),
         builder,
-        PagedKv(layers, int(core.scheduler.block_size)) if moves else None,
+        _kv(core, device) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
         row,
         threads,
     )
+
+
+def _kv(core: EngineCore, device: torch.device) -> Kv:
+    block_tokens, config = int(core.scheduler.block_size), core.vllm_config
+    if config.parallel_config.world_size > 1:
+        return RankedKv(core.model_executor, block_tokens, device)
+    return PagedKv(config.compilation_config.static_forward_context, block_tokens)
 
 
 def make_ranks(pod: Pod, device: torch.device, rank_lost: ranks.RankLost) -> Executor:

@@ -21,12 +21,15 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
 
+from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.kv_of_ranks import KvShare, Place
 from mmd_workers.vllm_engine.reasons import reason
 
 if current_platform.is_cpu():
@@ -116,7 +119,11 @@ class RankExecutor(MultiprocExecutor):
         """Report a rank that has ended, and end the others."""
         self.is_failed = True
         ended.proc.join()  # it has ended: this reads its exit code
-        self._lost(f"rank {ended.rank} of vLLM {_how(ended.proc.exitcode)}")
+        self.fail(f"rank {ended.rank} of vLLM {_how(ended.proc.exitcode)}")
+
+    def fail(self, words: str) -> None:
+        """Report why the ranks cannot go on, and end them."""
+        self._lost(words)
         self.give_up()
 
     def give_up(self) -> None:
@@ -192,3 +199,28 @@ class Rank(DeviceWorker):
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
+
+    def open_kv(self, block_tokens: int) -> Place:
+        """Find out how this rank's KV is arranged."""
+        config, stages, stage = self.vllm_config, get_pp_group(), get_tp_group()
+        layers = config.compilation_config.static_forward_context
+        self._kv = KvShare(
+            PagedKv(layers, block_tokens),
+            total_heads=config.model_config.get_total_num_kv_heads(),
+            stage=stages.rank_in_group,
+            number=stage.rank_in_group,
+            ranks_of_stage=stage.world_size,
+        )
+        return self._kv.place
+
+    def read_kv(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
+        """As `KvShare.read`."""
+        return self._kv.read(block_ids, start, end)
+
+    def write_kv(self, block_ids: list[int], start: int, tensors: list[list[torch.Tensor]]) -> None:
+        """As `KvShare.write`."""
+        self._kv.write(block_ids, start, tensors)
+
+    def clear_kv(self, block_ids: list[int]) -> None:
+        """As `KvShare.clear`."""
+        self._kv.clear(block_ids)
