@@ -1,6 +1,6 @@
 """Time to the first token of text while videos pour in: one process for all compared with one process for each stage, on the same cores.
 
-    python -m bench.isolation [--videos 3] [--texts 8] [--seconds 144]
+    python -m bench.isolation [--engine VLLM] [--videos 3] [--texts 8] [--seconds 144]
 
 Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
 waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
@@ -64,11 +64,12 @@ RESAMPLES = 2000
 console = Console(width=150)
 
 
-def resource(layout: str) -> dict[str, Any]:
+def resource(layout: str, engine: str) -> dict[str, Any]:
     """The demo model in one layout."""
     pools = {name: {"replicas": 1, "gpus": 0, **own} for name, own in POOLS[layout].items()}
     spec = {
         "model": {"id": "builtin/demo", "dtype": "Float32"},
+        "engine": {"type": engine},
         **pools,
         "transfer": {"kv": {"backend": "Gloo"}},
     }
@@ -214,7 +215,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         running = {}
         for layout in POOLS:
             file = folder / f"{layout}.yaml"
-            file.write_text(yaml.safe_dump(resource(layout)))
+            file.write_text(yaml.safe_dump(resource(layout, options.engine)))
             running[layout] = await stack.enter_async_context(
                 up.running(up.load(file), log_line=lambda *_: None)
             )
@@ -299,11 +300,20 @@ def table(found: dict[str, Any]) -> Table:
     return made
 
 
+def p99_of_pools_to_one(found: dict[str, Any], length: str) -> float:
+    """How long texts beside videos wait in pools, as a share of how long they wait in one process."""
+    pools, one = (
+        found[f"{layout}, {length} texts"]["storm"]["text"]["ttft_seconds"]["p99"] for layout in POOLS
+    )
+    return float(pools / one)
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--engine", choices=["Native", "VLLM"], default="Native")
     parser.add_argument("--videos", type=float, default=3.0, help="a second")
     parser.add_argument("--texts", type=float, default=8.0, help="a second")
     parser.add_argument("--seconds", type=float, default=144.0)
@@ -313,7 +323,15 @@ def main() -> None:
     logging.disable(logging.WARNING)
     found = asyncio.run(measure(options))
     console.print(table(found))
-    body = {"options": vars(options), "goal": {"ratio_of_p99": 1.3}, "layouts": found}
+    pools_to_one = {length: p99_of_pools_to_one(found, length) for length in WORDS}
+    said = ", ".join(f"{length} {ratio:.2f}" for length, ratio in pools_to_one.items())
+    console.print(f"p99 of texts beside videos, E-P-D to monolithic: {said}")
+    body = {
+        "options": vars(options),
+        "goal": {"ratio_of_p99": 1.3},
+        "layouts": found,
+        "p99_beside_videos_of_pools_to_monolithic": pools_to_one,
+    }
     console.print(f"report: {keep(options.name, body)}", highlight=False)
 
 

@@ -392,7 +392,9 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the storm's faults"
     )
-    parser.add_argument("--vllm", action="store_true", help="a second storm, on pools with vLLM")
+    parser.add_argument(
+        "--vllm", action=argparse.BooleanOptionalAction, default=True, help="a second storm, on pools with vLLM"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     REPORT.mkdir(parents=True, exist_ok=True)

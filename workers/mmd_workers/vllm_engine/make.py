@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,31 +36,26 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         UnsupportedModelError: an adapter is not there.
         Exception: vLLM cannot serve this model, or not here.
     """
-    spec = pod.spec
-    threads = pod.settings.compute_threads
+    spec, threads = pod.spec, pod.settings.compute_threads
     set_num_threads(threads)
-    folder = source.resolve(spec.model, weights=True)
-    config = source.load_config(folder)
-    adapter = adapter_for(config)
-    engine_id = pod.settings.incarnation
-    loras = lora.found(spec.engine.adapters)
-    arguments = _configured(pod, folder, adapter, device, loras)
+    what = _Prepared.of(pod, device)
+    config, arguments = what.adapter.config, what.arguments
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=True)
-        lora_requests = lora.load(core, loras)
+        lora_requests = lora.load(core, what.loras)
     builder = RequestBuilder(
-        source.eos_token_ids(folder, config),
+        source.eos_token_ids(what.folder, config),
         core.request_block_hasher,
         getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
         drafts=arguments.speculative_config is not None,
         seeded=device.type != "cpu",
         lora_requests=lora_requests,
     )
-    width = 1 + len(adapter.extra_names())
+    width = 1 + len(what.adapter.extra_names())
     row = width * config.get_text_config().hidden_size * arguments.model_config.dtype.itemsize
     return VllmCore(
         core,
-        shelf_of(engine_id),
+        shelf_of(pod.settings.incarnation),
         builder,
         _kv(core, device) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
@@ -81,12 +77,27 @@ def make_ranks(pod: Pod, device: torch.device, rank_lost: ranks.RankLost) -> Exe
     Raises:
         Exception: as above.
     """
-    folder = source.resolve(pod.spec.model, weights=True)
-    adapter = adapter_for(source.load_config(folder))
-    loras = lora.found(pod.spec.engine.adapters)  # the leader has each rank load them
-    arguments = _configured(pod, folder, adapter, device, loras)
+    arguments = _Prepared.of(pod, device).arguments  # the leader has each rank load the adapters
     with ranks.starting(arguments, pod.settings.compute_threads, rank_lost) as make_executor:
         return make_executor(arguments)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a pod loads, and how."""
+
+    folder: Path
+    adapter: Adapter
+    loras: Sequence[lora.Lora]
+    arguments: VllmConfig
+
+    @classmethod
+    def of(cls, pod: Pod, device: torch.device) -> _Prepared:
+        """Find the weights, and have vLLM check its settings."""
+        folder = source.resolve(pod.spec.model, weights=True)
+        adapter = adapter_for(source.load_config(folder))
+        loras = lora.found(pod.spec.engine.adapters)
+        return cls(folder, adapter, loras, _configured(pod, folder, adapter, device, loras))
 
 
 def _configured(
