@@ -18,6 +18,7 @@ from tests.support.local_deployment import Deployment, until
 from .browser import Seen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
+expect.set_options(timeout=30_000)  # its own 5 s are too few where other suites have the cores
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 ENDINGS = {"image": "png", "video": "mp4", "audio": "wav"}
