@@ -161,9 +161,9 @@ class PagedKv:
         for layer, halves, tensor in zip(self.layers, self._halves, tensors, strict=True):
             blocks = self._blocks(layer, rows)
             for half, values in zip(halves, tensor.to(layer.cache), strict=True):
-                tokens = half.of(blocks).reshape(-1, layer.num_kv_heads, layer.head_dim)
-                tokens[skipped : skipped + count] = values
-                half.put(blocks, tokens.view(len(rows), -1, layer.num_kv_heads, layer.head_dim))
+                whole = half.of(blocks).clone(memory_format=torch.contiguous_format)
+                whole.view(-1, layer.num_kv_heads, layer.head_dim)[skipped : skipped + count] = values
+                half.put(blocks, whole)
             layer.cache.index_copy_(0, rows.to(layer.cache.device), blocks.view(-1, *layer.cache.shape[1:]))
 
     def clear(self, block_ids: list[int]) -> None:
