@@ -3,7 +3,8 @@
     python -m bench.handover [--engine VLLM] [--words 16 64 160 320] [--rounds 20]
 
 One prefill and one decode pod share the cores; prompts of text that nobody has asked before are asked one at a time. The gateway's
-timelines say how long each was prefilled, and how long its KV took from the end of that until the decode pod could go on.
+timelines say how long each was prefilled, and how long after the end of that the decode pod decoded: KV is read, announced, sent,
+written and committed meanwhile, as far as that was not done while later chunks of the prompt were computed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.report import keep, percentiles
 from bench.versus_vllm import MODEL, write_models
 from mmd_cli.local import up
 
-PHASES = ("prefill", "kv_transfer")
+PHASES = ("prefill", "hand-over")
 WORDS = ["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"]
 console = Console(width=120)
 
@@ -84,8 +85,11 @@ async def measure(options: argparse.Namespace) -> list[Prompts]:
                     timeline = (await told.get(f"/debug/requests/{request}")).json()
                     if number:  # the first round warms up
                         prompts.tokens.append(tokens)
-                        for phase in PHASES:
-                            prompts.milliseconds[phase].append(timeline["timings"][phase])
+                        prefilled = timeline["timings"]["prefill"]
+                        spans = {phase["name"]: phase for phase in timeline["phases"]}
+                        waited = spans["decode"]["start"] - spans["prefill"]["end"]
+                        for phase, took in zip(PHASES, (prefilled, 1000 * waited), strict=True):
+                            prompts.milliseconds[phase].append(took)
     return found
 
 

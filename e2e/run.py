@@ -393,7 +393,10 @@ def main() -> int:
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the storm's faults"
     )
     parser.add_argument(
-        "--vllm", action=argparse.BooleanOptionalAction, default=True, help="a second storm, on pools with vLLM"
+        "--vllm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a second storm, on pools with vLLM",
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

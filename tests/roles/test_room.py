@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmd_api.contract.errors import CapacityError
+from mmd_api.contract.errors import CapacityError, LayoutMismatchError, MmdError
 from mmd_workers.decode.queue import REPEAT_SECONDS, OfferQueue
 from mmd_workers.wire.messages import KvGrant, KvOffer, KvRelease
 from tests.support.waiting import DEADLINE_SECONDS
@@ -17,21 +17,21 @@ from tests.support.waiting import DEADLINE_SECONDS
 from .kv_sender import Connect, released, request, sender_of
 
 
-async def test_an_offer_that_can_never_fit_ends_at_once_and_not_at_the_deadline(connect: Connect) -> None:
+@pytest.mark.parametrize("error", [CapacityError, LayoutMismatchError])
+async def test_an_offer_that_can_never_be_granted_ends_at_once_and_not_at_the_deadline(
+    connect: Connect, error: type[MmdError]
+) -> None:
     bus, decode = await connect("prefill-0"), await connect("decode-0")
     offers: list[KvOffer] = []
 
     async def refuse(offer: KvOffer) -> KvGrant:
         offers.append(offer)
-        return KvGrant(
-            offer.request_id, granted=False, code="too_large", reason="900 blocks, the pool has 64"
-        )
+        return KvGrant(offer.request_id, granted=False, code=error.code, reason="900 blocks, the pool has 64")
 
     await decode.serve(bus.subjects.kv_offer("decode-0"), KvOffer, refuse)
     await decode.flush()
-    with pytest.raises(CapacityError, match="decode-0: 900 blocks, the pool has 64") as caught:
+    with pytest.raises(error, match="decode-0: 900 blocks, the pool has 64"):
         await sender_of(bus).reserve(request(600))
-    assert not caught.value.retryable
     assert len(offers) == 1
 
 

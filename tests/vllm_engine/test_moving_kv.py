@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from mmd_api.contract.errors import EngineDeadError
 from mmd_cli.local.pods import free_port
-from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine import kv_of_ranks
 from tests.support import model_zoo as zoo
 
 from . import cores
@@ -105,44 +106,6 @@ def test_kv_moves_to_a_replica_that_spans_pods_and_from_it(
             follower.kill()
 
 
-class Backend:
-    """An attention layer whose backend keeps KV in 8 bits, its heads outermost, K and V of a token side by side."""
-
-    num_kv_heads, head_size = 2, 8
-    _k_scale_float, _v_scale_float = 0.37, 1.9
-
-    def __init__(self, dtype: torch.dtype, blocks: int) -> None:
-        self.kv_cache_dtype = "fp8_e5m2" if dtype == torch.float8_e5m2 else "fp8_e4m3"
-        self._dtype = dtype
-        self.kv_cache = torch.zeros(
-            blocks, self.num_kv_heads, cores.BLOCK, 2 * self.head_size, dtype=torch.uint8
-        )
-        self.impl = self
-
-    def do_kv_cache_update(
-        self, layer: Backend, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        scaled = torch.cat([k / layer._k_scale_float, v / layer._v_scale_float], -1)
-        written = scaled.to(self._dtype).view(torch.uint8)
-        for token, slot in zip(written, slots.tolist(), strict=True):
-            cache[slot // cores.BLOCK, :, slot % cores.BLOCK] = token
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_bytes_of_kv_in_8_bits_move_unchanged_whatever_the_scales(dtype: torch.dtype) -> None:
-    first, second = Backend(dtype, 6), Backend(dtype, 6)
-    source, target = (PagedKv({"layer": layer}, cores.BLOCK) for layer in (first, second))
-    k, v = torch.randn(2, 3 * cores.BLOCK, 2, 8).bfloat16()
-    blocks, others = [4, 1, 3], [0, 5, 2]
-    slots = torch.tensor([block * cores.BLOCK + n for block in blocks for n in range(cores.BLOCK)])
-    first.do_kv_cache_update(first, k, v, first.kv_cache, slots)
-    assert source.layout == target.layout
-    assert source.layout.dtype == "uint8"
-    for start, end in ((0, 7), (7, 40), (40, 3 * cores.BLOCK)):
-        target.write(others, start, source.read(blocks, start, end))
-    assert torch.equal(second.kv_cache[others], first.kv_cache[blocks])
-
-
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's KV in 8 bits needs AVX-512 or a GPU")
 @pytest.mark.parametrize("dtype", ["Fp8E4M3", "Fp8E5M2"])
 def test_kv_in_8_bits_moves_unchanged(llava: Path, asked: Question, dtype: str) -> None:
@@ -174,22 +137,24 @@ def test_a_rank_that_ends_while_kv_is_read_ends_the_engine_and_is_reported(
     cores.supply(core, "a", asked)
     outcome = cores.step(core, until=lambda o: o.tokens.get("a"))
     os.kill(core._core.model_executor.workers[1].proc.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(EngineDeadError):
         core.read_kv("a", *outcome.ready["a"][0])
     assert lost.get(timeout=10) == "rank 1 of vLLM was killed (SIGKILL), perhaps for its memory"
+    assert lost.empty()
 
 
 def test_a_rank_that_does_not_answer_in_time_ends_the_engine(
     llava: Path, asked: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmd_workers.vllm_engine import kv_of_ranks
-
     lost: Queue[str] = Queue()
     core = cores.make(llava, vllm=RANKS, moves=True, rank_lost=lost.put)
     monkeypatch.setattr(kv_of_ranks, "CALL_SECONDS", 1.0)
     workers = core._core.model_executor.workers
     os.kill(workers[0].proc.pid, signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match="timed out"):
+    free = core.stats().blocks_free
+    with pytest.raises(EngineDeadError, match="did not answer for 1 s"):
         core.reserve("a", 10, 5)
-    assert lost.get(timeout=1) == "a rank of vLLM did not answer for 1 s"
+    assert lost.get(timeout=1) == "a rank of vLLM did not answer for 1 s (clear_kv)"
+    assert core.stats().blocks_free == free
     assert not any(worker.proc.is_alive() for worker in workers)
+    assert lost.empty(), "it is reported once"

@@ -256,8 +256,8 @@ VLLM = (
         cel="!has(self.prefill) || !has(self.engine.decode) || !has(self.engine.decode.speculative)"
         " || self.engine.decode.speculative.method == 'ngram'",
         holds=_drafts_without_kv,
-        problem="what drafts tokens has KV of its own, and prefill pods send that of the model alone",
-        remedy="set method: ngram, which has none, or omit spec.prefill",
+        problem="a model that drafts needs the prompt, and prefill pods send its KV in the served model alone",
+        remedy="set method: ngram, or omit spec.prefill",
     ),
     *_vllm_rules("prefill"),
     *_vllm_rules("decode"),

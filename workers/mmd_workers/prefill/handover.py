@@ -19,6 +19,7 @@ import torch
 from mmd_api.contract.errors import (
     CapacityError,
     DeadlineError,
+    LayoutMismatchError,
     LinkError,
     MmdError,
     OverloadedError,
@@ -116,6 +117,7 @@ class KvSender:
 
         Raises:
             CapacityError: it fits into none of them, even if they were idle.
+            LayoutMismatchError: their KV has another layout.
             OverloadedError: no pod answered or had room in time, or no decode pod is there any more.
         """
         queued: set[str] = set()
@@ -132,7 +134,7 @@ class KvSender:
     ) -> KvReservation:
         """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
-        too_small: dict[str, str] = {}
+        unable: dict[str, MmdError] = {}
         while time.time() < request.deadline:
             there = self._incarnations()
             if not there:
@@ -142,9 +144,9 @@ class KvSender:
             named = [pod for pod in request.decode_pods if pod in there]
             pods = sorted([*named, *random.sample(new, len(new))], key=lambda pod: pod in avoid)
             for pod in pods:
-                if pod in too_small:
+                if pod in unable:
                     continue
-                alone = all(other == pod or other in too_small for other in pods)
+                alone = all(other == pod or other in unable for other in pods)
                 try:
                     grant = await self._offer(
                         request, pod, there[pod], LONGEST_STEP_SECONDS if alone else 0.0
@@ -163,11 +165,15 @@ class KvSender:
                     return KvReservation(pod, grant, self._connect(pod, there[pod], grant))
                 reason = grant.reason
                 if grant.code == CapacityError.code:
-                    too_small[pod] = grant.reason
+                    unable[pod] = CapacityError(grant.reason)
+                elif grant.code == LayoutMismatchError.code:
+                    unable[pod] = LayoutMismatchError(grant.reason)
                 else:
                     queued.add(pod)
-            if all(pod in too_small for pod in pods):
-                raise CapacityError("; ".join(f"{pod}: {why}" for pod, why in too_small.items()))
+            if all(pod in unable for pod in pods):
+                differ = all(isinstance(error, LayoutMismatchError) for error in unable.values())
+                why = "; ".join(f"{pod}: {error.message}" for pod, error in unable.items())
+                raise LayoutMismatchError(why) if differ else CapacityError(why)
             await asyncio.sleep(pauses.next())
         raise OverloadedError(f"no decode pod accepted the sequence: {reason}")
 

@@ -10,12 +10,18 @@ from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod
 from mmd_workers.wire.peers import PeerEvent
 
 
+def device_of_kv(pod: Pod, device: torch.device) -> torch.device:
+    """Where KV is between an engine and a link: on the pod's device, unless ranks hand it over in the host's memory and gloo takes it there."""
+    ranks = pod.vllm_spec.ranks if pod.spec.engine.type == "VLLM" else 1
+    return torch.device("cpu") if ranks > 1 and pod.spec.transfer.kv.backend == "Gloo" else device
+
+
 class KvLinks(Part):
     """Owns the link manager, and closes links with lost pods."""
 
     def __init__(self, pod: Pod, device: torch.device) -> None:
         self._pod = pod
-        self._device = device
+        self._device = device_of_kv(pod, device)
         self._manager: LinkManager | None = None
 
     @property

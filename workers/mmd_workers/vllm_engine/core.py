@@ -121,6 +121,7 @@ class VllmCore:
         self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
         self.max_model_len = int(config.model_config.max_model_len)
+        self._num_drafts = int(config.num_speculative_tokens)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
         self._chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._block_tokens = int(core.scheduler.block_size)
@@ -313,7 +314,7 @@ class VllmCore:
         return self._kv.read([block.block_id for block in sequence.blocks], start, end)
 
     def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token.
+        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts.
 
         Raises:
             CapacityError: this can never fit.
@@ -325,7 +326,8 @@ class VllmCore:
         there = len(self._reservations) + sum(self._scheduler.get_request_counts())
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
-        needed = blocks_for(prompt_tokens + 1, self._block_tokens)
+        first_step = min(prompt_tokens + 1 + self._num_drafts, self.max_model_len)
+        needed = blocks_for(first_step, self._block_tokens)
         free = self._pool.get_num_free_blocks()
         check_spare(needed, there, free, self._num_blocks)
         if needed > free:
@@ -333,8 +335,12 @@ class VllmCore:
                 f"{needed} KV blocks are needed, {free} are available; try another decode worker, or give the pool more memory"
             )
         blocks = self._pool.get_new_blocks(needed)
-        self._kv.clear([block.block_id for block in blocks])
         self._reservations[name] = _Reservation(blocks, prompt_tokens)
+        try:
+            self._kv.clear([block.block_id for block in blocks])
+        except BaseException:
+            self.abort(name)
+            raise
 
     def write_kv(self, name: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on to reserved blocks; ranges come in order.

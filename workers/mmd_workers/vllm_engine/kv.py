@@ -6,6 +6,7 @@ numbers once: where each of them is found in a scratch block is the arrangement.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,16 +74,17 @@ class LayerKv:
         shape = (block_tokens, self.num_kv_heads, self.head_dim)
         count = block_tokens * self.num_kv_heads * self.head_dim
         numbers = torch.arange(2 * count)
-        found = torch.zeros(self.cache[0].numel(), dtype=torch.int64)
+        elements = self.cache[0].numel()
+        found = torch.zeros(elements, dtype=torch.int64)
         digits, remaining, digit = 1, 2 * count, SMALL_DIGIT if self._small else DIGIT
-        while remaining:  # digit by digit: no type can hold the numbers themselves
+        while remaining and elements == 2 * count:  # digit by digit: no type can hold the numbers themselves
             written = self._scratch(((numbers // digits) % digit).view(2, *shape))
             found += written.flatten().round().long() * digits
             digits, remaining = digits * digit, remaining // digit
         if not torch.equal(found.sort().values, numbers):
             raise UnsupportedModelError(
-                f"spec.engine.type: a KV block of this model has {len(found)} elements for {2 * count} of K and V, so it cannot move between "
-                "pods; omit spec.prefill, or set spec.engine.type: Native"
+                f"spec.engine.type: a KV block of this model, {elements} elements for {2 * count} of K and V, is arranged in a way that is not "
+                "understood, so it cannot move between pods; omit spec.prefill, or set spec.engine.type: Native"
             )
         index = torch.empty_like(found)
         index[found] = numbers
@@ -110,6 +112,21 @@ def _eight_bits(name: str) -> torch.dtype:
     return torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
 
 
+def one_dtype(of: Iterable[str]) -> str:
+    """The data type that all layers have.
+
+    Raises:
+        UnsupportedModelError: they have several, or there are none.
+    """
+    found = sorted(set(of))
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"spec.engine: KV of this model has the data types {', '.join(found) or 'of no layer'}, and only one can move between pods; remove "
+            "extraArgs that set another for some layers, or omit spec.prefill"
+        )
+    return found[0]
+
+
 class PagedKv:
     """The KV pool of one engine process, whose blocks have `block_tokens` tokens each."""
 
@@ -133,12 +150,11 @@ class PagedKv:
     @cached_property
     def layout(self) -> KvLayout:
         """Of all layers; the type of KV in 8 bits is uint8."""
-        dtypes = {str(layer.cache.dtype).removeprefix("torch.") for layer in self.layers}
         return KvLayout(
             len(self.layers),
             [layer.num_kv_heads for layer in self.layers],
             [layer.head_dim for layer in self.layers],
-            dtypes.pop() if dtypes else "",
+            one_dtype(str(layer.cache.dtype).removeprefix("torch.") for layer in self.layers),
         )
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """KV that is divided among ranks: each holds some layers, those of its stage, and of these some heads. Pods exchange that of the whole
 model, so ranks and stages may be divided otherwise in the pod that receives it.
 
-What moves passes through the memory of the pod's main process.
+What moves passes through the memory of the pod's main process, a bounded number of bytes at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
+from mmd_api.contract.errors import EngineDeadError, UnsupportedModelError
 from mmd_workers.model.prompt import KvLayout
-from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.kv import PagedKv, one_dtype
+from mmd_workers.vllm_engine.reasons import reason
 
-CALL_SECONDS = 120.0
+CALL_SECONDS = 30.0  # liveness gives a pod a minute
+CALL_BYTES = 64 * 2**20  # that one call moves; each rank is given all that is written
 
 
 class Kv(Protocol):
@@ -56,12 +59,21 @@ class KvShare:
     def __init__(
         self, pages: PagedKv, *, total_heads: int, stage: int, number: int, ranks_of_stage: int
     ) -> None:
-        """`total_heads`: of the model, of which several ranks share one if there are more ranks. `number`: of this rank in its stage."""
+        """`total_heads`: of each layer, of which several ranks share one if there are more ranks. `number`: of this rank in its stage.
+
+        Raises:
+            UnsupportedModelError: a layer has another number.
+        """
         self._pages = pages
-        sharing = max(1, ranks_of_stage // total_heads)
+        sharing = max(1, ranks_of_stage // max(1, total_heads))
         self._share, parts = number // sharing, ranks_of_stage // sharing
         own = pages.layout
         heads = [count * parts for count in own.num_kv_heads]
+        if set(heads) != {total_heads}:
+            raise UnsupportedModelError(
+                "spec.model.id: layers of this model have different numbers of KV heads, and ranks cannot tell which of them share one; omit "
+                "spec.prefill, or set tensorParallelSize: 1"
+            )
         layout = KvLayout(own.num_layers, heads, own.head_dim, own.dtype)
         self.place = Place(stage, number, number % sharing == 0, layout)
 
@@ -103,33 +115,59 @@ class RankedKv:
             sum(self._layers),
             list(chain.from_iterable(layout.num_kv_heads for layout in layouts)),
             list(chain.from_iterable(layout.head_dim for layout in layouts)),
-            layouts[0].dtype,
+            one_dtype(layout.dtype for layout in layouts),
         )
+        self._call_tokens = max(1, CALL_BYTES // self.layout.bytes_per_token())
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
         """As `Kv.read`."""
-        found = self._call("read_kv", block_ids, start, end)
-        by_layer = (zip(*(found[rank] for rank in ranks), strict=True) for ranks in self._stages)
-        return [torch.cat(heads, dim=2).to(self._device) for heads in chain.from_iterable(by_layer)]
+        read = [
+            torch.empty(
+                2, end - start, heads, dim, dtype=getattr(torch, self.layout.dtype), device=self._device
+            )
+            for heads, dim in zip(self.layout.num_kv_heads, self.layout.head_dim, strict=True)
+        ]
+        for first in range(start, end, self._call_tokens):
+            last = min(end, first + self._call_tokens)
+            found = self._call("read_kv", block_ids, first, last)
+            by_layer = (zip(*(found[rank] for rank in ranks), strict=True) for ranks in self._stages)
+            for target, heads in zip(read, chain.from_iterable(by_layer), strict=True):
+                target[:, first - start : last - start] = torch.cat(heads, dim=2)
+        return read
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
         """As `Kv.write`."""
-        left = iter(tensor.cpu() for tensor in tensors)
-        self._call("write_kv", block_ids, start, [[next(left) for _ in range(n)] for n in self._layers])
+        count = tensors[0].shape[1]
+        for first in range(0, count, self._call_tokens):
+            size = min(self._call_tokens, count - first)
+            left = iter(tensor.narrow(1, first, size).contiguous().cpu() for tensor in tensors)
+            stages = [[next(left) for _ in range(layers)] for layers in self._layers]
+            self._call("write_kv", block_ids, start + first, stages)
 
     def clear(self, block_ids: list[int]) -> None:
         """As `Kv.clear`."""
         self._call("clear_kv", block_ids)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """What each rank answers. One that does not in time has failed: its late answer would be taken for that to the next call.
+        """What each rank answers. If one fails or is late, all end: the answers that remain would be taken for those to the next call.
 
         Raises:
-            RuntimeError: a rank has failed.
+            EngineDeadError: a rank has failed, or has ended before.
         """
+        executor = self._executor
+        if executor.is_failed:
+            raise EngineDeadError("the ranks of vLLM have ended; the pod restarts")
         try:
-            answers: list[Any] = self._executor.collective_rpc(method, CALL_SECONDS, arguments)
+            answers: list[Any] = executor.collective_rpc(method, CALL_SECONDS, arguments)
         except TimeoutError as error:
-            self._executor.fail(f"a rank of vLLM did not answer for {CALL_SECONDS:.0f} s")
-            raise RuntimeError(str(error)) from error
+            why = f"a rank of vLLM did not answer for {CALL_SECONDS:.0f} s ({method})"
+            executor.fail(why)
+            raise EngineDeadError(f"{why}; the pod restarts") from error
+        except Exception as error:
+            executor.has_lost_a_rank()  # which is a better reason, and reported by then
+            why = f"{method} failed in a rank of vLLM: {reason(error)}"
+            executor.fail(why)
+            raise EngineDeadError(f"{why}; the pod restarts") from error
+        if not answers:  # they were ended meanwhile
+            raise EngineDeadError("the ranks of vLLM have ended; the pod restarts")
         return answers

@@ -17,6 +17,7 @@ from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.pod import Pod
+from mmd_workers.sequences.links import device_of_kv
 from mmd_workers.vllm_engine import lora, ranks
 from mmd_workers.vllm_engine.arguments import engine_arguments
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
@@ -57,7 +58,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         core,
         shelf_of(pod.settings.incarnation),
         builder,
-        _kv(core, device) if pod.spec.prefill is not None else None,
+        _kv(core, device_of_kv(pod, device)) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
         row,
         threads,

@@ -100,6 +100,8 @@ class RankExecutor(MultiprocExecutor):
 
     def __init__(self, config: VllmConfig, lost: RankLost) -> None:
         self._lost = lost
+        self._reporting = threading.Lock()
+        self._reported = False
         super().__init__(config)
 
     def start_worker_monitor(self, inline: bool = False) -> None:
@@ -122,8 +124,11 @@ class RankExecutor(MultiprocExecutor):
         self.fail(f"rank {ended.rank} of vLLM {_how(ended.proc.exitcode)}")
 
     def fail(self, words: str) -> None:
-        """Report why the ranks cannot go on, and end them."""
-        self._lost(words)
+        """Report why the ranks cannot go on, unless that has been, and end them."""
+        with self._reporting:
+            first, self._reported = not self._reported, True
+        if first:
+            self._lost(words)
         self.give_up()
 
     def give_up(self) -> None:
