@@ -28,7 +28,8 @@ test: install ## Run all tests that need no cluster (the first run builds the AP
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone"
 	$(BIN)/python -m pytest -m alone
 	@if test -e $(VLLM)/.installed; then \
-		$(VLLM)/bin/python -m pytest tests/vllm_engine tests/wire/test_errors.py; \
+		$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "not alone" tests/vllm_engine tests/wire/test_errors.py && \
+		$(VLLM)/bin/python -m pytest -m alone tests/vllm_engine; \
 	else \
 		echo "tests/vllm_engine is skipped: vLLM is not installed; run 'make vllm'" && test -z "$$CI"; \
 	fi

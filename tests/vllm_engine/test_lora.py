@@ -293,6 +293,7 @@ def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_
         cores.make(folder, adapters=loras)
 
 
+@pytest.mark.alone
 def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_not_fit(tmp_path):
     adapted = Adapted("llava", tmp_path)
     core = cores.make(adapted.folder, vllm={"tensorParallelSize": 2}, adapters=adapted.adapters)
@@ -306,6 +307,7 @@ def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_n
         core.shut_down()
 
 
+@pytest.mark.alone
 def test_ranks_that_share_a_head_of_keys_and_values_answer_with_an_adapter(tmp_path):
     """vLLM counts the copies of such a head, and the adapter has it once."""
     size = cores.random_model.Size(hidden=128, kv_heads=1)

@@ -22,7 +22,7 @@ from tests.support import model_zoo as zoo
 from . import cores
 from .cores import Question
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 RANKS, STAGES = {"tensorParallelSize": 2}, {"pipelineParallelSize": 2}
 LONG = "how many red squares move to the left? " * 4
 Maker = Callable[..., Any]
