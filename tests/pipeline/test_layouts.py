@@ -115,9 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 HOW = [
     ("two ranks", "E-PD"),
     ("two ranks", "EP-D"),
-    ("drafts", "E-PD"),
     ("drafts", "E-P-D"),
-    ("short steps", "monolithic"),
     ("short steps", "E-PD"),
 ]
 

@@ -175,9 +175,19 @@ def replica(
             pod.process.wait()
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["layers split", "layers divided"])
-async def test_two_pods_answer_as_one_and_a_drain_of_the_leader_finishes_requests_and_ends_both(
-    llava: Path, expected: list[int], nats_server: NatsServer, tmp_path: Path, tensor: int, stages: int
+@pytest.mark.parametrize(
+    ("tensor", "stages", "asked"),
+    [(2, 1, "leader"), (1, 2, "follower")],
+    ids=["layers split, the leader is asked to stop", "layers divided, the follower is"],
+)
+async def test_two_pods_answer_as_one_and_a_drain_finishes_requests_and_ends_both(
+    llava: Path,
+    expected: list[int],
+    nats_server: NatsServer,
+    tmp_path: Path,
+    tensor: int,
+    stages: int,
+    asked: str,
 ):
     with replica(llava, nats_server, tmp_path, tensor, stages) as pods:
         client, directory = await pods.client()
@@ -186,28 +196,16 @@ async def test_two_pods_answer_as_one_and_a_drain_of_the_leader_finishes_request
         assert await client.until_tokens("whole", TOKENS) == expected
         await client.place("decode-0", "drained", TOKENS * 5, [])
         await client.until_tokens("drained", 3)
-        pods.leader.process.terminate()
+        (pods.leader if asked == "leader" else pods.follower).process.terminate()
         await client.until_tokens("drained", TOKENS * 5)
         assert not client.failures
         assert pods.leader.ended() == 0, pods.leader.said()[-3000:]
-        await said(pods.follower, "waiting to be deleted with it")
-        pods.follower.process.terminate()
+        if asked == "leader":
+            await said(pods.follower, "waiting to be deleted with it")
+            pods.follower.process.terminate()
+        else:
+            assert "follower 1 of the group is asked to stop: draining" in pods.leader.said()
         assert pods.follower.ended() == 0, pods.follower.said()[-3000:]
-        await client.bus.close()
-
-
-async def test_a_follower_that_is_asked_to_stop_lets_the_leader_drain_first(
-    llava: Path, nats_server: NatsServer, tmp_path: Path
-):
-    with replica(llava, nats_server, tmp_path) as pods:
-        client, _ = await pods.client()
-        await client.place("decode-0", "drained", TOKENS * 5, [])
-        await client.until_tokens("drained", 3)
-        pods.follower.process.terminate()
-        await client.until_tokens("drained", TOKENS * 5)
-        assert not client.failures
-        assert (pods.leader.ended(), pods.follower.ended()) == (0, 0)
-        assert "follower 1 of the group is asked to stop: draining" in pods.leader.said()
         await client.bus.close()
 
 

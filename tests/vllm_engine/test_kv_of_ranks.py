@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -57,9 +58,10 @@ def test_the_bytes_of_kv_in_8_bits_move_unchanged_whatever_the_scales(dtype: tor
 
 
 class Ranks:
-    """Ranks in this process, as an executor has them: two layers of each stage in pools of six blocks. While `broken`, calls fail."""
+    """Ranks in this process, as an executor has them: two layers of each stage in pools of six blocks. `broken`: what calls raise."""
 
-    is_failed = broken = False
+    is_failed = False
+    broken: Exception | None = None
 
     def __init__(self, heads: int, ranks: int, stages: int) -> None:
         self.lost: list[str] = []
@@ -77,8 +79,8 @@ class Ranks:
         ]
 
     def collective_rpc(self, method: str, timeout: float, arguments: tuple[Any, ...]) -> list[Any]:
-        if self.broken:
-            raise RuntimeError("Worker failed with error 'out of memory'")
+        if self.broken is not None:
+            raise self.broken
         if method == "open_kv":
             return [share.place for share in self.shares]
         return [getattr(share, method.removesuffix("_kv"))(*arguments) for share in self.shares]
@@ -116,16 +118,27 @@ def test_each_rank_has_its_own_heads_of_what_is_written_and_all_are_read(
     assert not any(tensor.any() for tensor in kv.read(blocks, 0, 3 * cores.BLOCK))
 
 
-def test_a_call_that_fails_in_one_rank_ends_all_because_answers_would_be_out_of_step() -> None:
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (RuntimeError("Worker failed with error 'out of memory'"), "read_kv failed in a rank of vLLM: "),
+        (TimeoutError("timed out"), "a rank of vLLM did not answer for 30 s (read_kv)"),
+    ],
+    ids=["fails", "is late"],
+)
+def test_a_call_that_fails_in_one_rank_ends_all_because_answers_would_be_out_of_step(
+    broken: Exception, words: str
+) -> None:
     executor = Ranks(2, 2, 1)
     kv = RankedKv(executor, cores.BLOCK, torch.device("cpu"))
-    executor.broken = True
-    with pytest.raises(EngineDeadError, match="out of memory"):
+    executor.broken = broken
+    with pytest.raises(EngineDeadError, match=re.escape(words)):
         kv.read([0], 0, 3)
-    executor.broken = False
+    executor.broken = None
     with pytest.raises(EngineDeadError, match="have ended"):
         kv.read([0], 0, 3)
-    assert executor.lost == ["read_kv failed in a rank of vLLM: Worker failed with error 'out of memory'"]
+    (reported,) = executor.lost
+    assert reported.startswith(words)
 
 
 def test_layers_that_differ_in_heads_are_refused_where_ranks_divide_them() -> None:

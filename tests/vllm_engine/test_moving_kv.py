@@ -16,7 +16,6 @@ import torch
 
 from mmd_api.contract.errors import EngineDeadError
 from mmd_cli.local.pods import free_port
-from mmd_workers.vllm_engine import kv_of_ranks
 from tests.support import model_zoo as zoo
 
 from . import cores
@@ -141,20 +140,3 @@ def test_a_rank_that_ends_while_kv_is_read_ends_the_engine_and_is_reported(
         core.read_kv("a", *outcome.ready["a"][0])
     assert lost.get(timeout=10) == "rank 1 of vLLM was killed (SIGKILL), perhaps for its memory"
     assert lost.empty()
-
-
-def test_a_rank_that_does_not_answer_in_time_ends_the_engine(
-    llava: Path, asked: Question, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost: Queue[str] = Queue()
-    core = cores.make(llava, vllm=RANKS, moves=True, rank_lost=lost.put)
-    monkeypatch.setattr(kv_of_ranks, "CALL_SECONDS", 1.0)
-    workers = core._core.model_executor.workers
-    os.kill(workers[0].proc.pid, signal.SIGSTOP)
-    free = core.stats().blocks_free
-    with pytest.raises(EngineDeadError, match="did not answer for 1 s"):
-        core.reserve("a", 10, 5)
-    assert lost.get(timeout=1) == "a rank of vLLM did not answer for 1 s (clear_kv)"
-    assert core.stats().blocks_free == free
-    assert not any(worker.proc.is_alive() for worker in workers)
-    assert lost.empty(), "it is reported once"

@@ -77,13 +77,9 @@ def test_a_request_that_has_ended_engines_before_is_not_placed_again(split, lost
     assert [name for name, _ in split.step().failed] == ["a"]
 
 
-def test_ranks_that_are_stopped_are_not_reported(split, lost):
-    split.shut_down()
-    assert not any(rank.proc.is_alive() for rank in ranks(split))
-    assert lost.empty()
-
-
-def test_a_pod_of_several_ranks_has_the_metrics_of_one_engine(split, llava):
+def test_a_pod_of_several_ranks_has_the_metrics_of_one_engine_and_reports_none_that_it_stops(
+    split, llava, lost
+):
     split.add("a", cores.text_request([1, 2, 3], 5), stop_after_prefill=False)
     cores.step(split)
     counted = {
@@ -96,6 +92,9 @@ def test_a_pod_of_several_ranks_has_the_metrics_of_one_engine(split, llava):
     assert {engine for _, engine in counted} == {"0"}
     whole = cores.served(llava).language.loaded_bytes
     assert whole <= split.loaded_bytes < 1.1 * whole, "norms are on both"
+    split.shut_down()
+    assert not any(rank.proc.is_alive() for rank in ranks(split))
+    assert lost.empty()
 
 
 PARENT = """
