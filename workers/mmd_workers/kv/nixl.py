@@ -106,14 +106,14 @@ class NixlLink:
         self._peer = ""
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
-        self._ready: dict[
-            int, tuple[int, int]
-        ] = {}  # tags that the peer waits for, and (address, bytes) of its slot
-        self._awaited: dict[int, int] = {}  # tags that we wait for, and bytes
-        self._written: set[int] = set()  # and that have arrived
-        self._writes: dict[
-            int, Any
-        ] = {}  # held nowhere else: a handle that outlives the agent keeps its sockets
+        self._ready: dict[int, tuple[int, int]] = {}
+        """Tags that the peer waits for, with the address and bytes of its slot."""
+        self._awaited: dict[int, int] = {}
+        """Tags that we wait for, with their bytes."""
+        self._written: set[int] = set()
+        """Tags that have arrived."""
+        self._writes: dict[int, Any] = {}
+        """Held nowhere else: a handle that outlives the agent keeps its sockets."""
         self._greeted = False
         deadline = time.monotonic() + connect_timeout_seconds
         try:
