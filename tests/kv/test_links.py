@@ -104,6 +104,18 @@ def test_kv_of_a_token_range_arrives_intact_in_another_process_both_ways(manager
     assert all(torch.equal(a, b) for a, b in zip(got, pattern(777, 8), strict=True))
 
 
+def test_threads_that_use_a_link_at_once_get_what_was_sent_under_their_tags(manager):
+    one, two = linked(manager("one"), manager("two"))
+    tags = range(20)
+    got = [torch.zeros(100_000 + tag, dtype=torch.int32) for tag in tags]
+    with ThreadPoolExecutor(2 * len(tags)) as threads:
+        moving = [threads.submit(two.recv, got[tag], tag) for tag in reversed(tags)]
+        moving += [threads.submit(one.send, torch.full_like(got[tag], tag), tag) for tag in tags]
+        for each in moving:
+            each.result(DEADLINE_SECONDS)
+    assert all(tensor.eq(tag).all() for tag, tensor in zip(tags, got, strict=True))
+
+
 def test_pods_with_ipv6_addresses_link_too(backend):
     try:
         one, two = (LinkManager(backend, pod, "i0", "::1", CPU) for pod in ("one", "two"))
