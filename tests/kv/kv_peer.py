@@ -1,31 +1,19 @@
 """A worker process with its own KV links, driven through a pipe by the tests."""
 
 import multiprocessing
-import os
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from mmd_api.contract.errors import BackendUnavailableError, MmdError
-from mmd_workers.kv import chunks, nixl
+from mmd_api.contract.errors import MmdError
+from mmd_workers.kv import chunks
 from mmd_workers.kv.links import LinkManager
 from tests.support.waiting import DEADLINE_SECONDS
 
 LAYOUT = SimpleNamespace(num_layers=3, num_kv_heads=[4, 2, 4], head_dim=[64, 128, 96], dtype="bfloat16")
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["mmd_workers.kv.links"])
-
-
-def needs_nixl() -> None:
-    """Skip this test where NIXL is not installed, but not in continuous integration."""
-    try:
-        nixl.check_available(torch.device("cpu"))
-    except BackendUnavailableError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(error.message)
 
 
 def pattern(num_tokens: int, seed: int) -> list[torch.Tensor]:

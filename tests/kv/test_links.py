@@ -14,9 +14,10 @@ from mmd_api.contract.errors import BackendUnavailableError, LinkError, Overload
 from mmd_workers.kv import chunks, links
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.sequences.links import KvLinks
+from tests.support.backends import needs_nixl
 from tests.support.waiting import DEADLINE_SECONDS
 
-from .kv_peer import LAYOUT, Peer, needs_nixl, pattern
+from .kv_peer import LAYOUT, Peer, pattern
 
 torch.set_num_threads(1)
 PIECE = 4 * 2**20

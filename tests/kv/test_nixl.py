@@ -4,6 +4,7 @@ What every backend does is in test_links.py. The test of device memory needs a G
 """
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ from mmd_workers.kv import chunks, nixl
 from mmd_workers.kv.link import PIECE_BYTES
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.kv.nixl import _READY, _WRITTEN, MAX_METADATA_BYTES, MAX_SLOTS, NixlLink
+from tests.support.backends import needs_nixl
 from tests.support.waiting import DEADLINE_SECONDS
 
-from .kv_peer import Peer, needs_nixl, pattern
+from .kv_peer import Peer, pattern
 
 CPU = torch.device("cpu")
-CHUNK_SECONDS = DEADLINE_SECONDS
+CHUNK_SECONDS = 20.0  # not waited for, unless a test fails
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,9 +83,12 @@ def move(one: NixlLink, two: NixlLink, tag: int = 0, size: int = 1000) -> bool:
 def test_what_a_peer_may_not_send_ends_the_link_and_leaves_the_tensor_alone(pair, message, reason):
     own, peer = pair()
     got = torch.full((8,), 7, dtype=torch.uint8)
-    report(peer, message)
-    with pytest.raises(LinkError, match=f"NIXL recv of tag 4 failed: .*{reason}.*offer again"):
-        own.recv(got, 4)
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(own.recv, got, 4)
+        peer._until(lambda: peer._ready.get(4), time.monotonic() + DEADLINE_SECONDS)
+        report(peer, message)
+        with pytest.raises(LinkError, match=f"NIXL recv of tag 4 failed: .*{reason}.*offer again"):
+            receiving.result()
     assert got.eq(7).all()
     with pytest.raises(LinkError, match="NIXL link is dead"):
         own.send(got, 0)
