@@ -178,12 +178,12 @@ def test_a_closed_link_has_freed_its_agent_and_its_memory_and_closes_again(pair)
 def test_a_peer_that_does_not_answer_fails_the_connection_at_its_deadline():
     store = HashStore()
     silent = nixl._agent(nixl._load(), "silent")
-    store.set("nixl-1", b"DRAM 0 " + silent.get_agent_metadata())
+    store.set("nixl-1", f"DRAM 0 {silent.get_agent_metadata().hex()}")
     with pytest.raises(LinkError, match="NIXL could not connect: deadline exceeded"):
         NixlLink(store, 0, CPU, CHUNK_SECONDS, 0.3)
 
 
-@pytest.mark.parametrize("metadata", [b"DRAM 0 nothing", b"", b"DRAM x y"])
+@pytest.mark.parametrize("metadata", ["DRAM 0 6e6f", "DRAM 0 nothing", "", "DRAM x y"])
 def test_a_peer_that_introduces_itself_with_something_else_is_refused(metadata):
     store = HashStore()
     store.set("nixl-1", metadata)

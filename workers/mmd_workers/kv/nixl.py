@@ -166,14 +166,14 @@ class NixlLink:
     def _meet(self, store: Store, rank: int, deadline: float) -> None:
         """Exchange addresses, then a message each way: how UCX connects is settled here and not in the first chunk."""
         own, peers = f"nixl-{rank}", f"nixl-{1 - rank}"
-        memory = f"{_memory_type(self._device)} {self._device.index or 0} ".encode()
-        store.set(own, memory + self._agent.get_agent_metadata())
-        memory_type, index, metadata = store.get(peers).split(b" ", 2)
-        self._peer_memory = memory_type.decode(), int(index)
-        self._peer = self._agent.add_remote_agent(metadata).decode()
+        metadata = self._agent.get_agent_metadata().hex()
+        store.set(own, f"{_memory_type(self._device)} {self._device.index or 0} {metadata}")
+        memory_type, index, metadata = store.get(peers).decode().split(" ")
+        self._peer_memory = memory_type, int(index)
+        self._peer = self._agent.add_remote_agent(bytes.fromhex(metadata)).decode()
         self._agent.send_notif(self._peer, _HELLO)
         self._until(lambda: self._greeted or None, deadline)
-        store.set(f"{own}-greeted", b"")  # the peer may still need us to poll until it has this
+        store.set(f"{own}-greeted", "")  # the peer may still need us to poll until it has this
         self._until(lambda: store.check([f"{peers}-greeted"]) or None, deadline)
 
     def _free_agent(self) -> None:
@@ -225,9 +225,11 @@ class NixlLink:
             if message == _HELLO and not self._greeted:
                 self._greeted = True
             elif kind == b"R" and _READY.size <= len(message) <= _READY.size + MAX_METADATA_BYTES:
-                self._note_ready(*_READY.unpack_from(message)[1:], metadata=message[_READY.size :])
+                _, tag, address, size = _READY.unpack_from(message)
+                self._note_ready(tag, address, size, message[_READY.size :])
             elif kind == b"W" and len(message) == _WRITTEN.size:
-                self._note_written(*_WRITTEN.unpack(message)[1:])
+                _, tag, size = _WRITTEN.unpack(message)
+                self._note_written(tag, size)
             else:
                 raise _BrokenError(f"the peer sent an unknown message of {len(message)} bytes")
 
