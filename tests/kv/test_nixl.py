@@ -164,6 +164,21 @@ def test_pieces_one_after_the_other_take_one_slot_of_each_side(pair):
     assert not any((one._ready, one._writes, two._awaited, two._written))
 
 
+def test_more_pieces_than_slots_wait_for_one_another(pair):
+    one, two = pair()
+    piece = torch.ones(8, dtype=torch.uint8)
+    with ThreadPoolExecutor(MAX_SLOTS + 4) as threads:
+        receiving = [threads.submit(two.recv, torch.zeros_like(piece), tag) for tag in range(MAX_SLOTS + 4)]
+        one._until(lambda: len(one._ready) == MAX_SLOTS or None, time.monotonic() + DEADLINE_SECONDS)
+        for _ in receiving:  # those that have announced themselves, and then those that they make room for
+            tag = one._until(lambda: next(iter(one._ready), None), time.monotonic() + DEADLINE_SECONDS)
+            one.send(piece, tag)
+        for each in receiving:
+            each.result()
+    assert len(two._slots) == MAX_SLOTS
+    assert len(one._slots) == 1
+
+
 def test_a_closed_link_has_freed_its_agent_and_its_memory_and_closes_again(pair):
     one, two = pair()
     assert move(one, two)
