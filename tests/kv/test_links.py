@@ -14,6 +14,7 @@ from mmd_api.contract.errors import BackendUnavailableError, LinkError, Overload
 from mmd_workers.kv import chunks, links
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.sequences.links import KvLinks
+from tests.support.backends import needs_nixl
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .kv_peer import LAYOUT, Peer, pattern
@@ -28,13 +29,24 @@ LINKED_SECONDS = 30.0
 """Two processes that are started on a busy machine have linked within this."""
 
 
+only_gloo = pytest.mark.parametrize("backend", ["Gloo"])
+"""For what the manager does whatever the backend."""
+
+
+@pytest.fixture(params=["Gloo", "Nixl"])
+def backend(request):
+    if request.param == "Nixl":
+        needs_nixl()
+    return request.param
+
+
 @pytest.fixture
-def manager():
+def manager(backend):
     made = []
 
     def make(pod="m", incarnation="i0", **settings):
         settings = {"connect_timeout_seconds": LINKED_SECONDS} | settings
-        made.append(LinkManager("Gloo", pod, incarnation, "127.0.0.1", CPU, **settings))
+        made.append(LinkManager(backend, pod, incarnation, "127.0.0.1", CPU, **settings))
         return made[-1]
 
     yield make
@@ -43,11 +55,11 @@ def manager():
 
 
 @pytest.fixture
-def peer():
+def peer(backend):
     made = []
 
     def make(pod, incarnation="i0", **settings):
-        made.append(Peer(pod, incarnation, **settings))
+        made.append(Peer(pod, incarnation, backend=backend, **settings))
         return made[-1]
 
     yield make
@@ -93,9 +105,21 @@ def test_kv_of_a_token_range_arrives_intact_in_another_process_both_ways(manager
     assert all(torch.equal(a, b) for a, b in zip(got, pattern(777, 8), strict=True))
 
 
-def test_pods_with_ipv6_addresses_link_too():
+def test_threads_that_use_a_link_at_once_get_what_was_sent_under_their_tags(manager):
+    one, two = linked(manager("one"), manager("two"))
+    tags = range(20)
+    got = [torch.zeros(100_000 + tag, dtype=torch.int32) for tag in tags]
+    with ThreadPoolExecutor(2 * len(tags)) as threads:
+        moving = [threads.submit(two.recv, got[tag], tag) for tag in reversed(tags)]
+        moving += [threads.submit(one.send, torch.full_like(got[tag], tag), tag) for tag in tags]
+        for each in moving:
+            each.result(DEADLINE_SECONDS)
+    assert all(tensor.eq(tag).all() for tag, tensor in zip(tags, got, strict=True))
+
+
+def test_pods_with_ipv6_addresses_link_too(backend):
     try:
-        one, two = (LinkManager("Gloo", pod, "i0", "::1", CPU) for pod in ("one", "two"))
+        one, two = (LinkManager(backend, pod, "i0", "::1", CPU) for pod in ("one", "two"))
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     first, second = linked(one, two)
@@ -233,6 +257,7 @@ def test_a_new_incarnation_replaces_the_pod_and_the_old_one_is_refused(manager):
             refused()
 
 
+@only_gloo
 def test_a_peer_that_never_comes_fails_at_the_connect_deadline(manager):
     own, absent = manager(connect_timeout_seconds=0.5), manager("zz")
     with pytest.raises(LinkError, match=r"not linked|did not connect|no link"):
@@ -240,6 +265,7 @@ def test_a_peer_that_never_comes_fails_at_the_connect_deadline(manager):
     assert own.failed_epoch("zz", "i0") == 0
 
 
+@only_gloo
 def test_a_waiting_connect_ends_when_the_peer_is_reported_lost(manager):
     own, absent = manager(connect_timeout_seconds=30), manager("zz")
     threading.Timer(0.1, own.notify_lost, ["zz"]).start()
@@ -249,6 +275,7 @@ def test_a_waiting_connect_ends_when_the_peer_is_reported_lost(manager):
     assert time.monotonic() - began < 15
 
 
+@only_gloo
 def test_strangers_on_the_sentinel_port_do_not_become_peers(manager, monkeypatch):
     one, two = manager("one"), manager("two")
     real = socket.create_server
@@ -278,6 +305,7 @@ def test_beyond_max_links_the_idle_one_goes_and_a_held_one_never(manager):
     assert own.epoch_for("p0", "i0", -1) == 1
 
 
+@only_gloo
 def test_reserved_tags_of_two_transfers_do_not_meet(manager):
     link, _ = linked(manager("one"), manager("two"))
     ranges = [range(first, first + n) for n in (3, 1, 5) for first in [link.reserve_tags(n)]]
@@ -303,6 +331,7 @@ def test_links_made_and_closed_leave_no_descriptor_thread_or_store_key(manager):
     assert after[2] <= before[2] + 2
 
 
+@only_gloo
 def test_a_piece_too_large_is_refused_before_it_reaches_the_wire(manager):
     link, _ = linked(manager("one"), manager("two"))
     with pytest.raises(ValueError, match=r"chunks\.split"):
@@ -310,6 +339,7 @@ def test_a_piece_too_large_is_refused_before_it_reaches_the_wire(manager):
     assert not link.dead
 
 
+@only_gloo
 def test_a_piece_on_another_device_is_refused_whatever_the_backend(manager):
     link, _ = linked(manager("one"), manager("two"))
     with pytest.raises(ValueError, match="on cpu, not on meta"):
@@ -340,6 +370,7 @@ def until(condition, seconds=60.0):
         time.sleep(0.01)
 
 
+@only_gloo
 def test_a_connect_thread_that_outlives_its_attempt_fails_liveness(manager, monkeypatch):
     monkeypatch.setattr(NeverConnects, "release", threading.Event())
     monkeypatch.setattr(links, "GlooLink", NeverConnects)

@@ -389,7 +389,7 @@ class RevisionMismatchError(
 class BackendUnavailableError(
     LinkError,
     code="kv_backend_unavailable",
-    remedy="set spec.transfer.kv.backend to Gloo, or install NCCL in the image",
+    remedy="set spec.transfer.kv.backend to Gloo, or install NCCL or NIXL in the image",
 ):
     """This machine cannot run the configured KV backend; trying again does not help."""
 

@@ -299,7 +299,7 @@ SPEC = (
         " || (self.prefill.gpus >= 1 && self.decode.gpus >= 1)",
         holds=_nccl_has_gpus,
         problem="Nccl transfers KV between GPUs, but prefill or decode has gpus: 0",
-        remedy="set transfer.kv.backend: Gloo, or set gpus to at least 1 for both",
+        remedy="set transfer.kv.backend: Gloo or Nixl, or set gpus to at least 1 for both",
     ),
     Rule(
         field="encoder.jobTimeoutSeconds",

@@ -23,7 +23,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mmd_api.contract.errors import LinkError, OverloadedError
-from mmd_workers.kv import nccl, sentinel
+from mmd_workers.kv import nccl, nixl, sentinel
 from mmd_workers.kv.gloo import GlooLink
 from mmd_workers.kv.link import PIECE_BYTES
 
@@ -181,7 +181,7 @@ class LinkManager:
 
     def __init__(
         self,
-        backend: Literal["Gloo", "Nccl"],
+        backend: Literal["Gloo", "Nccl", "Nixl"],
         pod: str,
         incarnation: str,
         host: str,
@@ -193,11 +193,13 @@ class LinkManager:
         """Start the store that peers meet at, on `host` alone and a free port. Links move tensors of `device` alone.
 
         Raises:
-            BackendUnavailableError: the backend cannot run here (NCCL without a CUDA device).
+            BackendUnavailableError: the backend cannot run here (NCCL without a CUDA device, NIXL that is not installed).
             OSError: `host` is not an address of this machine.
         """
         if backend == "Nccl":
             nccl.check_available(device)
+        elif backend == "Nixl":
+            nixl.check_available(device)
         self.device = indexed(device)
         self._backend = backend
         self._self = (pod, incarnation)
@@ -415,6 +417,8 @@ class LinkManager:
         try:
             if self._backend == "Nccl":
                 return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds), sock
+            if self._backend == "Nixl":
+                return nixl.NixlLink(store, rank, self.device, self.chunk_timeout_seconds, seconds), sock
             return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds), sock
         except BaseException:
             sock.close()

@@ -1,6 +1,6 @@
 """Notices at once that the process at the other end of a link has ended: an idle TCP connection next to every link.
 
-The kernel closes it when a process dies, however it dies, while gloo and NCCL may wait on a half-received chunk. It carries
+The kernel closes it when a process dies, however it dies, while gloo, NCCL and NIXL may wait on a half-received chunk. It carries
 nothing but a nonce, and independent of what the link moves.
 """
 

@@ -1,0 +1,115 @@
+"""What a megabyte costs over a KV link on this machine: each backend, its transports, side by side.
+
+    python -m bench.links [--megabytes 400] [--rounds 5]
+
+Two processes with one link; one sends pieces of 4 MB, the other receives them into one buffer. Rounds of the backends take turns, so that
+what drifts on the machine meets all. `nixl` chooses its transport itself (shared memory here), `nixl tcp` may use TCP alone, as between
+nodes without RDMA. CPU time is that of both processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import keep, percentiles
+from mmd_workers.kv.link import PIECE_BYTES
+from mmd_workers.kv.links import LinkManager
+
+PIECE_MEGABYTES = PIECE_BYTES / 2**20
+ROWS: dict[str, tuple[Literal["Gloo", "Nixl"], dict[str, str]]] = {
+    "gloo": ("Gloo", {}),
+    "nixl": ("Nixl", {}),
+    "nixl tcp": ("Nixl", {"UCX_TLS": "tcp"}),
+}
+SECONDS = 60.0
+"""Deadline of a piece and of connecting: what takes longer is a failure."""
+
+
+def end(pipe: Connection, pod: str, row: str, device: str, pieces: int) -> None:
+    """One process: pod `a` sends and reports how long each piece took, `b` receives."""
+    backend, environment = ROWS[row]
+    os.environ |= environment
+    if device != "cpu" and "UCX_TLS" in environment:
+        os.environ["UCX_TLS"] += ",cuda_copy"
+    torch.set_num_threads(1)
+    piece = torch.ones(PIECE_BYTES, dtype=torch.uint8, device=device)
+    manager = LinkManager(backend, pod, "i", "127.0.0.1", piece.device, SECONDS, SECONDS)
+    pipe.send(manager.endpoint)
+    peer = "b" if pod == "a" else "a"
+    link = manager.connect(peer, "i", pipe.recv(), 0)
+    move = link.send if pod == "a" else link.recv
+    move(piece, 0)  # registers memory, and learns what the transport can do
+    busy, took = time.process_time(), []
+    for tag in range(1, pieces + 1):
+        begun = time.monotonic()
+        move(piece, tag)
+        took.append(time.monotonic() - begun)
+    pipe.send((took, time.process_time() - busy))
+    pipe.recv()
+    manager.close()
+
+
+def measure(row: str, device: str, pieces: int) -> tuple[list[float], float]:
+    """Milliseconds a megabyte of every piece, and CPU milliseconds a megabyte of both ends."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for pod in ("a", "b"):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=end, args=(theirs, pod, row, device, pieces), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    endpoints = [pipe.recv() for pipe in pipes]
+    for pipe, peer in zip(pipes, reversed(endpoints), strict=True):
+        pipe.send(peer)
+    results = [pipe.recv() for pipe in pipes]
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join(SECONDS)
+    busy = sum(cpu for _, cpu in results)
+    return [1000 * took / PIECE_MEGABYTES for took in results[0][0]], 1000 * busy / pieces / PIECE_MEGABYTES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=400, help="for each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-report", action="store_true", help="print the table only")
+    options = parser.parse_args()
+    pieces = max(1, round(options.megabytes / PIECE_MEGABYTES))
+    taken: dict[str, list[float]] = {row: [] for row in ROWS}
+    busy: dict[str, list[float]] = {row: [] for row in ROWS}
+    for _ in range(options.rounds):
+        for row in ROWS:
+            pieces_taken, cpu = measure(row, options.device, pieces)
+            taken[row] += pieces_taken
+            busy[row].append(cpu)
+    table = Table("link", "ms per MB, p50", "p90", "p99", "worst", "CPU ms per MB")
+    body: dict[str, Any] = {}
+    for row in ROWS:
+        found = percentiles(taken[row]) | {
+            "worst": max(taken[row]),
+            "cpu": statistics.median(busy[row]),
+        }
+        body[row] = {name: round(value, 4) for name, value in found.items()}
+        table.add_row(row, *(f"{value:.2f}" for value in found.values()))
+    Console().print(table)
+    if not options.no_report:
+        print(keep("links", {"device": options.device, "pieces": pieces, "milliseconds_per_megabyte": body}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""A KV link over NIXL, which drives UCX: InfiniBand or RoCE between nodes that have it, else shared memory and TCP. Host or device memory.
+
+`recv` registers a slot of memory with its peer and announces (tag, slot, bytes); `send` copies its tensor into a slot of its own,
+writes that into the announced one, and NIXL reports the end to the receiver after the last byte. So nothing arrives that nobody
+waits for, and a slot is registered once.
+
+Each side of each link has an agent of its own, and slots that no other link ever uses: UCX without RDMA lets the receiver's
+process copy what arrives, and what is still on its way from an earlier link must find neither freed memory nor another
+link's KV. Agents have no progress thread, which takes a tenth of a core per idle link: those who wait poll.
+
+Bytes over UCX are neither authenticated nor checked on arrival: whoever can reach its ports can write to this process. The
+deployment's NetworkPolicy keeps other pods away from them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from mmd_api.contract.errors import BackendUnavailableError, LinkError
+from mmd_workers.kv.link import PIECE_BYTES
+
+MAX_SLOTS = 4  # of a side: so many pieces move at the same time, the others wait
+MAX_METADATA_BYTES = 64 * 2**10
+_UCX = "UCX"
+_HELLO = b"hello"
+_READY = struct.Struct("!cQQQ")  # tag, address of the slot, bytes; then the slot's metadata when it is new
+_WRITTEN = struct.Struct("!cQQ")  # tag, bytes
+_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 0.00005, 0.002
+_CLOSE_SECONDS = 1.0
+
+Found = TypeVar("Found")
+
+
+def check_available(device: torch.device) -> None:
+    """Raise BackendUnavailableError unless NIXL and its UCX plugin can move memory of `device` here."""
+    try:
+        nixl = _load()
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"NIXL cannot be loaded ({_first_line(error)}); install multimodal-operator[nixl] in the image, or use"
+            " transfer.kv.backend: Gloo"
+        ) from error
+    try:
+        memory_types = _agent(nixl, "check").get_backend_mem_types(_UCX)
+    except _errors(nixl) as error:
+        raise BackendUnavailableError(
+            f"UCX, which NIXL drives, cannot start ({_first_line(error)}); reinstall multimodal-operator[nixl] in"
+            " the image, or use transfer.kv.backend: Gloo"
+        ) from error
+    if f"{_memory_type(device)}_SEG" not in memory_types:
+        raise BackendUnavailableError(
+            f"UCX, which NIXL drives, cannot move memory of {device} here, only {', '.join(memory_types)}; use"
+            " transfer.kv.backend: Gloo"
+        )
+
+
+class _BrokenError(RuntimeError):
+    """Why this link cannot go on."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory that is registered for as long as the link lives."""
+
+    memory: torch.Tensor  # uint8 [PIECE_BYTES]
+    registration: Any
+    announced: bool = False
+
+
+class NixlLink:
+    """One pair of workers over NIXL; see `KvLink`. Several threads may use it at once with different tags."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        device: torch.device,
+        chunk_timeout_seconds: float,
+        connect_timeout_seconds: float,
+    ) -> None:
+        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until bytes have gone both ways.
+
+        Raises:
+            LinkError: the peer did not answer within `connect_timeout_seconds`.
+        """
+        nixl = _load()
+        self._device = device
+        self._chunk_timeout_seconds = chunk_timeout_seconds
+        self._errors = _errors(nixl)
+        self._dead = ""
+        self._lock = threading.Lock()  # of everything below; nobody waits with it
+        self._agent: Any = None
+        self._peer = ""
+        self._slots: list[_Slot] = []
+        self._free: list[_Slot] = []
+        self._ready: dict[int, tuple[int, int]] = {}
+        """Tags that the peer waits for, with the address and bytes of its slot."""
+        self._awaited: dict[int, int] = {}
+        """Tags that we wait for, with their bytes."""
+        self._written: set[int] = set()
+        """Tags that have arrived."""
+        self._writes: dict[int, Any] = {}
+        """Held nowhere else: a handle that outlives the agent keeps its sockets."""
+        self._greeted = False
+        deadline = time.monotonic() + connect_timeout_seconds
+        try:
+            with self._on_device():
+                self._agent = _agent(nixl, f"{rank}-{secrets.token_hex(8)}")
+                self._meet(store, rank, deadline)
+        except self._errors as error:
+            self.close()
+            raise LinkError(
+                f"NIXL could not connect: {_first_line(error)}; offer again at the next epoch"
+            ) from error
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """Send a contiguous tensor; see `KvLink.send`."""
+        content = _bytes_of(tensor)
+        with self._operation("send", tag) as deadline:
+            address, size = self._until(lambda: self._ready.pop(tag, None), deadline)
+            if size != len(content):
+                raise _BrokenError(f"the peer expects {size} bytes, not {len(content)}")
+            slot = self._until(self._take_slot, deadline)
+            slot.memory[:size].copy_(content)
+            self._synchronize()
+            self._until(lambda: self._write(tag, slot, address, size), deadline)
+            with self._lock:
+                self._free.append(slot)
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> None:
+        """Receive into a contiguous tensor; see `KvLink.recv`."""
+        content = _bytes_of(tensor)
+        with self._operation("recv", tag) as deadline:
+            slot = self._until(self._take_slot, deadline)
+            self._until(lambda: self._announce(tag, slot, len(content)), deadline)
+            self._until(lambda: self._take_written(tag), deadline)
+            content.copy_(slot.memory[: len(content)])
+            self._synchronize()  # before the next write into this slot
+            with self._lock:
+                self._free.append(slot)
+
+    def abort(self, reason: str) -> None:
+        """Release every caller with a LinkError and refuse further operations; never blocks."""
+        self._dead = self._dead or reason
+
+    def close(self) -> None:
+        """Cancel what is in flight and free the agent and its memory, waiting at most a second for it; idempotent."""
+        self.abort("the link was closed")
+        closing = threading.Thread(target=self._free_agent, name="kv-nixl-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+    def _meet(self, store: Store, rank: int, deadline: float) -> None:
+        """Exchange addresses, then a message each way: how UCX connects is settled here and not in the first chunk."""
+        own, peers = f"nixl-{rank}", f"nixl-{1 - rank}"
+        metadata = self._agent.get_agent_metadata().hex()
+        store.set(own, f"{_memory_type(self._device)} {self._device.index or 0} {metadata}")
+        memory_type, index, metadata = store.get(peers).decode().split(" ")
+        self._peer_memory = memory_type, int(index)
+        self._peer = self._agent.add_remote_agent(bytes.fromhex(metadata)).decode()
+        self._agent.send_notif(self._peer, _HELLO)
+        self._until(lambda: self._greeted or None, deadline)
+        store.set(f"{own}-greeted", "")  # the peer may still need us to poll until it has this
+        self._until(lambda: store.check([f"{peers}-greeted"]) or None, deadline)
+
+    def _free_agent(self) -> None:
+        with self._lock, self._on_device(), suppress(*self._errors):
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            slots, self._slots, self._free = self._slots, [], []
+            while self._writes:
+                with suppress(*self._errors):
+                    self._writes.popitem()[1].release()
+            for slot in slots:
+                with suppress(*self._errors):
+                    agent.deregister_memory(slot.registration, [_UCX])
+            del agent  # ends what comes in; only then may the memory go
+
+    @contextmanager
+    def _operation(self, verb: str, tag: int) -> Iterator[float]:
+        """The deadline of one operation; whatever goes wrong in it ends the link."""
+        if self._dead:
+            raise LinkError(f"NIXL link is dead: {self._dead}; offer again at the next epoch")
+        try:
+            with self._on_device():
+                yield time.monotonic() + self._chunk_timeout_seconds
+        except self._errors as error:
+            self.abort(_first_line(error))
+            raise LinkError(
+                f"NIXL {verb} of tag {tag} failed: {self._dead}; offer again at the next epoch"
+            ) from error
+
+    def _until(self, poll: Callable[[], Found | None], deadline: float) -> Found:
+        """What `poll` returns once that is not None. Called with the lock held, after reading what the peer sent."""
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                if self._dead:
+                    raise _BrokenError(self._dead)
+                self._read_notifications()
+                if (found := poll()) is not None:
+                    return found
+            now = time.monotonic()
+            if now > deadline:
+                raise _BrokenError("deadline exceeded")
+            time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
+
+    def _read_notifications(self) -> None:
+        for message in self._agent.get_new_notifs().get(self._peer, ()):
+            kind = message[:1]
+            if message == _HELLO and not self._greeted:
+                self._greeted = True
+            elif kind == b"R" and _READY.size <= len(message) <= _READY.size + MAX_METADATA_BYTES:
+                _, tag, address, size = _READY.unpack_from(message)
+                self._note_ready(tag, address, size, message[_READY.size :])
+            elif kind == b"W" and len(message) == _WRITTEN.size:
+                _, tag, size = _WRITTEN.unpack(message)
+                self._note_written(tag, size)
+            else:
+                raise _BrokenError(f"the peer sent an unknown message of {len(message)} bytes")
+
+    def _note_ready(self, tag: int, address: int, size: int, metadata: bytes) -> None:
+        if tag in self._ready or len(self._ready) == MAX_SLOTS:
+            raise _BrokenError(f"the peer announced too many slots, the last for tag {tag}")
+        if size > PIECE_BYTES:
+            raise _BrokenError(
+                f"the peer expects {size} bytes for tag {tag}, and a piece has {PIECE_BYTES} at most"
+            )
+        if metadata and self._agent.add_remote_agent(metadata).decode() != self._peer:
+            raise _BrokenError("the peer announced a slot of another agent")
+        self._ready[tag] = (address, size)
+
+    def _note_written(self, tag: int, size: int) -> None:
+        if self._awaited.pop(tag, None) != size:
+            raise _BrokenError(f"the peer wrote {size} bytes for tag {tag}, which were not awaited")
+        self._written.add(tag)
+
+    def _take_slot(self) -> _Slot | None:
+        if self._free:
+            return self._free.pop()
+        if len(self._slots) == MAX_SLOTS:
+            return None
+        memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=self._device)
+        slot = _Slot(memory, self._agent.register_memory(memory, backends=[_UCX]))
+        self._slots.append(slot)
+        return slot
+
+    def _announce(self, tag: int, slot: _Slot, size: int) -> bool:
+        if tag in self._awaited or tag in self._written:
+            raise _BrokenError("another thread receives it")
+        metadata = b""
+        if not slot.announced:
+            metadata = self._agent.get_partial_agent_metadata(slot.registration, False, [_UCX])
+            slot.announced = True
+        self._awaited[tag] = size
+        message = _READY.pack(b"R", tag, slot.memory.data_ptr(), size) + metadata
+        self._agent.send_notif(self._peer, message)
+        return True
+
+    def _take_written(self, tag: int) -> bool | None:
+        if tag not in self._written:
+            return None
+        self._written.remove(tag)
+        return True
+
+    def _write(self, tag: int, slot: _Slot, address: int, size: int) -> bool | None:
+        """Write the slot to the peer, and report it, in as many calls as it takes; True once it has arrived."""
+        agent = self._agent
+        if tag not in self._writes:
+            local = agent.get_xfer_descs(slot.memory[:size])
+            remote = agent.get_xfer_descs([(address, size, self._peer_memory[1])], self._peer_memory[0])
+            message = _WRITTEN.pack(b"W", tag, size)
+            self._writes[tag] = agent.initialize_xfer("WRITE", local, remote, self._peer, message, [_UCX])
+            state = agent.transfer(self._writes[tag])
+        else:
+            state = agent.check_xfer_state(self._writes[tag])
+        if state == "PROC":
+            return None
+        if state != "DONE":
+            raise _BrokenError("the write failed")
+        self._writes.pop(tag).release()
+        return True
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """UCX takes the current CUDA device of the calling thread."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _synchronize(self) -> None:
+        """Wait for the copies that this thread has queued: UCX knows no streams."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _load() -> ModuleType:
+    """The package that was built for torch's version of CUDA. Raises ImportError."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    return importlib.import_module(f"nixl_cu{(torch.version.cuda or '13').partition('.')[0]}._api")
+
+
+def _agent(nixl: ModuleType, name: str) -> Any:
+    config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+    agent = nixl.nixl_agent(name, config)
+    agent.create_backend(_UCX)
+    return agent
+
+
+def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
+    """What NIXL raises: types of its own without a common base, and what its bindings make of C++'s."""
+    kinds = (kind for kind in vars(nixl.nixlBind).values() if isinstance(kind, type))
+    return (RuntimeError, ValueError, *(kind for kind in kinds if issubclass(kind, Exception)))
+
+
+def _memory_type(device: torch.device) -> str:
+    return "VRAM" if device.type == "cuda" else "DRAM"
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    """The message of an error, bounded."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
