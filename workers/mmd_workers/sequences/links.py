@@ -21,7 +21,7 @@ class KvLinks(Part):
 
     def __init__(self, pod: Pod, device: torch.device) -> None:
         self._pod = pod
-        self._device = device_of_kv(pod, device)
+        self._device = device
         self._manager: LinkManager | None = None
 
     @property
@@ -38,7 +38,7 @@ class KvLinks(Part):
             settings.pod,
             settings.incarnation,
             settings.pod_ip,
-            self._device,
+            device_of_kv(self._pod, self._device),
             chunk_timeout_seconds=kv.chunk_timeout_milliseconds / 1000,
         )
         self._pod.directory.on_event(self._peer_event)
