@@ -65,6 +65,7 @@ def pod_of(
     moves: bool | None = None,
     adapters: dict[str, Path] | None = None,
     member: Member | None = None,
+    kv_backend: str = "Gloo",
 ) -> Pod:
     """A pod that serves a checkpoint. `vllm`: settings of vLLM. `moves`: whether its KV moves to or from others, as it does by default
     without such settings. `adapters`: LoRA by name. `member`: of a replica that spans pods."""
@@ -83,7 +84,7 @@ def pod_of(
             "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
             "engine": {"type": "VLLM", "adapters": loras, **kv} | ({} if vllm is None else {"decode": vllm}),
             "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
-            "transfer": {"kv": {"backend": "Gloo"}},
+            "transfer": {"kv": {"backend": kv_backend}},
             **layout,
         }
     )

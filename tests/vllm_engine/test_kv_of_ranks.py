@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from mmd_api.contract.errors import EngineDeadError, UnsupportedModelError
 from mmd_workers.model.prompt import KvLayout
+from mmd_workers.sequences.links import device_of_kv
 from mmd_workers.vllm_engine import kv_of_ranks
 from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.kv_of_ranks import KvShare, RankedKv
@@ -151,3 +153,14 @@ def test_layers_that_differ_in_their_data_type_are_refused() -> None:
     layers = {"a": Backend(torch.bfloat16, 1), "b": Backend(torch.float8_e4m3fn, 1)}
     with pytest.raises(UnsupportedModelError, match="bfloat16, uint8"):
         _ = PagedKv(layers, cores.BLOCK).layout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "device"),
+    [(1, "Gloo", "cuda"), (2, "Gloo", "cpu"), (2, "Nixl", "cuda")],
+)
+def test_kv_of_ranks_stays_in_the_memory_of_the_host_where_gloo_takes_it_from_there(
+    ranks: int, backend: str, device: str, tmp_path: Path
+) -> None:
+    pod = cores.pod_of(tmp_path, vllm={"tensorParallelSize": ranks}, moves=True, kv_backend=backend)
+    assert device_of_kv(pod, torch.device("cuda")).type == device
