@@ -114,7 +114,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 HOW = [
     ("two ranks", "E-PD"),
-    ("two ranks", "EP-D"),
     ("drafts", "E-P-D"),
     ("short steps", "E-PD"),
 ]
