@@ -27,11 +27,10 @@ from transformers import AutoConfig
 
 from bench.layouts import LAYOUTS, resource
 from bench.report import keep, percentiles
-from bench.versus_vllm import MODEL, write_models
+from bench.versus_vllm import MODEL, WORDS, write_models
 from mmd_cli.local import up
 
 PHASES = ("prefill", "hand-over")
-WORDS = ["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"]
 console = Console(width=120)
 
 

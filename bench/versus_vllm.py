@@ -51,6 +51,7 @@ SIZE = random_model.Size(
     vision_layers=6,
     image_pixels=224,
 )
+WORDS = ["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"]
 PORT = 18731
 START_SECONDS = 600.0
 OURS = {
@@ -72,10 +73,9 @@ class Load:
     def requests(self, count: int, seed: int) -> list[Request]:
         """The same for the same seed."""
         rng = np.random.default_rng([seed, *self.name.encode()])
-        words = ["red", "green", "blue", "circle", "square", "left", "right", "tone", "video"]
         return [
             Request(
-                f"Request {seed} {number}: {' '.join(rng.choice(words, 8))}. Describe it.",
+                f"Request {seed} {number}: {' '.join(rng.choice(WORDS, 8))}. Describe it.",
                 self.images(rng, number),
             )
             for number in range(count)

@@ -54,7 +54,7 @@ def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     Raises:
         LinkError: a tensor is not contiguous.
     """
-    flat = [_bytes_of(tensor) for tensor in tensors]
+    flat = [bytes_of(tensor) for tensor in tensors]
     for segments in _plan(tuple(part.numel() for part in flat)):
         parts = [flat[layer][start:stop] for layer, start, stop in segments]
         yield parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -81,7 +81,7 @@ def recv_range(
     Raises LinkError as `KvLink.recv`.
     """
     buffer, tensors = _empty(layout, num_tokens, device)
-    for tag, piece in enumerate(torch.split(_bytes_of(buffer), PIECE_BYTES), first_tag):
+    for tag, piece in enumerate(torch.split(bytes_of(buffer), PIECE_BYTES), first_tag):
         if piece.numel():
             link.recv(piece, tag)
     return tensors
@@ -116,7 +116,8 @@ def _plan(sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...
     return tuple(pieces)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor as uint8. Raises LinkError for another one."""
     if not tensor.is_contiguous():
         raise LinkError(
             f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; call `contiguous()` first"

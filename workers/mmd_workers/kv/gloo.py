@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from mmd_api.contract.errors import LinkError
+from mmd_workers.kv.link import first_line
 
 MAX_OPERATIONS = 32  # at the same time on one link
 
@@ -55,7 +56,7 @@ class GlooLink:
             self._group: Any = gloo(store, rank, 2, options)
         except RuntimeError as error:
             raise LinkError(
-                f"gloo could not connect: {_first_line(error)}; offer again at the next epoch"
+                f"gloo could not connect: {first_line(error)}; offer again at the next epoch"
             ) from error
         self._threads = ThreadPoolExecutor(MAX_OPERATIONS, "kv-gloo")
 
@@ -110,7 +111,7 @@ class GlooLink:
         try:
             done = operation().wait(self._chunk_timeout)
         except RuntimeError as error:
-            failure = f"gloo {verb} of tag {tag} failed: {_first_line(error)}; offer again at the next epoch"
+            failure = f"gloo {verb} of tag {tag} failed: {first_line(error)}; offer again at the next epoch"
             _settle(outcome, LinkError(failure))
             return
         _settle(outcome, None if done else LinkError(f"gloo {verb} of tag {tag} was aborted; offer again"))
@@ -125,9 +126,3 @@ def _settle(outcome: Future[None], error: LinkError | None) -> None:
             outcome.set_exception(error)
     except InvalidStateError:
         return
-
-
-def _first_line(error: BaseException) -> str:
-    """The message of a torch error, bounded, without the C++ stack below it."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -28,3 +28,9 @@ class KvLink(Protocol):
     def close(self) -> None:
         """Free the pair; idempotent, never blocks for longer than a second."""
         ...
+
+
+def first_line(error: BaseException) -> str:
+    """The message of a backend's error, bounded, without the C++ stack below it."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

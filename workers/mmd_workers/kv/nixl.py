@@ -30,7 +30,8 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from mmd_api.contract.errors import BackendUnavailableError, LinkError
-from mmd_workers.kv.link import PIECE_BYTES
+from mmd_workers.kv.chunks import bytes_of
+from mmd_workers.kv.link import PIECE_BYTES, first_line
 
 MAX_SLOTS = 4  # of a side: so many pieces move at the same time, the others wait
 MAX_METADATA_BYTES = 64 * 2**10
@@ -50,14 +51,14 @@ def check_available(device: torch.device) -> None:
         nixl = _load()
     except ImportError as error:
         raise BackendUnavailableError(
-            f"NIXL cannot be loaded ({_first_line(error)}); install multimodal-operator[nixl] in the image, or use"
+            f"NIXL cannot be loaded ({first_line(error)}); install multimodal-operator[nixl] in the image, or use"
             " transfer.kv.backend: Gloo"
         ) from error
     try:
         memory_types = _agent(nixl, "check").get_backend_mem_types(_UCX)
     except _errors(nixl) as error:
         raise BackendUnavailableError(
-            f"UCX, which NIXL drives, cannot start ({_first_line(error)}); reinstall multimodal-operator[nixl] in"
+            f"UCX, which NIXL drives, cannot start ({first_line(error)}); reinstall multimodal-operator[nixl] in"
             " the image, or use transfer.kv.backend: Gloo"
         ) from error
     if f"{_memory_type(device)}_SEG" not in memory_types:
@@ -123,12 +124,12 @@ class NixlLink:
         except self._errors as error:
             self.close()
             raise LinkError(
-                f"NIXL could not connect: {_first_line(error)}; offer again at the next epoch"
+                f"NIXL could not connect: {first_line(error)}; offer again at the next epoch"
             ) from error
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         """Send a contiguous tensor; see `KvLink.send`."""
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         with self._operation("send", tag) as deadline:
             address, size = self._until(lambda: self._ready.pop(tag, None), deadline)
             if size != len(content):
@@ -142,7 +143,7 @@ class NixlLink:
 
     def recv(self, tensor: torch.Tensor, tag: int) -> None:
         """Receive into a contiguous tensor; see `KvLink.recv`."""
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         with self._operation("recv", tag) as deadline:
             slot = self._until(self._take_slot, deadline)
             self._until(lambda: self._announce(tag, slot, len(content)), deadline)
@@ -199,7 +200,7 @@ class NixlLink:
             with self._on_device():
                 yield time.monotonic() + self._chunk_timeout_seconds
         except self._errors as error:
-            self.abort(_first_line(error))
+            self.abort(first_line(error))
             raise LinkError(
                 f"NIXL {verb} of tag {tag} failed: {self._dead}; offer again at the next epoch"
             ) from error
@@ -326,13 +327,3 @@ def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
 
 def _memory_type(device: torch.device) -> str:
     return "VRAM" if device.type == "cuda" else "DRAM"
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    """The message of an error, bounded."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -7,12 +7,13 @@ What moves passes through the memory of the pod's main process, a bounded number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
 
 from mmd_api.contract.errors import EngineDeadError, UnsupportedModelError
+from mmd_workers.kv.chunks import empty_range
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.vllm_engine.kv import PagedKv, one_dtype
 from mmd_workers.vllm_engine.reasons import reason
@@ -103,12 +104,11 @@ class RankedKv:
         """`device`: where what is read goes."""
         self._executor, self._device = executor, device
         places: list[Place] = self._call("open_kv", block_tokens)
-        self._stages = [
-            [rank for rank, place in enumerate(places) if place.stage == stage and place.first]
-            for stage in sorted({place.stage for place in places})
-        ]
-        for ranks in self._stages:
-            ranks.sort(key=lambda rank: places[rank].number)
+        owners = sorted(
+            (rank for rank, place in enumerate(places) if place.first),
+            key=lambda rank: (places[rank].stage, places[rank].number),
+        )
+        self._stages = [list(ranks) for _, ranks in groupby(owners, lambda rank: places[rank].stage)]
         layouts = [places[ranks[0]].layout for ranks in self._stages]
         self._layers = [layout.num_layers for layout in layouts]
         self.layout = KvLayout(
@@ -121,12 +121,7 @@ class RankedKv:
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
         """As `Kv.read`."""
-        read = [
-            torch.empty(
-                2, end - start, heads, dim, dtype=getattr(torch, self.layout.dtype), device=self._device
-            )
-            for heads, dim in zip(self.layout.num_kv_heads, self.layout.head_dim, strict=True)
-        ]
+        read = empty_range(self.layout, end - start, self._device)
         for first in range(start, end, self._call_tokens):
             last = min(end, first + self._call_tokens)
             found = self._call("read_kv", block_ids, first, last)
