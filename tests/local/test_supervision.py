@@ -69,7 +69,12 @@ class Up:
         return False
 
     def ask(self) -> str:
-        body = {"model": "builtin/demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+        body = {
+            "model": "builtin/demo",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["message"]["content"])

@@ -169,6 +169,6 @@ class TestServed:
                 *("--hours", "0.02", "-o", str(page), "--json"),
             )
             figures = json.loads(said)["figures"]
-            assert float(figures["requests"]) > 5
+            assert float(figures["requests"]) >= 5  # rounded
             assert figures["lost"] == "0"
             assert page.read_text().count("<svg") == 4

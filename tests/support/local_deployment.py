@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ import httpx
 import openai
 import yaml
 
+from mmd_api.contract.errors import PeerLostError
 from mmd_api.contract.subjects import USERS, previous_of
 from mmd_cli.client import media_part
 from mmd_cli.local import up
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample
 from mmd_operator.resources.nats import PASSWORD_PREFIX
+from mmd_workers.wire.server import START_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
+STOP_SECONDS = 120.0
+NATS_STARTS = 5
 
 
 class Deployment:
@@ -46,16 +51,15 @@ class Deployment:
     def __enter__(self) -> Deployment:
         self._thread.start()
         if not self._ready.wait(READY_SECONDS) or self._error is not None:
-            said = "\n".join(f"{pod} {line}" for pod, line in list(self.lines)[-40:])
-            raise RuntimeError(f"the deployment did not start: {self._error}\n{said}")
+            raise RuntimeError(f"the deployment did not start: {self._error}; {self._last_lines()}")
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._loop is not None
         assert self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the deployment did not stop"
+        self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive(), f"the deployment did not stop; {self._last_lines()}"
 
     def _main(self) -> None:
         try:
@@ -109,7 +113,16 @@ class Deployment:
         try:
             yield
         finally:
-            self._on_the_thread_that_lasts(self.local.nats.start)
+            self._on_the_thread_that_lasts(self._start_nats)
+
+    def _start_nats(self) -> None:
+        """As `mmd up` does: more than once, because on loopback a client that tries to connect may hold the port for a moment."""
+        for _ in range(NATS_STARTS - 1):
+            with suppress(PeerLostError):
+                self.local.nats.start()
+                return
+            time.sleep(1)
+        self.local.nats.start()
 
     def restart_nats(self) -> None:
         """Kill the message server and start it again."""
@@ -137,9 +150,19 @@ class Deployment:
 
     def _on_the_thread_that_lasts(self, work: Callable[[], object]) -> None:
         assert self._loop is not None
-        done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
-        assert done.wait(30), "the deployment's thread does not respond"
+        done = Future[object]()
+
+        def on_the_loop() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(on_the_loop)
+        done.result(NATS_STARTS * (START_SECONDS + 5))
+
+    def _last_lines(self) -> str:
+        return "\n".join(["it printed:", *(f"{pod} {line}" for pod, line in list(self.lines)[-40:])])
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """What the pod says of itself."""
