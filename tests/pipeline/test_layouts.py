@@ -114,7 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 HOW = [
     ("two ranks", "E-PD"),
-    ("drafts", "E-P-D"),
+    ("drafts", "EP-D"),
     ("short steps", "E-PD"),
 ]
 
