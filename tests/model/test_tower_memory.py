@@ -28,6 +28,8 @@ from mmd_workers.model.encoder import HfEncoderModel, load_encoder
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from tests.support import model_zoo as zoo
 
+from .cases import small_media
+
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ARCHITECTURES = [arch for arch, modalities in zoo.MODALITIES.items() if modalities]
@@ -75,7 +77,7 @@ def test_the_estimate_covers_the_batches_that_can_come(
 ) -> None:
     """Few large media, and many small ones: a tower that pads sounds needs more for these."""
     model = load_encoder(ModelSpec(id=str(checkpoint(arch)), dtype="Float32"), CPU)
-    policy, batching = _limits(), EncoderBatching(max_items=4, max_work=4096)
+    policy, batching = small_media(), EncoderBatching(max_items=4, max_work=4096)
     most = 0
     for modality in sorted(model.modalities):
         frontend = model.frontend(policy)
@@ -92,11 +94,30 @@ def test_the_estimate_covers_the_batches_that_can_come(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen3_vl", "llava"])
+def test_a_batch_of_media_of_some_size_has_the_most_work_that_any_can_have(
+    arch: str, checkpoint: Checkpoint
+) -> None:
+    """More than the largest medium alone, which leaves room in its batch for less than another."""
+    model = load_encoder(ModelSpec(id=str(checkpoint(arch)), dtype="Float32"), CPU)
+    policy, frontend = small_media(), model.frontend(small_media())
+    for modality in sorted(model.modalities):
+        large = profile.largest(model, frontend, policy, modality)
+        batching = EncoderBatching(max_items=4, max_work=large.work * 7 // 4)
+        full = profile.fullest(model, frontend, policy, modality, large, batching)
+        items = profile.most_items(full.work, batching)
+        assert items * full.work <= batching.max_work
+        if arch == "llava":  # makes the same of every image
+            assert full.work == large.work
+        else:
+            assert items * full.work > 0.8 * batching.max_work
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_plan_needs_no_weights_to_know_what_a_worker_measures(arch: str, checkpoint: Checkpoint) -> None:
     spec = _demo(str(checkpoint(arch)))
-    gateway = spec.gateway.model_copy(update={"media": _limits()})
+    gateway = spec.gateway.model_copy(update={"media": small_media()})
     spec = spec.model_copy(update={"gateway": gateway})
     model = load_encoder(spec.model, CPU)
     planned = plan_memory.plan(spec, {}).pools[0]
@@ -284,16 +305,6 @@ def _live_bytes(model: HfEncoderModel, blank: profile._Blank, batching: EncoderB
     with profile.LiveBytes() as live:
         model.encode([blank.medium] * profile.most_items(blank.work, batching))
     return int(live.peak)
-
-
-def _limits() -> MediaPolicy:
-    """Such that the largest media are run in a moment."""
-    policy = MediaPolicy()
-    return MediaPolicy(
-        image=policy.image.model_copy(update={"max_pixels": 500_000}),
-        video=policy.video.model_copy(update={"max_frames": 16}),
-        audio=policy.audio.model_copy(update={"max_duration_seconds": 30, "too_long": "Truncate"}),
-    )
 
 
 def _demo(model: str) -> MultimodalDeploymentSpec:

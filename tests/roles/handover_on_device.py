@@ -27,6 +27,7 @@ from mmd_workers.sequences.native import NativeEngine
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, Placed, RequestFailed, Sampling, TokenBatch
 from tests.support import strict_device
+from tests.support.devices import DEVICE, ON_GPU
 from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of
 
 LENGTHS = (5, 90, 33)
@@ -105,7 +106,7 @@ async def prefill_pod(bus: Bus, device: torch.device) -> Pod:
 
 
 async def main(url: str) -> dict[str, object]:
-    device = strict_device.install()
+    device = DEVICE if ON_GPU else strict_device.install()
     subjects = Subjects("test", "device", "r1")
     buses = [await Bus.connect(url, name, subjects) for name in ("decode-0", "prefill-0", "gateway-0")]
     gateway = buses[2]

@@ -1,7 +1,7 @@
 """KV goes from the prefill's pool to the decoder's without passing a tensor of another device to anybody.
 
-This machine needs no GPU: the device is a backend in Python (tests/support/strict_device.py) that refuses to mix with host memory,
-as CUDA does, and links refuse tensors of other devices whatever their backend.
+Without a GPU (tests/support/devices.py) the device is a backend in Python (tests/support/strict_device.py) that refuses to mix with
+host memory, as CUDA does, and links refuse tensors of other devices whatever their backend.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from mmd_workers.wire.server import NatsServer
+from tests.support.devices import DEVICE, ON_GPU
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,5 +29,5 @@ def test_kv_moves_between_pools_on_a_device_and_the_output_equals_generate(nats_
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
     assert seen["failures"] == []
-    assert seen["devices"] == ["strict:0"]
+    assert seen["devices"] == [str(DEVICE) if ON_GPU else "strict:0"]
     assert seen["tokens"] == seen["expected"]

@@ -12,6 +12,7 @@ from mmd_api.contract.errors import CountMismatchError
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
 from mmd_workers.model.prompt import Feature, KvLayout, LoweredPrompt
+from tests.support.devices import DEVICE
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
@@ -45,7 +46,7 @@ def vary(model: torch.nn.Module, embedding_std: float = 1.0, std: float = 0.15) 
     model.eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model
+    return model.to(DEVICE)
 
 
 def llama() -> torch.nn.Module:
@@ -125,7 +126,7 @@ class TextModel:
         del prompt.missing[medium]
 
     def embed(self, token_ids: torch.Tensor):
-        return self.decoder.get_input_embeddings()(token_ids), {}
+        return self.decoder.get_input_embeddings()(token_ids.to(self.device)), {}
 
     def forward(self, embeds, positions, extras) -> torch.Tensor:
         ids = positions[:, None] if self.position_axes > 1 else positions
@@ -168,7 +169,7 @@ def text_input(model, name: str, token_ids: list[int], max_tokens: int, **more) 
 @torch.inference_mode()
 def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int) -> list[int]:
     """What `generate` of an untouched model says."""
-    ids = torch.tensor([token_ids])
+    ids = torch.tensor([token_ids], device=full.device)
     out = full.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
     )

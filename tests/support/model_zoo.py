@@ -23,6 +23,7 @@ from mmd_workers.model.language import HfLanguageModel, load_language_model
 from mmd_workers.model.prompt import LoweredPrompt, PromptLayout
 from mmd_workers.model.roles import architecture_class
 from mmd_workers.model.source import load_config
+from tests.support.devices import DEVICE
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 12
@@ -127,14 +128,14 @@ def serve(folder: Path, policy: MediaPolicy | None = None) -> Served:
     spec = ModelSpec(id=str(folder), dtype="Float32")
     config = load_config(folder)
     frontend = load_frontend(spec, policy or MediaPolicy())
-    whole = architecture_class(config).from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    whole = architecture_class(config).from_pretrained(folder, config=config, dtype=torch.float32)
     return Served(
         folder,
         frontend,
-        load_encoder(spec, CPU) if frontend.modalities else None,
-        load_language_model(spec, CPU),
+        load_encoder(spec, DEVICE) if frontend.modalities else None,
+        load_language_model(spec, DEVICE),
         transformers.AutoProcessor.from_pretrained(folder),
-        whole,
+        whole.eval().to(DEVICE),
     )
 
 
@@ -219,6 +220,7 @@ def generate(served: Served, inputs: dict[str, Any], tokens: int = NEW_TOKENS) -
     base = served.model.base_model
     if hasattr(base, "rope_deltas"):
         base.rope_deltas = None
+    inputs = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     with torch.no_grad():
         out = served.model.generate(
             **inputs,
@@ -265,8 +267,8 @@ def greedy(served: Served, prompt: LoweredPrompt, tokens: int = NEW_TOKENS) -> l
         scores = language.logits(hidden[-1:])
         scores[:, banned] = float("-inf")
         out.append(int(scores.argmax()))
-        embeds, extras = language.embed(torch.tensor([out[-1]]))
-        positions = torch.full((language.position_axes, 1), prompt.next_position + step)
+        embeds, extras = language.embed(torch.tensor([out[-1]], device=DEVICE))
+        positions = torch.full((language.position_axes, 1), prompt.next_position + step, device=DEVICE)
         mask = None
     return out
 
@@ -281,9 +283,9 @@ def _mask(served: Served, prompt: LoweredPrompt) -> Any:
     for start, end in prompt.atomic_ranges:
         seen[start:end, start:end] = True
     text = served.model.config.get_text_config()
-    full = torch.zeros(tokens, tokens).masked_fill(~seen, float("-inf"))[None, None]
+    full = torch.zeros(tokens, tokens).masked_fill(~seen, float("-inf"))[None, None].to(DEVICE)
     if not getattr(text, "layer_types", None) or "sliding_attention" not in text.layer_types:
         return full
     near = rows - columns < text.sliding_window
-    sliding = torch.zeros(tokens, tokens).masked_fill(~(seen & near), float("-inf"))[None, None]
+    sliding = torch.zeros(tokens, tokens).masked_fill(~(seen & near), float("-inf"))[None, None].to(DEVICE)
     return {"full_attention": full, "sliding_attention": sliding}

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -27,6 +28,7 @@ from mmd_workers.model.prompt import ProcessedMedium
 log = logging.getLogger(__name__)
 
 SMALL_SIDE, SMALL_FRAMES, SMALL_SECONDS, SMALL_FPS = 112, 2, 1.0, 2.0
+FULLEST_TRIES = 6
 SHAPES = (1.0, 4 / 3, 3 / 2, 2.0)
 """Aspect ratios among which the largest image is sought: models that cut tiles cut fewer from a square."""
 
@@ -116,7 +118,12 @@ def _of_modality(
         return estimated(model, frontend, modality, large, batching)
     run, least = partial(_bytes_on_gpu, model), small(model, frontend, modality, 1)
     media = from_largest(model, frontend, policy, modality)
-    num_bytes = max(measured(run, media, batching), measured(run, [least], batching))
+    large = next(media)
+    full = fullest(model, frontend, policy, modality, large, batching)
+    others = [least] if full is large else [full, least]
+    num_bytes = max(
+        measured(run, each, batching) for each in (chain([large], media), *([one] for one in others))
+    )
     if not num_bytes:
         free, total = (number // MEBIBYTE for number in torch.cuda.mem_get_info(model.device))
         raise MemoryBudgetError(
@@ -216,15 +223,9 @@ def from_largest(
     model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality
 ) -> Iterator[_Blank]:
     """The largest medium, then ever smaller ones, each with at most three quarters of the work of the one before."""
-    if modality == "audio":
-        factor = policy.audio.max_duration_seconds / SMALL_SECONDS
-    else:
-        factor = policy.image.max_pixels / SMALL_SIDE**2
-        if modality == "video":
-            factor *= max(1, policy.video.max_frames / SMALL_FRAMES)
     blank = largest(model, frontend, policy, modality)
     yield blank
-    for halvings in range(1, math.ceil(math.log2(max(1.0, factor)))):
+    for halvings in range(1, math.ceil(_halvings(policy, modality))):
         smaller = largest(model, frontend, policy, modality, halvings)
         if 4 * smaller.work <= 3 * blank.work:  # else the processor makes nearly the same of both
             blank = smaller
@@ -234,20 +235,32 @@ def from_largest(
         yield least
 
 
+def _halvings(policy: MediaPolicy, modality: Modality) -> float:
+    """How often the largest medium can be halved until it is a small one."""
+    if modality == "audio":
+        factor = policy.audio.max_duration_seconds / SMALL_SECONDS
+    else:
+        factor = policy.image.max_pixels / SMALL_SIDE**2
+        if modality == "video":
+            factor *= max(1, policy.video.max_frames / SMALL_FRAMES)
+    return math.log2(max(1.0, factor))
+
+
 def largest(
-    model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality, halvings: int = 0
+    model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality, halvings: float = 0
 ) -> _Blank:
     """The medium within the limits that makes the tower work most; its size (of a video: all frames together) is halved `halvings` times.
 
     Raises:
         UnsupportedInputError: the model takes none of the shapes that were tried.
     """
-    video, pixels = policy.video, policy.image.max_pixels >> halvings
+    video, part = policy.video, 2.0**-halvings
+    pixels = int(policy.image.max_pixels * part)
     if modality == "audio":
-        return _blank(model, frontend, _sound(policy.audio.max_duration_seconds / 2**halvings))
+        return _blank(model, frontend, _sound(policy.audio.max_duration_seconds * part))
     if modality == "video":
-        frames = max(min(SMALL_FRAMES, video.max_frames), video.max_frames >> halvings)
-        pixels = (policy.image.max_pixels * video.max_frames >> halvings) // frames
+        frames = max(min(SMALL_FRAMES, video.max_frames), int(video.max_frames * part))
+        pixels = int(policy.image.max_pixels * video.max_frames * part) // frames
         info = _picture("video", pixels, 1.0, frames, video.frames_per_second_milli / 1000)
         return _blank(model, frontend, info)
     found, refused = [], None
@@ -259,6 +272,33 @@ def largest(
     if not found and refused is not None:
         raise refused
     return max(found, key=lambda blank: blank.work)
+
+
+def fullest(
+    model: EncoderModel,
+    frontend: Frontend,
+    policy: MediaPolicy,
+    modality: Modality,
+    large: _Blank,
+    batching: EncoderBatching,
+) -> _Blank:
+    """A medium of such a size that no batch has more work than a batch of it: where one of the largest leaves room for less than another,
+    several of medium size have more.
+    """
+    items = math.ceil(min(batching.max_work, batching.max_items * large.work) / large.work)
+    found, more, fewer = [large], 0.0, _halvings(policy, modality)
+    for _ in range(FULLEST_TRIES if items > 1 else 0):
+        halvings = (more + fewer) / 2
+        try:
+            found.append(largest(model, frontend, policy, modality, halvings))
+        except UnsupportedInputError:  # too small for this model
+            fewer = halvings
+            continue
+        if most_items(found[-1].work, batching) < items:
+            more = halvings
+        else:
+            fewer = halvings
+    return max(found, key=lambda blank: blank.work * most_items(blank.work, batching))
 
 
 def small(model: EncoderModel, frontend: Frontend, modality: Modality, times: int) -> _Blank:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -24,7 +26,10 @@ from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
 from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
+FLASH_BLOCK_TOKENS = 256  # PyTorch's paged FlashAttention takes multiples of this
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+log = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
@@ -206,7 +211,7 @@ def varlen_kernel(
         batch.pool.keys[layer],
         batch.pool.values[layer],
         batch.query_starts,
-        None,
+        batch.context_starts,  # required, although the lengths and the block table say it all
         batch.max_query,
         batch.max_context,
         scale=scale,
@@ -224,26 +229,43 @@ def varlen_works(layout: KvLayout, block_tokens: int, device: torch.device) -> b
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    for kv_heads, dim in set(zip(layout.num_kv_heads, layout.head_dim, strict=True)):
-        pages = torch.zeros(2, block_tokens, kv_heads, dim, dtype=dtype, device=device)
-        ints = {"dtype": torch.int32, "device": device}
-        try:
-            varlen_attn(
-                torch.zeros(1, kv_heads, dim, dtype=dtype, device=device),
-                pages,
-                pages,
-                torch.tensor([0, 1], **ints),  # type: ignore[arg-type]
-                None,
-                1,
-                block_tokens,
-                window_size=(-1, 0),
-                enable_gqa=True,
-                seqused_k=torch.tensor([1], **ints),  # type: ignore[arg-type]
-                block_table=torch.tensor([[0, 1]], **ints),  # type: ignore[arg-type]
-            )
-        except (RuntimeError, ValueError):
-            return False
-    return True
+    geometries = sorted(set(zip(layout.num_kv_heads, layout.head_dim, strict=True)))
+    return not any([_varlen_refusal(*each, dtype, block_tokens, device) for each in geometries])
+
+
+@functools.cache
+def _varlen_refusal(
+    kv_heads: int, dim: int, dtype: torch.dtype, block_tokens: int, device: torch.device
+) -> str:
+    """Why PyTorch's paged FlashAttention does not run here; empty: it does. Logged once."""
+    pages = torch.zeros(2, block_tokens, kv_heads, dim, dtype=dtype, device=device)
+    starts, length, table = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 1], [1], [[0, 1]])
+    )
+    try:
+        varlen_attn(
+            torch.zeros(1, kv_heads, dim, dtype=dtype, device=device),
+            pages,
+            pages,
+            starts,
+            starts,
+            1,
+            block_tokens,
+            window_size=(-1, 0),
+            enable_gqa=True,
+            seqused_k=length,
+            block_table=table,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        remedy = "; set spec.decode.kvBlockTokens to 256" if block_tokens % FLASH_BLOCK_TOKENS else ""
+        log.warning(
+            "attention with blocks of %d tokens, %d KV heads of %d and %s runs slower than it could: PyTorch's paged FlashAttention does "
+            "not take them (%s)%s",
+            *(block_tokens, kv_heads, dim, dtype, reason, remedy),
+        )
+        return reason
+    return ""
 
 
 def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> Kernel:

@@ -1,0 +1,161 @@
+"""What only a GPU shows: the paged kernel in half precision, what steps take from its memory, and what its errors leave usable."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mmd_workers.engine.attention import torch_kernel, varlen_kernel, varlen_works
+from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.profile import activation_bytes
+from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.sequence import Sequence
+from mmd_workers.model.prompt import KvLayout
+from tests.support.devices import DEVICE, needs_gpu
+from tests.support.engine_oracle import TEXT_MODELS, TextModel, llama, make_engine, prompt_of, run, text_input
+
+pytestmark = needs_gpu
+
+PAGE = 256  # tokens of a block that PyTorch's FlashAttention takes
+
+
+def sequence(blocks):
+    return Sequence("s", 0, [], 0, 0, SamplingParams(max_tokens=1), [], None, blocks=blocks)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_paged_kernel_equals_the_exact_one(dtype, dim, window):
+    """Single rows and chunks, whose blocks lie apart, at the end of a context and in its middle."""
+    layout = KvLayout(1, [2], [dim], dtype)
+    assert varlen_works(layout, PAGE, DEVICE)
+    pool = KvPool(layout, 9, PAGE, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(dim)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=DEVICE))
+    work = [
+        Work(sequence([7, 0]), 299, 300),
+        Work(sequence([3]), 0, 1),
+        Work(sequence([5, 2, 8]), 400, 700),
+        Work(sequence([1]), 0, 200),
+    ]
+    batch = Batch(pool, work)
+    query = torch.randn(
+        batch.num_rows, 8, dim, generator=generator, device=DEVICE, dtype=getattr(torch, dtype)
+    )
+    exact_pool = KvPool(KvLayout(1, [2], [dim], "float32"), 9, PAGE, DEVICE)
+    exact_pool.keys, exact_pool.values = (
+        [t.float() for t in tensors] for tensors in (pool.keys, pool.values)
+    )
+    expected = torch_kernel(Batch(exact_pool, work), 0, query.float(), dim**-0.5, window, None)
+    tolerance = 2e-3 if dtype == "float16" else 2e-2
+    for kernel in (varlen_kernel, torch_kernel):
+        got = kernel(batch, 0, query, dim**-0.5, window, None).float()
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_paged_kernel_takes_blocks_of_256_tokens_and_float32_takes_none():
+    works = {
+        (dtype, tokens): varlen_works(KvLayout(1, [2], [64], dtype), tokens, DEVICE)
+        for dtype in ("bfloat16", "float32")
+        for tokens in (16, PAGE)
+    }
+    assert works == {
+        ("bfloat16", 16): False,
+        ("bfloat16", PAGE): True,
+        ("float32", 16): False,
+        ("float32", PAGE): False,
+    }
+
+
+@pytest.mark.parametrize("block_tokens", [16, PAGE])
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name, block_tokens):
+    """Of two tokens that are equally likely up to bfloat16's rounding, batches of other sizes may choose either."""
+    exact = TEXT_MODELS[name]()
+    model = TextModel(TEXT_MODELS[name]().to(torch.bfloat16))
+    engine = make_engine(model, blocks=24, block_tokens=block_tokens, chunk_tokens=64, prefix_cache=False)
+    paged = block_tokens == PAGE
+    assert (engine.kernel is (varlen_kernel if paged else torch_kernel)) or model.softcap
+    prompts = {str(n): prompt_of(length, n) for n, length in enumerate((5, 33, 64, 150, 1))}
+    for key, prompt in prompts.items():
+        engine.add(text_input(model, key, prompt, 14))
+    outcome = run(engine)
+    for key, prompt in prompts.items():
+        answer = outcome.tokens[key]
+        assert len(answer) == 14
+        ids = torch.tensor([prompt + answer[:-1]], device=DEVICE)
+        with torch.no_grad():
+            logits = exact(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        chosen = logits.gather(-1, torch.tensor(answer, device=DEVICE)[:, None])[:, 0]
+        assert (logits.amax(-1) - chosen).max() < 0.1 * logits.std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_tokens", [16, PAGE])
+def test_no_step_takes_more_memory_than_was_measured(dtype, block_tokens):
+    """Seven sequences decode in a context that all of them share the room of, while a prompt of full length is prefilled."""
+    sizes = {"max_sequences": 8, "chunk_tokens": 256, "max_model_len": 1024}
+    model = TextModel(llama().to(dtype))
+    measured = activation_bytes(model, block_tokens=block_tokens, **sizes)
+    engine = make_engine(
+        model, blocks=9 * 1024 // block_tokens, block_tokens=block_tokens, prefix_cache=False, **sizes
+    )
+    most = 0
+    for attempt in "ab":  # the first time libraries set up their workspaces
+        for number in range(7):
+            engine.add(text_input(model, f"{attempt}{number}", prompt_of(90, number), 30))
+        engine.step()
+        engine.add(text_input(model, f"{attempt}long", prompt_of(1000, 9), 20))
+        most = run_memory(engine)
+    assert 0 < most <= measured
+
+
+def run_memory(engine):
+    """Run what the engine has; the largest peak of a step."""
+    most = 0
+    while engine.has_work():
+        torch.cuda.synchronize(DEVICE)
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        before = torch.cuda.memory_allocated(DEVICE)
+        engine.step()
+        torch.cuda.synchronize(DEVICE)
+        most = max(most, torch.cuda.max_memory_allocated(DEVICE) - before)
+    return most
+
+
+LOSE = """
+import sys, torch
+from mmd_api.contract.errors import DeviceLostError
+from mmd_workers.device import check_device
+device = torch.device(sys.argv[1])
+try:
+    torch.empty(1 << 50, dtype=torch.uint8, device=device)
+except torch.OutOfMemoryError as error:
+    check_device(error, device)
+try:
+    torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
+except RuntimeError as error:
+    check_device(error, device)
+try:
+    torch.zeros(4, device=device)[torch.tensor([9], device=device)].tolist()
+except RuntimeError as error:
+    try:
+        check_device(error, device)
+    except DeviceLostError as lost:
+        print(lost.message)
+"""
+
+
+def test_memory_that_lacks_and_shapes_that_differ_leave_the_device_usable_and_an_assertion_does_not():
+    ran = subprocess.run(
+        [sys.executable, "-c", LOSE, str(DEVICE)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.startswith(
+        f"the accelerator of this process ({DEVICE}) failed and cannot be used again: CUDA error: "
+    )
