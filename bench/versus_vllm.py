@@ -1,8 +1,8 @@
 """Tokens a second of our layouts with either engine and of plain `vllm serve`, over HTTP, on the same cores, in one run.
 
-    make vllm && python -m bench.versus_vllm [--rounds 3] [--requests 24] [--tokens 64] [--eager]
+    make vllm && python -m bench.versus_vllm [--rounds 3] [--requests 24] [--tokens 64] [--engine VLLM] [--eager]
 
-All serve the same float32 llava of 50 M parameters with random weights, and get the same requests in turns: in each round
+Both compile the model, which our pods do on CPUs where `enforceEager` is false, unless `--eager` is given. All serve the same float32 llava of 50 M parameters with random weights, and get the same requests in turns: in each round
 vLLM's server, then each of ours. vLLM's server starts once, because it compiles for minutes, and is stopped by SIGSTOP while others
 run. A ratio is ours to the server's of the same round; the report has its median, least and greatest, and how many answers are equal.
 """
@@ -207,6 +207,12 @@ async def measure(url: str, options: argparse.Namespace, number: int) -> dict[st
     }
 
 
+def settings(engine: str, spec: dict[str, Any], eager: bool) -> dict[str, Any]:
+    """`spec.engine` of one of our layouts."""
+    pools = [pool for pool in ("prefill", "decode") if engine == "VLLM" and pool in spec]
+    return {"type": engine, **{pool: {"enforceEager": eager} for pool in pools}}
+
+
 async def ours(
     engine: str, layout: str, options: argparse.Namespace, number: int
 ) -> tuple[float, dict[str, Run]]:
@@ -214,7 +220,7 @@ async def ours(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.yaml"
         body = resource(LAYOUTS[layout], MODEL, 8)
-        body["spec"]["engine"] = {"type": engine}
+        body["spec"]["engine"] = settings(engine, body["spec"], options.eager)
         file.write_text(yaml.safe_dump(body))
         begun = time.monotonic()
         async with up.running(up.load(file), log_line=lambda *_: None) as local:
@@ -224,12 +230,13 @@ async def ours(
 
 async def rounds(options: argparse.Namespace, server: Vllm) -> dict[str, list[tuple[float, dict[str, Run]]]]:
     """By system, in the order of the rounds: seconds until Ready, and the runs by load."""
-    found: dict[str, list[tuple[float, dict[str, Run]]]] = {"vllm": [], **{name: [] for name in OURS}}
+    layouts = {name: layout for name, layout in OURS.items() if options.engine in (None, layout[0])}
+    found: dict[str, list[tuple[float, dict[str, Run]]]] = {"vllm": [], **{name: [] for name in layouts}}
     ready = await server.ready()
     for number in range(options.rounds):
         with console.status(f"round {number}: vllm"), server.running():
             found["vllm"].append((ready, await measure(server.url, options, number)))
-        for name, (engine, layout) in OURS.items():
+        for name, (engine, layout) in layouts.items():
             with console.status(f"round {number}: {name}"):
                 found[name].append(await ours(engine, layout, options, number))
     return found
@@ -240,7 +247,7 @@ def lines(found: dict[str, list[tuple[float, dict[str, Run]]]]) -> list[dict[str
     made = []
     for load in LOADS:
         peers = [runs[load.name] for _, runs in found["vllm"]]
-        for name in OURS:
+        for name in (name for name in OURS if name in found):
             own = [runs[load.name] for _, runs in found[name]]
             ratios = [
                 (one.tokens / one.seconds) / (peer.tokens / peer.seconds)
@@ -311,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=24, help="of each load and round")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--engine", choices=("Native", "VLLM"), help="only our layouts with this one")
     parser.add_argument("--eager", action="store_true", help="vLLM does not compile: it starts sooner")
     options = parser.parse_args()
     if not (VLLM / ".installed").exists():

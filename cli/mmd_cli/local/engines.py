@@ -43,7 +43,7 @@ def interpreter_for(engine: EngineSpec) -> Interpreter:
     """
     if engine.type == "Native":
         return Interpreter()
-    if importlib.util.find_spec("vllm") is not None:
+    if (found := importlib.util.find_spec("vllm")) is not None and found.origin is not None:
         return Interpreter(environment=ENVIRONMENT, imported=VLLM_IMPORTED)
     folder = Path(os.environ.get(VLLM_ENVIRONMENT, DEFAULT_FOLDER)).absolute()
     if not (folder / ".installed").exists():
