@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,35 +120,47 @@ def write_models() -> None:
     save_file(named, MODEL_OF_VLLM / "model.safetensors", metadata={"format": "pt"})
 
 
+ON_CPUS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": str(os.cpu_count()),
+    "KMP_BLOCKTIME": "1",
+    "LD_PRELOAD": str(VLLM / "lib" / "libiomp5.so"),
+}
+"""The server with both cores, without pinning, and its engine without a worker process: its fastest form here."""
+
+
 class Vllm:
     """`vllm serve` in its environment. It runs only inside `running`."""
 
-    def __init__(self, log: Path, eager: bool) -> None:
+    def __init__(
+        self,
+        log: Path,
+        python: str,
+        model: Path,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        """`arguments`: of `vllm serve`, besides those that say which model it serves where."""
         self.url = f"http://127.0.0.1:{PORT}"
         self._log = log
-        self._eager = eager
+        self._command = [
+            *(python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", name),
+            *("--host", "127.0.0.1", "--port", str(PORT), *arguments),
+        ]
+        self._environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **environment}
 
     def start(self) -> None:
-        """Start the server, with both cores, without pinning, and its engine without a worker process: its fastest form here."""
-        environment = os.environ | {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(os.cpu_count()),
-            "KMP_BLOCKTIME": "1",
-            "LD_PRELOAD": str(VLLM / "lib" / "libiomp5.so"),
-        }
-        command = [
-            *(VLLM / "bin" / "vllm", "serve", MODEL_OF_VLLM, "--served-model-name", MODEL.name),
-            *("--host", "127.0.0.1", "--port", str(PORT), "--dtype", "float32", "--max-model-len", "1024"),
-            *("--gpu-memory-utilization", "0.4", "--distributed-executor-backend", "uni"),
-            *(["--enforce-eager"] if self._eager else []),
-        ]
+        """Start the server."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     async def ready(self) -> float:
@@ -187,8 +199,9 @@ class Vllm:
 
 
 @contextmanager
-def vllm_server(log: Path, eager: bool) -> Iterator[Vllm]:
-    server = Vllm(log, eager)
+def vllm_server(*given: Any) -> Iterator[Vllm]:
+    """`vllm serve`, given what `Vllm` is; ended with the block."""
+    server = Vllm(*given)
     server.start()
     try:
         yield server
@@ -327,7 +340,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     write_models()
     log = VLLM.with_name("vllm-serve.log")
-    with vllm_server(log, options.eager) as server:
+    arguments = [
+        *("--dtype", "float32", "--max-model-len", "1024", "--gpu-memory-utilization", "0.4"),
+        *("--distributed-executor-backend", "uni", *(["--enforce-eager"] if options.eager else [])),
+    ]
+    python = str(VLLM / "bin" / "python")
+    with vllm_server(log, python, MODEL_OF_VLLM, MODEL.name, arguments, ON_CPUS) as server:
         found = asyncio.run(rounds(options, server))
     rows = lines(found)
     console.print(table(rows))

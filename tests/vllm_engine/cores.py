@@ -1,9 +1,13 @@
-"""Cores with small random models, requests for them, and stepping until something has happened."""
+"""Cores with small random models, requests for them, and stepping until something has happened.
+
+They run on the GPU where there is one, which is then the only device that vLLM is built for.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from examples import random_model
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_workers.device import chosen_device
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
-from mmd_workers.model.source import load_config
+from mmd_workers.model.source import load_config, resolve_dtype
 from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine.environment import prepare_environment
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
@@ -26,13 +32,25 @@ from tests.support import adapters, engine_oracle
 from tests.support import model_zoo as zoo
 
 prepare_environment()
+os.environ["TRITON_F32_DEFAULT"] = (
+    "ieee"  # attention of float32 is Triton's on a GPU, which rounds to TF32 otherwise
+)
 
+from mmd_workers.vllm_engine import arguments  # noqa: E402
 from mmd_workers.vllm_engine import make as making  # noqa: E402
 from mmd_workers.vllm_engine.core import VllmCore  # noqa: E402
 
 CPU = torch.device("cpu")
+DEVICE = chosen_device(0, "decode")
 WIDE = 128  # vLLM's attention on CPUs needs heads of 32 numbers or more
 BLOCK = 32
+IDENTITY = (
+    16 if DEVICE.type == "cpu" else BLOCK
+)  # on CPUs, blocks are larger than those that a spec and routers have
+needs_ranks = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.device_count() < 2,
+    reason="each rank needs a GPU, where there is one",
+)
 CHUNK = 64
 _numbers = itertools.count()
 
@@ -66,6 +84,7 @@ def pod_of(
     adapters: dict[str, Path] | None = None,
     member: Member | None = None,
     kv_backend: str = "Gloo",
+    dtype: str = "Float32",
 ) -> Pod:
     """A pod that serves a checkpoint. `vllm`: settings of vLLM. `moves`: whether its KV moves to or from others, as it does by default
     without such settings. `adapters`: LoRA by name. `member`: of a replica that spans pods."""
@@ -81,9 +100,9 @@ def pod_of(
     loras = [{"name": name, "id": str(folder)} for name, folder in (adapters or {}).items()]
     spec = MultimodalDeploymentSpec.model_validate(
         {
-            "model": {"id": str(folder), "dtype": "Float32", "maxModelLen": max_model_len},
+            "model": {"id": str(folder), "dtype": dtype, "maxModelLen": max_model_len},
             "engine": {"type": "VLLM", "adapters": loras, **kv} | ({} if vllm is None else {"decode": vllm}),
-            "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": 16},
+            "decode": {**pool, "maxSequences": max_sequences, "kvBlockTokens": IDENTITY},
             "transfer": {"kv": {"backend": kv_backend}},
             **layout,
         }
@@ -101,27 +120,40 @@ def pod_of(
 
 
 def make(
-    folder: Path, *, blocks: int = 64, rank_lost: Callable[[str], object] = lambda _: None, **settings: Any
+    folder: Path,
+    *,
+    blocks: int = 64,
+    rank_lost: Callable[[str], object] = lambda _: None,
+    compiled: bool = False,
+    **settings: Any,
 ) -> VllmCore:
-    """A core as a pod makes one, except that its KV pool may be smaller than a spec allows. `settings`: those of `pod_of`."""
+    """A core as a pod makes one, except that its KV pool may be smaller than a spec allows. `compiled`: with CUDA graphs on a GPU;
+    a core of a test is not worth the minute. `settings`: those of `pod_of`."""
     pod = pod_of(folder, **settings)
-    text = load_config(folder).get_text_config()
+    if pod.spec.engine.adapters and DEVICE.type != "cpu" and pod.spec.model.dtype == "Float32":
+        pytest.skip("on GPUs vLLM's kernels for adapters take no float32")
+    config = load_config(folder)
+    text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    block_bytes = BLOCK * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * 4
-    pool_bytes = {"kv_cache_memory_bytes": (blocks + 1) * block_bytes}  # vLLM keeps one block for itself
-    arguments = making.engine_arguments
+    itemsize = resolve_dtype(pod.spec.model, config).itemsize
+    block_bytes = BLOCK * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * itemsize
+    changes: dict[str, Any] = {
+        "kv_cache_memory_bytes": (blocks + 1) * block_bytes  # vLLM keeps one block for itself
+    }
+    if DEVICE.type != "cpu" and not compiled:
+        changes["enforce_eager"] = True
 
-    def smaller(*given: Any) -> dict[str, Any]:
-        return arguments(*given) | pool_bytes
+    def changed(*given: Any) -> dict[str, Any]:
+        return arguments.engine_arguments(*given) | changes
 
-    with mock.patch.object(making, "engine_arguments", smaller):
-        return making.make_core(pod, CPU, rank_lost)
+    with mock.patch.object(making, "engine_arguments", changed):
+        return making.make_core(pod, DEVICE, rank_lost)
 
 
 def follow(folder: Path, port: int, vllm: dict[str, Any]) -> None:
     """Compute for the leader of a replica of two pods until this process's input ends."""
     pod = pod_of(folder, vllm=vllm, moves=True, member=Member(1, port))
-    making.make_ranks(pod, CPU, print)
+    making.make_ranks(pod, DEVICE, print)
     sys.stdin.read()
 
 

@@ -14,7 +14,7 @@ from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
 from mmd_workers.settings import Group
-from mmd_workers.vllm_engine.arguments import engine_arguments
+from mmd_workers.vllm_engine.arguments import LEAST_UTILIZATION, engine_arguments
 from mmd_workers.vllm_engine.extra_arguments import EngineArgs, _Parser, refused
 
 from . import cores
@@ -93,3 +93,18 @@ def test_an_argument_with_two_values_is_refused():
     (refusal,) = refused(["--enable-eplb", "--no-enable-eplb"], FIELD)
     assert "--no-enable-eplb is given more than once" in refusal
     assert not refused(["--compilation-config.mode=0", "--compilation-config.backend=eager"], FIELD)
+
+
+def test_pods_that_share_a_gpu_take_the_kv_that_their_spec_says_or_a_part_of_the_share(llava):
+    """vLLM refuses to start where less is free than the share, even if it is told the size of its KV pool."""
+    pod = cores.pod_of(llava)
+    pod.settings.memory_fraction = 0.25
+    adapter = adapter_for(load_config(llava))
+    told = engine_arguments(pod, llava, adapter, GPU, "engine")
+    assert told["kv_cache_memory_bytes"] == 16 * MEBIBYTE
+    assert told["gpu_memory_utilization"] == LEAST_UTILIZATION
+    decode = pod.spec.decode.model_copy(update={"kv_cache_mebibytes": None})
+    pod.spec = pod.spec.model_copy(update={"decode": decode})
+    measured = engine_arguments(pod, llava, adapter, GPU, "engine")
+    assert measured["gpu_memory_utilization"] == pytest.approx(0.9 * 0.25)
+    assert "kv_cache_memory_bytes" not in measured

@@ -26,6 +26,7 @@ from tests.support import model_zoo as zoo
 from .cores import (
     BLOCK,
     CHUNK,
+    IDENTITY,
     Outcome,
     ask,
     assert_empty,
@@ -545,7 +546,9 @@ def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_e
     ask(core, asked)
     expected: list[bytes] = []
     tokens = asked.request.token_ids
-    extend_identities(expected, tokens, media_spans(asked.request), 16, len(tokens) // BLOCK * (BLOCK // 16))
+    extend_identities(
+        expected, tokens, media_spans(asked.request), IDENTITY, len(tokens) // BLOCK * (BLOCK // IDENTITY)
+    )
     assert set(core.prefix_blocks(64)) == {identity.hex() for identity in expected}
     assert len(core.prefix_blocks(3)) == 3
     forget(core)

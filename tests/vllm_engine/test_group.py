@@ -29,7 +29,7 @@ from tests.support.processes import children
 from . import cores
 
 pytest_plugins = ["tests.support.nats_fixture"]
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900), cores.needs_ranks]
 READY_SECONDS = 600
 END_SECONDS = 120
 TOKENS = 40

@@ -59,6 +59,49 @@ def test_the_bytes_of_kv_in_8_bits_move_unchanged_whatever_the_scales(dtype: tor
     assert torch.equal(second.kv_cache[others], first.kv_cache[blocks])
 
 
+class Transposed(Backend):
+    """Blocks with the tokens outermost, as a backend has them that shows its pool with other axes than it has."""
+
+    def __init__(self, dtype: torch.dtype, blocks: int, heads: int = 2) -> None:
+        super().__init__(dtype, blocks, heads)
+        pool = torch.zeros(blocks, cores.BLOCK, heads, 2 * self.head_size, dtype=dtype)
+        self.kv_cache = pool.transpose(1, 2)
+
+
+class Shuffled(Backend):
+    """Blocks whose elements are packed in an order of their own."""
+
+    def do_kv_cache_update(
+        self, layer: Backend, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        whole = torch.zeros_like(cache)
+        super().do_kv_cache_update(layer, k, v, whole, slots)
+        order = torch.randperm(cache[0].numel(), generator=torch.Generator().manual_seed(1))
+        for block in set((slots // cores.BLOCK).tolist()):
+            cache[block].view(-1)[order] = whole[block].flatten()
+
+
+@pytest.mark.parametrize(("kind", "views"), [(Backend, True), (Transposed, True), (Shuffled, False)])
+def test_kv_moves_between_blocks_however_a_backend_arranges_them(kind: type[Backend], views: bool) -> None:
+    blocks, others = [4, 1, 3], [0, 5, 2]
+    k, v = torch.randn(2, 3 * cores.BLOCK, 2, 8)
+    slots = torch.tensor([block * cores.BLOCK + n for block in blocks for n in range(cores.BLOCK)])
+    layers = kind(torch.float32, 6), Backend(torch.float32, 6)
+    layers[0].do_kv_cache_update(layers[0], k, v, layers[0].kv_cache, slots)
+    source, target = (PagedKv({"layer": layer}, cores.BLOCK) for layer in layers)
+    assert (source._views[0] is not None) == views
+    for start, end in ((0, 7), (7, 40), (40, 3 * cores.BLOCK)):
+        (read,) = source.read(blocks, start, end)
+        assert torch.equal(read, torch.stack([k[start:end], v[start:end]]))
+        target.write(others, start, [read])
+    (moved,) = target.read(others, 0, 3 * cores.BLOCK)
+    assert torch.equal(moved, torch.stack([k, v]))
+    source.write(blocks, 5, [read := torch.randn(2, 50, 2, 8)])
+    assert torch.equal(source.read(blocks, 5, 55)[0], read)
+    assert torch.equal(source.read(blocks, 0, 5)[0], torch.stack([k[:5], v[:5]]))
+    assert torch.equal(source.read(blocks, 55, 96)[0], torch.stack([k[55:], v[55:]]))
+
+
 class Ranks:
     """Ranks in this process, as an executor has them: two layers of each stage in pools of six blocks. `broken`: what calls raise."""
 

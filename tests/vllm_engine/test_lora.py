@@ -128,7 +128,7 @@ def test_a_prefix_that_one_adapter_computed_serves_no_other_and_not_the_model(co
 
 def test_routers_know_the_blocks_of_each_adapter_by_names_of_their_own(core, adapted):
     asked, known = adapted.image, set()
-    load = PodLoad(kv_block_tokens=16)
+    load = PodLoad(kv_block_tokens=cores.IDENTITY)
     for name in (BASE, *adapted.adapters):
         cores.run(core, asked, asked.by(name))
         reported = core.prefix_blocks(64)
@@ -184,6 +184,19 @@ def test_ranks_and_slots_come_from_the_adapters_and_one_slot_stays_empty_on_cpus
     }
     assert lora.arguments(loras, torch.device("cuda"))["max_loras"] == 2
     assert lora.arguments([], cores.CPU) == {}
+
+
+def test_float32_with_adapters_is_refused_on_a_gpu_before_anything_is_loaded(adapted):
+    loras, config = lora.found(specs(adapted.adapters)), load_config(adapted.folder)
+    for dtype in ("Float32", "BFloat16"):
+        pod = cores.pod_of(adapted.folder, dtype=dtype)
+        given = (pod, adapted.folder, adapter_for(config), torch.device("cuda"), "engine")
+        arguments.engine_arguments(*given)
+        if dtype == "Float32":
+            with pytest.raises(EngineSettingsError, match=r"^spec\.model\.dtype: on GPUs vLLM .* BFloat16"):
+                arguments.engine_arguments(*given, loras)
+        else:
+            arguments.engine_arguments(*given, loras)
 
 
 def test_what_adapters_take_is_counted_before_the_kv_pool_is_made(core, adapted):
@@ -294,6 +307,7 @@ def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_
 
 
 @pytest.mark.alone
+@cores.needs_ranks
 def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_not_fit(tmp_path):
     adapted = Adapted("llava", tmp_path)
     core = cores.make(adapted.folder, vllm={"tensorParallelSize": 2}, adapters=adapted.adapters)
@@ -308,6 +322,7 @@ def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_n
 
 
 @pytest.mark.alone
+@cores.needs_ranks
 def test_ranks_that_share_a_head_of_keys_and_values_answer_with_an_adapter(tmp_path):
     """vLLM counts the copies of such a head, and the adapter has it once."""
     size = cores.random_model.Size(hidden=128, kv_heads=1)
@@ -439,4 +454,4 @@ def test_a_pod_with_an_adapter_that_does_not_fit_makes_no_core(tmp_path):
     with pytest.raises(
         EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: .* the model's layer has 128 inputs"
     ):
-        make_core(cores.pod_of(folder, adapters={"bad": bad}), cores.CPU)
+        make_core(cores.pod_of(folder, adapters={"bad": bad}), cores.DEVICE)

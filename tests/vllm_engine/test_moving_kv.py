@@ -54,6 +54,7 @@ def made() -> Iterator[Maker]:
         core.shut_down()
 
 
+@cores.needs_ranks
 @pytest.mark.parametrize(
     ("source", "target"),
     [(RANKS, STAGES), (STAGES, RANKS)],
@@ -70,6 +71,7 @@ def test_kv_moves_between_engines_that_divide_it_differently(
         cores.assert_empty(core)
 
 
+@cores.needs_ranks
 def test_ranks_that_share_a_head_send_it_once_and_both_receive_it(made: Maker, tmp_path: Path) -> None:
     size = cores.random_model.Size(hidden=cores.WIDE, kv_heads=1)
     folder = cores.random_model.build("llava", tmp_path / "shared", size=size)
@@ -88,6 +90,7 @@ cores.follow(Path(sys.argv[1]), int(sys.argv[2]), {"tensorParallelSize": 2})
 """
 
 
+@cores.needs_ranks
 def test_kv_moves_to_a_replica_that_spans_pods_and_from_it(
     made: Maker, llava: Path, asked: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,10 +108,17 @@ def test_kv_moves_to_a_replica_that_spans_pods_and_from_it(
             follower.kill()
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's KV in 8 bits needs AVX-512 or a GPU")
-@pytest.mark.parametrize("dtype", ["Fp8E4M3", "Fp8E5M2"])
+@pytest.mark.skipif(
+    cores.DEVICE.type == "cpu" and not torch.cpu._is_avx512_supported(),
+    reason="vLLM's KV in 8 bits needs AVX-512 or a GPU",
+)
+@pytest.mark.parametrize("dtype", ["Fp8E4M3", *(["Fp8E5M2"] if cores.DEVICE.type == "cpu" else [])])
 def test_kv_in_8_bits_moves_unchanged(llava: Path, asked: Question, dtype: str) -> None:
-    first, second = (cores.make(llava, vllm={"kvCacheDtype": dtype}, moves=True) for _ in range(2))
+    dtypes = {
+        "vllm": {"kvCacheDtype": dtype},
+        "dtype": "Float32" if cores.DEVICE.type == "cpu" else "BFloat16",
+    }
+    first, second = (cores.make(llava, moves=True, **dtypes) for _ in range(2))
     assert first.kv_layout.dtype == "uint8"
     alone = cores.ask(first, asked)
     cores.forget(first)
@@ -127,6 +137,7 @@ def _kv_of_a_prefix(core: Any, asked: Question) -> list[torch.Tensor]:
     return read
 
 
+@cores.needs_ranks
 def test_a_rank_that_ends_while_kv_is_read_ends_the_engine_and_is_reported(
     llava: Path, asked: Question
 ) -> None:

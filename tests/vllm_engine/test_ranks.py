@@ -20,7 +20,7 @@ from tests.support.processes import children
 
 from . import cores
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300), cores.needs_ranks]
 DEADLINE_SECONDS = 60.0
 TWO = {"tensorParallelSize": 2}
 

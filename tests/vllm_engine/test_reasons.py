@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +31,14 @@ FROM_A_RANK = "Worker failed with error 'no kernel', please check the stack trac
 )
 def test_the_words_are_those_of_the_innermost_cause_in_one_line(error, line):
     assert reason(error) == line
+
+
+def test_an_assertion_without_words_is_the_condition_that_did_not_hold(tmp_path):
+    file = tmp_path / "module.py"  # pytest gives those of tests words
+    file.write_text("dtype = 'e5m2'\nassert dtype in {'e4m3'}\n")
+    with pytest.raises(AssertionError) as raised:
+        runpy.run_path(str(file))
+    assert reason(raised.value) == "AssertionError (assert dtype in {'e4m3'})"
 
 
 def test_what_pydantic_rejects_is_given_without_the_value():

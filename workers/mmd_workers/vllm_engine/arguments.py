@@ -22,6 +22,8 @@ from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, samp
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
 RENDEZVOUS_SECONDS = 600  # NCCL's own limit
+LEAST_UTILIZATION = 0.01
+"""vLLM does not start unless this share of a GPU is free, also where it is told the size of its KV pool: other pods may share the GPU."""
 KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
 TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
@@ -55,6 +57,7 @@ def engine_arguments(
     longest = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
     dtype = source.resolve_dtype(spec.model, config)
+    lora.check_dtype(loras, dtype, device)
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     return {
@@ -134,10 +137,13 @@ def _memory(
     parts = settings.ranks // pods
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
-            return {"kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts}
+            return {
+                "kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts,
+                "gpu_memory_utilization": LEAST_UTILIZATION,
+            }
         percent = settings.gpu_memory_utilization_percent or pool.kv_cache_percent
         percent = percent or memory.default_percent(device)
-        return {"gpu_memory_utilization": percent / 100}
+        return {"gpu_memory_utilization": percent / 100 * pod.settings.memory_fraction}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
     layers = -(
         -int(text.num_hidden_layers) // pods

@@ -38,6 +38,20 @@ class Half:
         even = sum(grid * stride for grid, stride in zip(grids, found, strict=True)) + index.flatten()[0]
         return (found[0], found[1], found[2]) if torch.equal(even, index) else None
 
+    def within(self, pool: torch.Tensor) -> torch.Tensor | None:
+        """[blocks, block_tokens, kv_heads, head_dim] of a pool, whatever strides it has, as a view; None if its elements are not evenly
+        spaced."""
+        block = pool[0]
+        places = torch.zeros(block.shape, dtype=torch.int64)
+        for axis, (size, stride) in enumerate(zip(block.shape, block.stride(), strict=True)):
+            steps = torch.arange(size) * stride
+            places += steps.view([-1 if axis == other else 1 for other in range(block.dim())])
+        spaced = Half(places.flatten()[self.index])
+        if spaced.strides is None:
+            return None
+        shape, first = (len(pool), *self.index.shape), int(spaced.index.flatten()[0])
+        return pool.as_strided(shape, (pool.stride(0), *spaced.strides), pool.storage_offset() + first)
+
     def of(self, blocks: torch.Tensor) -> torch.Tensor:
         """[blocks, block_tokens, kv_heads, head_dim] of contiguous blocks [blocks, elements]."""
         if self.strides is None:
@@ -146,6 +160,9 @@ class PagedKv:
             else arrangements[key]
             for layer in self.layers
         ]
+        self._views = [
+            self._view(layer.cache, halves) for layer, halves in zip(self.layers, self._halves, strict=True)
+        ]
 
     @cached_property
     def layout(self) -> KvLayout:
@@ -160,8 +177,12 @@ class PagedKv:
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
         """KV of tokens [start, end) of a sequence whose blocks these are; copies."""
         rows, skipped = self._rows(block_ids, start, end)
+        slots = self._slots(rows, skipped, end - start)
         read = []
-        for layer, halves in zip(self.layers, self._halves, strict=True):
+        for layer, halves, views in zip(self.layers, self._halves, self._views, strict=True):
+            if views is not None:
+                read.append(torch.stack([view[slots] for view in views]))
+                continue
             blocks = self._blocks(layer, rows)
             out = layer.cache.new_empty(2, end - start, layer.num_kv_heads, layer.head_dim)
             for half, target in zip(halves, out, strict=True):
@@ -174,25 +195,48 @@ class PagedKv:
         """Write KV of the tokens from `start` on to a sequence's blocks."""
         count = tensors[0].shape[1]
         rows, skipped = self._rows(block_ids, start, start + count)
-        for layer, halves, tensor in zip(self.layers, self._halves, tensors, strict=True):
+        slots = self._slots(rows, skipped, count)
+        for layer, halves, views, tensor in zip(self.layers, self._halves, self._views, tensors, strict=True):
+            new = tensor.to(layer.cache)
+            if views is not None:
+                for view, values in zip(views, new, strict=True):
+                    view[slots] = values
+                continue
             blocks = self._blocks(layer, rows)
-            for half, values in zip(halves, tensor.to(layer.cache), strict=True):
+            for half, values in zip(halves, new, strict=True):
                 whole = half.of(blocks).clone(memory_format=torch.contiguous_format)
                 whole.view(-1, layer.num_kv_heads, layer.head_dim)[skipped : skipped + count] = values
                 half.put(blocks, whole)
-            layer.cache.index_copy_(0, rows.to(layer.cache.device), blocks.view(-1, *layer.cache.shape[1:]))
+            layer.cache.index_copy_(0, rows, blocks.view(-1, *layer.cache.shape[1:]))
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks: what attention reads behind the last token must at least be finite."""
+        blocks = torch.tensor(block_ids, device=self._device)
         for layer in self.layers:
-            layer.cache[torch.tensor(block_ids, device=layer.cache.device)] = 0
+            layer.cache[blocks] = 0
 
     def _rows(self, block_ids: list[int], start: int, end: int) -> tuple[torch.Tensor, int]:
-        """The blocks that have these tokens, and how many others come before in the first of them."""
+        """The blocks that have these tokens, and how many others come before in the first of them. On the device, where they are copied
+        once for all layers: the engine's thread waits for such a copy."""
         first, last = start // self.block_tokens, -(-end // self.block_tokens)
-        return torch.tensor(block_ids[first:last]), start - first * self.block_tokens
+        return torch.tensor(block_ids[first:last], device=self._device), start - first * self.block_tokens
+
+    def _slots(self, rows: torch.Tensor, skipped: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and place in it of each token."""
+        tokens = torch.arange(skipped, skipped + count, device=self._device)
+        return rows[tokens // self.block_tokens], tokens % self.block_tokens
+
+    @staticmethod
+    def _view(cache: torch.Tensor, halves: tuple[Half, Half]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of a pool by (block, token), if a view can be that: then no block is copied to get at a few tokens."""
+        k, v = (half.within(cache) for half in halves)
+        return None if k is None or v is None else (k, v)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0].cache.device
 
     @staticmethod
     def _blocks(layer: LayerKv, rows: torch.Tensor) -> torch.Tensor:
         """Copies of blocks, contiguous [blocks, elements], whatever strides the pool has."""
-        return layer.cache.index_select(0, rows.to(layer.cache.device)).view(len(rows), -1)
+        return layer.cache.index_select(0, rows).view(len(rows), -1)

@@ -116,6 +116,19 @@ def _slots(loras: Sequence[Lora], device: torch.device) -> int:
     return len(loras) + (device.type == "cpu")
 
 
+def check_dtype(loras: Sequence[Lora], dtype: torch.dtype, device: torch.device) -> None:
+    """Before the weights are read.
+
+    Raises:
+        EngineSettingsError: vLLM's kernels for adapters do not take it on this device.
+    """
+    if loras and device.type != "cpu" and dtype == torch.float32:
+        raise EngineSettingsError(
+            f"spec.model.dtype: on GPUs vLLM {__version__} computes adapters of models in Float16 and BFloat16, not in Float32; set one of "
+            "these, or remove spec.engine.adapters"
+        )
+
+
 def arguments(loras: Sequence[Lora], device: torch.device) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs` for these adapters."""
     if not loras:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 from pydantic import ValidationError
 
@@ -24,10 +25,16 @@ def reason(error: BaseException) -> str:
     if isinstance(error, ValidationError):  # whose own text begins with how many errors there are
         words = "; ".join(str(one["msg"]) for one in error.errors(include_url=False))
     else:
-        words = str(error) or type(error).__name__
+        words = str(error) or _condition(error)
     words = FROM_A_RANK.sub(r"\1", words)
     line = " ".join(words.removeprefix("Value error, ").split()).rstrip(".:;")
     return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]}…"
+
+
+def _condition(error: BaseException) -> str:
+    """Of an error without words: its kind, and the line that raised it, which for an assertion has what did not hold."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " ".join([type(error).__name__, *([f"({frames[-1].line})"] if frames and frames[-1].line else [])])
 
 
 def weight(words: str) -> int:

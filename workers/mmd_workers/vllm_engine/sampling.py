@@ -51,12 +51,14 @@ class Draws(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Leave the drawn token [n, vocab]; a row whose logits are not finite stays as it is."""
-        numbers = [n for n in self._rows if bool(torch.isfinite(logits[n].max()))]
-        if numbers:
-            rows = torch.tensor(numbers, device=logits.device)
-            tokens = choose(logits[rows].float(), [self._rows[n].next() for n in numbers])
-            logits[rows] = -torch.inf
-            logits[rows, tokens] = 0.0
+        if self._rows:
+            numbers = torch.tensor(list(self._rows), device=logits.device)
+            rows = logits[numbers]
+            finite = torch.isfinite(rows.max(dim=-1, keepdim=True).values)
+            draws = [row.next() for row in self._rows.values()]
+            tokens = choose(rows.float().masked_fill(~finite, 0.0), draws)
+            drawn = torch.full_like(rows, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
+            logits[numbers] = torch.where(finite, drawn, rows)
         return logits
 
 

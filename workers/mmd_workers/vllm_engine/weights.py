@@ -88,12 +88,15 @@ def _take_names(model: Any, model_config: ModelConfig) -> None:
 def _suppress(model: Any, token_ids: list[int]) -> None:
     """Placeholders must not be sampled, and the distribution is the one without them: vLLM's bias of a request leaves it as it was."""
     compute_logits = model.compute_logits
+    index = torch.tensor(token_ids)
 
     def suppressed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        nonlocal index
         logits: torch.Tensor | None = compute_logits(*args, **kwargs)
-        if logits is not None:
-            logits[:, token_ids] = -torch.inf
-        return logits
+        if logits is None:
+            return None
+        index = index.to(logits.device)  # once: a step does not wait for a copy
+        return logits.index_fill_(-1, index, -torch.inf)
 
     if token_ids:
         model.compute_logits = suppressed

@@ -1,0 +1,90 @@
+"""What only a GPU has: CUDA graphs, attention in half precision, and KV that moves on the device. Answers are compared with those of
+`generate` in float32, and in half precision, where rounding decides between tokens, with those of one core that does everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import engine_oracle
+from tests.support import model_zoo as zoo
+
+from . import cores
+
+pytestmark = pytest.mark.skipif(cores.DEVICE.type == "cpu", reason="there is no GPU")
+LONG = "tell me which of these is the larger one, and what else you see there, and then all the rest of it"
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {arch: cores.checkpoint(arch, folder) for arch in ("llava", "qwen2_vl")}
+
+
+@pytest.fixture(scope="module")
+def asked(models):
+    """Each `generate` is asked before vLLM changes what it needs."""
+    images = [zoo.image(100, 64, 1), zoo.image(60, 60, 4)]
+    made = {
+        arch: [
+            cores.question(folder, LONG),
+            cores.question(folder, "what is this? " + LONG, images[0], LONG),
+            cores.question(folder, *images, "which of them?"),
+        ]
+        for arch, folder in models.items()
+    }
+    return {arch: [(one, one.answer(TOKENS)) for one in questions] for arch, questions in made.items()}
+
+
+@pytest.mark.parametrize("arch", ["llava", "qwen2_vl"])
+def test_cuda_graphs_change_no_answer_however_many_sequences_share_a_step(models, asked, arch):
+    core = cores.make(models[arch], compiled=True)
+    for one, answer in asked[arch]:
+        assert cores.ask(core, one) == answer
+    expected = {}
+    for number in range(5):  # a number for which no graph was captured
+        one, answer = asked[arch][number % len(asked[arch])]
+        core.add(f"{number}", one.request, stop_after_prefill=False)
+        cores.supply(core, f"{number}", one)
+        expected[f"{number}"] = answer
+    outcome = cores.step(core)
+    assert outcome.tokens == expected
+    assert max(step.decode_sequences for step in outcome.steps) == len(expected)
+    cores.assert_empty(core)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "CUDA graphs"])
+@pytest.mark.parametrize("arch", ["llava", "qwen2_vl"])
+def test_kv_in_half_precision_moves_and_the_answer_is_that_of_one_core(models, asked, arch, compiled):
+    settings: dict[str, Any] = {"dtype": "BFloat16", "compiled": compiled, "prefix_cache": False}
+    source, target = (cores.make(models[arch], **settings) for _ in range(2))
+    assert source.kv_layout.dtype == "bfloat16"
+    for one, _ in asked[arch]:
+        alone = cores.ask(source, one)
+        assert len(alone) == TOKENS
+        assert cores.hand_over(source, target, one) == alone
+    prompt = engine_oracle.prompt_of(4 * cores.BLOCK + 5, 3)
+    source.add("a", cores.text_request(prompt), stop_after_prefill=True)
+    cores.step(source, until=lambda o: o.tokens.get("a"))
+    target.reserve("a", len(prompt), 8)
+    read = source.read_kv("a", 0, len(prompt))
+    assert {tensor.device.type for tensor in read} == {"cuda"}
+    for core in (source, target):
+        core.abort("a")
+        core.step()
+        cores.assert_empty(core)
+
+
+def test_a_feature_that_comes_late_holds_up_nothing_else(models, asked):
+    core = cores.make(models["llava"], compiled=True)
+    (text, answer), (image, late) = asked["llava"][:2]
+    core.add("late", image.request, stop_after_prefill=False)
+    core.add("text", text.request, stop_after_prefill=False)
+    outcome = cores.step(core, until=lambda o: o.reasons.get("text"))
+    assert outcome.tokens == {"text": answer}
+    cores.supply(core, "late", image)
+    cores.step(core, outcome)
+    assert outcome.tokens["late"] == late
+    cores.assert_empty(core)
