@@ -206,7 +206,7 @@ class LinkManager:
         elif backend == "Nixl":
             nixl.check_available(device)
         self.device = indexed(device)
-        self._backend = backend
+        self.backend = backend
         self._self = (pod, incarnation)
         self._host = host
         self.chunk_timeout_seconds = chunk_timeout_seconds
@@ -424,7 +424,7 @@ class LinkManager:
     def _name(self, peer: tuple[str, str], epoch: int) -> str:
         """What both sides call a link."""
         first, second = sorted((self._self, peer))
-        return "/".join(("kv", self._backend, *first, *second, str(epoch)))
+        return "/".join(("kv", self.backend, *first, *second, str(epoch)))
 
     def _make_channel(
         self, attempt: Future[PairLink], peer: tuple[str, str], peer_endpoint: str, epoch: int
@@ -451,13 +451,13 @@ class LinkManager:
         self, attempt: Future[PairLink], store: rendezvous.Exchange, rank: int, peer: str
     ) -> Channel:
         seconds = self._connect_timeout_seconds
-        if self._backend == "Nccl":
+        if self.backend == "Nccl":
             store.set(f"here-{rank}", "")
             store.get(f"here-{1 - rank}")  # what follows has no deadline: not for a peer that never came
             with self._lock:
                 self._holding[attempt] = time.monotonic()
             return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds)
-        if self._backend == "Nixl":
+        if self.backend == "Nixl":
             name = f"{self._self[0]}-to-{peer}"
             return nixl.NixlLink(store, rank, self.device, self.chunk_timeout_seconds, seconds, name)
         return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds)
