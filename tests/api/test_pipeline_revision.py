@@ -31,6 +31,7 @@ def revision(**spec) -> str:
         {"gateway": {"media": {"video": {"maxFrames": 8}}}},
         {"gateway": {"media": {"video": {"framesPerSecondMilli": 1000}}}},
         {"decode": {"kvBlockTokens": 32}},
+        {"transfer": {"kv": {"backend": "Nixl"}}},
         {"image": {"worker": "multimodal-worker:next"}},
     ],
     ids=json.dumps,
@@ -77,6 +78,7 @@ def test_sizes_limits_placement_and_promises_leave_the_revision_alone(change):
 
 
 QUANTIZED = {"quantization": "fp8"}
+NCCL = {"kv": {"backend": "Nccl"}}
 NATIVE, VLLM = "8e64c2ced6", "c3dd1d2cc6"  # before vLLM had settings
 
 
@@ -125,8 +127,16 @@ def test_a_prefill_pool_with_the_quantization_of_decode_joins_its_revision():
 
 
 def test_revisions_of_deployments_without_settings_of_the_engine_are_those_of_earlier_releases():
-    spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, "prefill": None}
+    spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, "prefill": None, "transfer": NCCL}
     assert (revision(**spec), revision(**spec, engine={"type": "VLLM"})) == (NATIVE, VLLM)
+
+
+def test_pools_that_move_kv_over_different_backends_are_of_different_revisions_and_the_default_keeps_its_own():
+    gpus = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}
+    spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, **gpus}
+    revisions = [revision(**spec, transfer={"kv": {"backend": name}}) for name in ("Nccl", "Gloo", "Nixl")]
+    assert len(set(revisions)) == 3
+    assert revisions[0] == revision(**spec, transfer=None) == NATIVE
 
 
 def test_the_wire_version_changes_the_revision(monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import BackendUnavailableError, LinkError, OverloadedError
-from mmd_workers.kv import chunks, links
-from mmd_workers.kv.links import LinkManager
+from mmd_workers.kv import chunks, nccl
+from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.sequences.links import KvLinks
 from tests.support.backends import needs_nixl
 from tests.support.waiting import DEADLINE_SECONDS
@@ -275,21 +275,33 @@ def test_a_waiting_connect_ends_when_the_peer_is_reported_lost(manager):
     assert time.monotonic() - began < 15
 
 
+def connecting_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-connect-")]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_peer_that_is_frozen_when_it_is_called_keeps_no_thread(manager, peer, when):
+    own, other = manager(connect_timeout_seconds=1.0), peer("a")
+    freeze = threading.Timer(0.0 if when == "before" else 0.3, os.kill, [other.process.pid, signal.SIGSTOP])
+    freeze.start()
+    if when == "before":
+        freeze.join()
+    with pytest.raises(LinkError, match="no link to a"):
+        own.connect("a", "i0", other.endpoint, 0)
+    until(lambda: not connecting_threads(), NOTICED_SECONDS)
+    assert own.connecting_seconds == 0
+
+
 @only_gloo
-def test_strangers_on_the_sentinel_port_do_not_become_peers(manager, monkeypatch):
+@pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "http"])
+def test_strangers_who_call_do_not_become_peers(manager, content):
     one, two = manager("one"), manager("two")
-    real = socket.create_server
-
-    def with_stranger(address, **options):
-        server = real(address, **options)
-        stranger = socket.create_connection(server.getsockname())
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        return server
-
-    monkeypatch.setattr(socket, "create_server", with_stranger)
-    first, second = linked(one, two)
-    assert not first.dead
-    assert not second.dead
+    host, _, port = one.endpoint.rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(content)
+        first, second = linked(one, two)
+        assert not first.dead
+        assert not second.dead
 
 
 def test_beyond_max_links_the_idle_one_goes_and_a_held_one_never(manager):
@@ -312,7 +324,14 @@ def test_reserved_tags_of_two_transfers_do_not_meet(manager):
     assert len(set().union(*ranges)) == 9
 
 
-def test_links_made_and_closed_leave_no_descriptor_thread_or_store_key(manager):
+@pytest.mark.parametrize("backend", ["Nixl"], indirect=True)
+def test_an_agent_is_named_after_the_pods_that_it_links(manager):
+    first, second = linked(manager("p-0"), manager("d-1"))
+    assert first._channel._agent.name.startswith("p-0-to-d-1-")
+    assert second._channel._agent.name.startswith("d-1-to-p-0-")
+
+
+def test_links_made_and_closed_leave_no_descriptor_and_no_thread(manager):
     one, two = manager("one"), manager("two")
 
     def cycle(epoch: int) -> None:
@@ -322,13 +341,44 @@ def test_links_made_and_closed_leave_no_descriptor_thread_or_store_key(manager):
 
     for epoch in range(3):
         cycle(epoch)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count(), one._store.num_keys()
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = held()
     for epoch in range(3, 13):
         cycle(epoch)
-    after = len(os.listdir("/proc/self/fd")), threading.active_count(), one._store.num_keys()
-    assert after[0] <= before[0] + 4
-    assert after[1] <= before[1] + 2
-    assert after[2] <= before[2] + 2
+    until(lambda: held()[0] <= before[0] + 4 and held()[1] <= before[1] + 2)
+
+
+class Stuck:
+    """Keeps the threads that close a link's channel for as long as the test goes on."""
+
+    def __init__(self, link: PairLink) -> None:
+        self.release = threading.Event()
+        self._close = link._channel.close
+        link._channel.close = self._wait_and_close
+
+    def _wait_and_close(self) -> None:
+        self.release.wait(120)
+        self._close()
+
+
+@only_gloo
+def test_a_backend_that_takes_long_to_close_a_link_holds_up_nobody(manager):
+    own, others = manager("own"), [manager(f"p{i}") for i in range(4)]
+    stuck = [Stuck(linked(own, other)[0]) for other in others]
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            for operation in (
+                lambda: own.notify_lost("p0"),
+                lambda: own.failed_epoch("p1", "i1"),
+                own.close,
+            ):
+                threads.submit(operation).result(DEADLINE_SECONDS)
+    finally:
+        for each in stuck:
+            each.release.set()
 
 
 @only_gloo
@@ -370,20 +420,49 @@ def until(condition, seconds=60.0):
         time.sleep(0.01)
 
 
-@only_gloo
-def test_a_connect_thread_that_outlives_its_attempt_fails_liveness(manager, monkeypatch):
+@pytest.fixture
+def never_connects(monkeypatch):
     monkeypatch.setattr(NeverConnects, "release", threading.Event())
-    monkeypatch.setattr(links, "GlooLink", NeverConnects)
+    monkeypatch.setattr(nccl, "check_available", lambda _: None)
+    monkeypatch.setattr(nccl, "NcclLink", NeverConnects)
+    yield NeverConnects
+    NeverConnects.release.set()
+
+
+only_nccl = pytest.mark.parametrize("backend", ["Nccl"])
+
+
+@only_nccl
+def test_an_initialization_of_nccl_that_outlives_its_attempt_fails_liveness(manager, never_connects):
     one, two = manager("one", connect_timeout_seconds=1.0), manager("two", connect_timeout_seconds=1.0)
     part = KvLinks(None, CPU)  # no directory: it accepts nothing here
     part._manager = one
     alive = part.progress()["kv-connect"].age_seconds
     assert alive() == 0
-    try:
-        with pytest.raises(LinkError, match=r"not linked within|was lost|no link"):
-            linked(one, two)
-        assert one.live_links == 0  # given up, and yet
-        until(lambda: alive() > 2)
-    finally:
-        NeverConnects.release.set()
+    with pytest.raises(LinkError, match=r"not linked within|was lost|no link"):
+        linked(one, two)
+    assert one.live_links == 0  # given up, and yet
+    until(lambda: alive() > 2)
+    never_connects.release.set()
     until(lambda: alive() == 0)
+
+
+@only_nccl
+def test_attempts_that_were_given_up_take_room_until_they_have_ended(manager, never_connects):
+    one, two = (manager(pod, connect_timeout_seconds=1.0, max_links=1) for pod in ("one", "two"))
+    with pytest.raises(LinkError, match="no link"):
+        linked(one, two)
+    with pytest.raises(OverloadedError, match="all 1 KV links are in use"):
+        one.connect("two", "i0", two.endpoint, 1)
+    never_connects.release.set()
+    until(lambda: not connecting_threads())
+    with pytest.raises(LinkError, match=r"released|no link"):
+        linked(one, two, epoch=1)
+
+
+@only_nccl
+def test_nccl_is_not_initialized_for_a_peer_that_never_comes(manager, never_connects):
+    own, absent = (manager(pod, connect_timeout_seconds=0.5) for pod in ("own", "absent"))
+    with pytest.raises(LinkError, match="no link"):
+        own.connect("absent", "i0", absent.endpoint, 0)
+    until(lambda: not connecting_threads())

@@ -3,8 +3,11 @@
 What every backend does is in test_links.py. The test of device memory needs a GPU: pytest tests/kv/test_nixl.py
 """
 
+import os
+import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -120,7 +123,7 @@ def test_nothing_is_written_to_an_address_that_the_peer_has_not_registered(pair)
 def test_a_slot_of_another_agent_is_refused(pair):
     own, peer = pair()
     other, _ = pair()
-    assert other._take_slot() is not None
+    assert other._take_slot(sends=False) is not None
     metadata = other._agent.get_partial_agent_metadata(other._slots[0].registration, True, ["UCX"])
     report(peer, _READY.pack(b"R", 1, 0, 8) + metadata)
     with pytest.raises(LinkError, match="a slot of another agent"):
@@ -156,11 +159,12 @@ def test_a_piece_that_nobody_receives_fails_at_its_deadline(pair):
         own.send(torch.zeros(8, dtype=torch.uint8), 1)
 
 
-def test_pieces_one_after_the_other_take_one_slot_of_each_side(pair):
+def test_pieces_one_after_the_other_take_one_slot_of_each_side_and_direction(pair):
     one, two = pair()
     assert all(move(one, two, tag, PIECE_BYTES) for tag in range(4))
     assert all(move(two, one, tag) for tag in range(4))
-    assert len(one._slots) == len(two._slots) == 1
+    assert [slot.sends for slot in one._slots] == [True, False]
+    assert [slot.sends for slot in two._slots] == [False, True]
     assert not any((one._ready, one._writes, two._awaited, two._written))
 
 
@@ -198,18 +202,134 @@ def test_a_peer_that_does_not_answer_fails_the_connection_at_its_deadline():
         NixlLink(store, 0, CPU, CHUNK_SECONDS, 0.3)
 
 
-@pytest.mark.parametrize("metadata", ["DRAM 0 6e6f", "DRAM 0 nothing", "", "DRAM x y"])
-def test_a_peer_that_introduces_itself_with_something_else_is_refused(metadata):
+INTRODUCTIONS = ["", "DRAM x y", "DRAM 0 nothing", "DRAM 0 ", "FOO 0 6e6f", "FILE 0 6e6f", "DRAM -1 6e6f"]
+
+
+@pytest.mark.parametrize("introduction", [*INTRODUCTIONS, f"DRAM {10**30} 6e6f"])
+def test_a_peer_that_introduces_itself_with_something_else_is_refused(introduction):
     store = HashStore()
-    store.set("nixl-1", metadata)
-    with pytest.raises(LinkError, match="NIXL could not connect"):
+    store.set("nixl-1", introduction)
+    with pytest.raises(LinkError, match="NIXL could not connect: the peer introduced itself as"):
         NixlLink(store, 0, CPU, CHUNK_SECONDS, DEADLINE_SECONDS)
+
+
+def test_a_peer_whose_metadata_are_none_is_refused():
+    store = HashStore()
+    store.set("nixl-1", "DRAM 0 6e6f")
+    with pytest.raises(LinkError, match="NIXL could not connect: NIXL_ERR"):
+        NixlLink(store, 0, CPU, CHUNK_SECONDS, DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("address", [0, 2**63, 2**64 - 8, 2**64 - 1])
+def test_an_address_that_is_none_ends_the_link(pair, address):
+    own, peer = pair()
+    report(peer, _READY.pack(b"R", 1, address, 8))
+    with pytest.raises(LinkError, match="NIXL send of tag 1 failed"):
+        own.send(torch.zeros(8, dtype=torch.uint8), 1)
+    with pytest.raises(LinkError, match="NIXL link is dead"):
+        own.send(torch.zeros(8, dtype=torch.uint8), 1)
+
+
+def test_whatever_an_operation_raises_ends_the_link(pair, monkeypatch):
+    own, peer = pair()
+
+    def write(*_: object) -> None:
+        raise TypeError("incompatible function arguments")
+
+    monkeypatch.setattr(own, "_write", write)
+    report(peer, _READY.pack(b"R", 1, 5, 8))
+    with pytest.raises(LinkError, match="NIXL send of tag 1 failed: incompatible function arguments"):
+        own.send(torch.zeros(8, dtype=torch.uint8), 1)
+    with pytest.raises(LinkError, match="NIXL link is dead"):
+        own.send(torch.zeros(8, dtype=torch.uint8), 1)
+
+
+def failed_at_an_address(own: NixlLink, peer: NixlLink) -> LinkError:
+    report(peer, _READY.pack(b"R", 1, 5, 8))
+    with pytest.raises(LinkError) as failure:
+        own.send(torch.zeros(8, dtype=torch.uint8), 1)
+    return failure.value
+
+
+def test_the_agent_ends_with_the_link_although_somebody_keeps_its_error(pair):
+    own, peer = pair()
+    agent, before = weakref.ref(own._agent.agent), len(os.listdir("/proc/self/fd"))
+    error = failed_at_an_address(own, peer)
+    own.close()
+    assert error
+    assert agent() is None
+    assert len(os.listdir("/proc/self/fd")) < before
+
+
+def test_memory_is_freed_by_the_end_of_the_agent_and_not_before(pair):
+    own, peer = pair()
+    agent = own._agent.agent  # as a frame of NIXL's may have it
+    assert move(peer, own)
+    memory = weakref.ref(own._slots[0].memory)
+    own.close()
+    assert own._agent is None
+    assert memory() is not None
+    del agent
+    assert memory() is None
+
+
+def test_pieces_go_both_ways_while_all_slots_of_both_sides_are_announced(pair):
+    one, two = pair()
+    got = [torch.zeros(8, dtype=torch.uint8) for _ in range(2 * MAX_SLOTS)]
+    with ThreadPoolExecutor(2 * MAX_SLOTS) as threads:
+        receiving = [threads.submit((one, two)[tag % 2].recv, got[tag], tag) for tag in range(2 * MAX_SLOTS)]
+        for end in (one, two):
+            end._until(
+                lambda end=end: len(end._ready) == MAX_SLOTS or None, time.monotonic() + DEADLINE_SECONDS
+            )
+        for tag in range(2 * MAX_SLOTS):
+            (two, one)[tag % 2].send(torch.full((8,), tag, dtype=torch.uint8), tag)
+        for each in receiving:
+            each.result()
+    assert [tensor.tolist() for tensor in got] == [[tag] * 8 for tag in range(2 * MAX_SLOTS)]
+
+
+MOVE = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+from torch.distributed import HashStore
+from mmd_workers.kv.nixl import NixlLink
+
+store = HashStore()
+with ThreadPoolExecutor(2) as threads:
+    ends = [threads.submit(NixlLink, store, rank, torch.device("cpu"), 60.0, 60.0) for rank in (0, 1)]
+    one, two = (end.result() for end in ends)
+    sending = threads.submit(one.send, torch.ones(4 * 2**20, dtype=torch.uint8), 0)
+    two.recv(torch.zeros(4 * 2**20, dtype=torch.uint8), 0)
+    sending.result()
+one.close()
+two.close()
+"""
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, False), ("cma,tcp", True)], ids=["default", "chosen"])
+def test_no_process_writes_into_another_ones_memory_on_its_own_unless_the_user_chose_it(chosen, used):
+    """With cma a sender that stalled would write into what the receiver has freed long ago."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    environment |= {"UCX_PROTO_INFO": "y"} | ({"UCX_TLS": chosen} if chosen else {})
+    moved = subprocess.run(
+        [sys.executable, "-c", MOVE], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "remote memory write" in moved.stdout + moved.stderr
+    assert ("cma/memory" in moved.stdout + moved.stderr) is used
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, nixl._load().__name__, None)
     with pytest.raises(BackendUnavailableError, match=r"install multimodal-operator\[nixl\] in the image"):
         LinkManager("Nixl", "pod", "i0", "127.0.0.1", CPU)
+
+
+def test_for_a_torch_of_another_cuda_the_error_names_the_package_for_that(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    with pytest.raises(BackendUnavailableError, match=r"nixl_cu12.*; install nixl-cu12 in the image"):
+        nixl.check_available(CPU)
 
 
 def test_without_ucx_the_error_names_the_extra_too(monkeypatch):

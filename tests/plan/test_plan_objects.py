@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -161,6 +162,69 @@ def test_a_pool_that_is_left_out_is_served_by_the_next_one_downstream(pools, exp
     assert worker_arguments(plan_objects(deployment(spec), "x")) == expected
 
 
+def selected(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector selects a pod."""
+    chosen = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    for each in selector.get("matchExpressions", []):
+        chosen &= (labels.get(each["key"]) in each["values"]) == (each["operator"] == "In")
+    return chosen
+
+
+def admits(policies: list[dict[str, Any]], source: dict[str, str], target: dict[str, str], port: int) -> bool:
+    """Whether a pod may reach another one at a port: policies add up, and a pod that none selects takes everything."""
+    applying = [p["spec"] for p in policies if selected(p["spec"]["podSelector"], target)]
+    return not applying or any(
+        ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
+        and ("from" not in rule or any(selected(peer["podSelector"], source) for peer in rule["from"]))
+        for spec in applying
+        for rule in spec["ingress"]
+    )
+
+
+HTTP, ADMIN, NATS, DATA = 8000, 8080, 4222, 41234
+GROUP = {"engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2}}, "decode": {"gpus": 1}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"encoder": {"gpus": 0}},
+        {"prefill": {"gpus": 0}, "transfer": {"kv": {"backend": "Gloo"}}},
+        {"encoder": {"gpus": 0}, "prefill": {"gpus": 0}, "transfer": {"kv": {"backend": "Gloo"}}},
+        {"encoder": {"gpus": 0}, **GROUP},
+    ],
+    ids=["monolithic", "encoder and decode", "prefill and decode", "three pools", "groups"],
+)
+def test_data_ports_of_pods_with_kv_take_such_pods_alone_and_other_ports_whom_they_took(spec):
+    objects = plan_objects(deployment(spec), "x")
+    policies = of_kind(objects, "NetworkPolicy")
+    templates = [template for _, template in pods(objects)]
+    for group in of_kind(objects, "LeaderWorkerSet"):
+        parts = group["spec"]["leaderWorkerTemplate"]
+        templates += [parts["leaderTemplate"], parts["workerTemplate"]]
+        leader, follower = (
+            parts[part]["metadata"]["labels"] for part in ("leaderTemplate", "workerTemplate")
+        )
+        assert admits(policies, leader, follower, DATA)
+        assert admits(policies, follower, leader, DATA)
+    pods_of = {
+        t["metadata"]["labels"]["app.kubernetes.io/component"]: t["metadata"]["labels"] for t in templates
+    }
+    assert "decode" in pods_of
+    stranger = {"app": "stranger"}
+    another = {**pods_of["decode"], "serving.multimodal.dev/deployment": "another"}
+    for name, target in pods_of.items():
+        assert not admits(policies, stranger, target, DATA)
+        assert not admits(policies, another, target, DATA)
+        assert all(admits(policies, stranger, target, port) for port in (HTTP, ADMIN))
+        for source, labels in pods_of.items():
+            with_kv = source in ("prefill", "decode")
+            assert admits(policies, labels, target, DATA) is (with_kv or name not in ("prefill", "decode"))
+    if "nats" in pods_of:
+        assert all(admits(policies, labels, pods_of["nats"], NATS) for labels in pods_of.values())
+
+
 def stateful_set(d, pool):
     (found,) = [
         o
@@ -194,6 +258,7 @@ def test_two_revisions_stand_side_by_side():
     shared &= {(o["kind"], o["metadata"]["name"]) for o in plan_objects(after, "x")}
     assert shared == {
         ("NetworkPolicy", "sample"),
+        ("NetworkPolicy", "sample.kv"),
         ("Secret", "sample-nats"),
         ("ConfigMap", "sample-nats"),
         ("Service", "sample-nats"),

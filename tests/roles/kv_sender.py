@@ -31,6 +31,7 @@ class NoLinks:
     """The manager of links that nobody asks for."""
 
     endpoint = "127.0.0.1:1"
+    backend = "Gloo"
     chunk_timeout_seconds = 2.0
 
     def failed_epoch(self, pod: str, incarnation: str) -> int:

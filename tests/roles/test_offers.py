@@ -75,6 +75,7 @@ class LinksToBe:
     """Links that are being made until the test is over."""
 
     endpoint = "127.0.0.1:1"
+    backend = "Gloo"
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -99,8 +100,16 @@ class Offering:
     decode: Bus
     prefill: Bus
 
-    async def offer(self, request: str, failed_epoch: int = -1, arrived: float = 0.0) -> KvGrant:
-        facts: dict[str, Any] = {"pod": "prefill-0", "incarnation": "i1", "prompt_tokens": 8, "max_tokens": 4}
+    async def offer(
+        self,
+        request: str,
+        failed_epoch: int = -1,
+        arrived: float = 0.0,
+        backend: str = "Gloo",
+        prompt_tokens: int = 8,
+    ) -> KvGrant:
+        facts: dict[str, Any] = {"pod": "prefill-0", "incarnation": "i1", "max_tokens": 4}
+        facts |= {"backend": backend, "prompt_tokens": prompt_tokens}
         link = {"link_endpoint": "127.0.0.1:2", "lease_seconds": 60.0, "failed_epoch": failed_epoch}
         link["arrived"] = arrived
         offered = KvOffer(request_id=request, attempt=0, layout=asdict(LAYOUT), **facts, **link)
@@ -118,6 +127,17 @@ async def offering(connect: Connect) -> AsyncIterator[Offering]:
     await service.start()
     yield Offering(service, engine, bus, await connect("prefill-0"))
     links.over.set()
+
+
+@pytest.mark.parametrize("prompt_tokens", [8, 0], ids=["a sequence", "the link alone"])
+async def test_an_offer_over_another_backend_is_refused_at_once(
+    offering: Offering, prompt_tokens: int
+) -> None:
+    grant = await offering.offer("r", backend="Nixl", prompt_tokens=prompt_tokens)
+    assert (grant.granted, grant.code) == (False, "layout")
+    assert grant.reason == (
+        "prefill-0 sends KV over Nixl, and decode-0 receives it over Gloo; set spec.transfer.kv.backend once for both pools"
+    )
 
 
 async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(offering: Offering) -> None:

@@ -40,13 +40,15 @@ def write(
     also: dict[str, torch.Tensor] | None = None,
     **config: Any,
 ) -> Path:
-    """An adapter of a whole model, strong enough to change its answers. `also`: tensors besides; `config`: of adapter_config.json."""
+    """An adapter of a whole model, strong enough to change its answers. `also`: tensors besides; `config`: of adapter_config.json, whose
+    `rank_pattern` the tensors follow."""
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in linears(model).items():
         if name.rpartition(".")[2] in targets:
-            a = torch.randn(rank, module.in_features, generator=random) / module.in_features**0.5
-            b = torch.randn(module.out_features, rank, generator=random) * module.weight.std() * strength
+            own = _by_pattern(config.get("rank_pattern"), name, rank)
+            a = torch.randn(own, module.in_features, generator=random) / module.in_features**0.5
+            b = torch.randn(module.out_features, own, generator=random) * module.weight.std() * strength
             tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors | (also or {}), folder / "adapter_model.safetensors")
@@ -60,6 +62,18 @@ def write(
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings | config))
     return folder
+
+
+def _by_pattern(pattern: dict[str, Any] | None, name: str, default: Any) -> Any:
+    """What PEFT finds for a module: the first key that its name ends with."""
+    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", name))
+    return next(found, default)
+
+
+def _scale(config: dict[str, Any], name: str) -> float:
+    rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
 @contextmanager
@@ -78,7 +92,7 @@ def merged(model: Any, folder: Path | None) -> Iterator[None]:
         name = found[1]
         weight = layers[name].weight
         before[name] = weight.data.clone()
-        weight.data += config["lora_alpha"] / config["r"] * tensors[f"{PREFIX}{name}.lora_B.weight"] @ a
+        weight.data += _scale(config, name) * tensors[f"{PREFIX}{name}.lora_B.weight"] @ a
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -296,6 +297,30 @@ def test_an_architecture_answers_with_an_adapter_as_the_merged_model_does(arch, 
     assert cores.step(core).tokens == {f"by {name}": answer for name, answer in answers.items()}
 
 
+PATTERNS: dict[str, dict[str, Any]] = {
+    "ranks": {"rank_pattern": {"q_proj": 2, "0.self_attn.v_proj": 16}},
+    "alphas": {"alpha_pattern": {"self_attn.o_proj": 64, "0.self_attn.q_proj": 1}},
+    "rslora": {
+        "use_rslora": True,
+        "lora_alpha": 4,
+        "rank_pattern": {"v_proj": 4},
+        "alpha_pattern": {"k_proj": 9},
+    },
+}
+
+
+def test_ranks_and_alphas_of_single_layers_and_rslora_scale_as_peft_does(tmp_path):
+    folder = cores.checkpoint("qwen2_vl", tmp_path)
+    asked = cores.question(folder, LONG)
+    loras = {
+        name: adapters.write(tmp_path / name, asked.served.model, seed=1, **config)
+        for name, config in PATTERNS.items()
+    }
+    answers = {name: asked.answer(TOKENS, folder) for name, folder in loras.items()}
+    core = cores.make(folder, adapters=loras)
+    assert {name: cores.ask(core, asked, asked.by(name)) for name in answers} == answers
+
+
 @pytest.mark.parametrize("arch", WITHOUT)
 def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_field(arch, tmp_path):
     folder = cores.checkpoint(arch, tmp_path)
@@ -348,6 +373,7 @@ KINDS = {
     "layers that are replaced": ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
     "a rank beyond vLLM's": ({"r": 1024}, "its rank is 1024, and the largest is 512"),
     "no rank at all": ({"r": None}, "cannot serve it"),
+    "a pattern that is none": ({"alpha_pattern": {"(": 8}}, "cannot serve it"),
 }
 
 
@@ -415,7 +441,11 @@ def test_half_of_a_layer_or_a_rank_other_than_the_configurations_is_refused(core
     save_file({}, folder / "adapter_model.safetensors")
     assert "it has no tensors" in refused(core, folder)
     adapters.write(folder, adapted.whole, seed=3, rank=4, r=8)
-    assert "are 4 and 4, and its configuration has [8]" in refused(core, folder)
+    assert "are 4 and 4, and its configuration has 8 there" in refused(core, folder)
+    adapters.write(folder, adapted.whole, seed=3)
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"rank_pattern": {"q_proj": 16}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert "are 8 and 8, and its configuration has 16 there" in refused(core, folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

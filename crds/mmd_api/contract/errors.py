@@ -312,9 +312,9 @@ class LayoutMismatchError(
     MmdError,
     code="layout",
     retryable=True,
-    remedy="report it: pods of one revision have the same KV layout, so this is a defect",
+    remedy="report it: pods of one revision have the same KV layout and backend, so this is a defect",
 ):
-    """The KV layouts of two pods differ: they cannot exchange KV."""
+    """The KV layouts or backends of two pods differ: they cannot exchange KV."""
 
 
 class DrainedError(

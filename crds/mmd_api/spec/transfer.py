@@ -55,7 +55,7 @@ class KvTransfer(ApiModel, rules=KV_TRANSFER):
     """Transfer of KV from prefill to decode."""
 
     backend: Literal["Nccl", "Gloo", "Nixl"] = "Nccl"
-    """Transport: Nccl between GPUs, Gloo over TCP, Nixl over RDMA where there is, else shared memory or TCP."""
+    """Transport: Nccl between GPUs, Gloo over TCP, Nixl over RDMA where there is, else TCP."""
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """How long granted KV blocks stay reserved for a transfer that does not finish."""
     chunk_timeout_milliseconds: Annotated[int, Field(ge=50, le=60_000)] = 2000

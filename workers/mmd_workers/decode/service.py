@@ -216,12 +216,24 @@ class DecodeService(SequenceOwner):
 
     async def _linked(self, offer: KvOffer) -> KvGrant:
         """Answer an offer of the link alone, ahead of the first handover."""
-        if self._draining or offer.layout != asdict(self._kv_layout):
+        reason = "this pod is draining" if self._draining else self._mismatch(offer)
+        if reason:
             code = DrainingError.code if self._draining else LayoutMismatchError.code
-            return KvGrant(offer.request_id, granted=False, code=code, reason="this pod accepts no sequences")
+            return KvGrant(offer.request_id, granted=False, code=code, reason=reason)
         epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
         await self._ensure_pump(offer, epoch)
         return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
+
+    def _mismatch(self, offer: KvOffer) -> str:
+        """Why KV of the pod that offers cannot come here; empty if it can."""
+        if offer.layout != asdict(self._kv_layout):
+            return f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
+        if offer.backend != self._links.backend:
+            return (
+                f"{offer.pod} sends KV over {offer.backend}, and {self._pod} receives it over {self._links.backend};"
+                " set spec.transfer.kv.backend once for both pools"
+            )
+        return ""
 
     async def _granted(self, offer: KvOffer) -> KvGrant:
         def refuse(code: str, reason: str) -> KvGrant:
@@ -232,10 +244,8 @@ class DecodeService(SequenceOwner):
             return refuse(DrainingError.code, "this pod is draining")
         if self._book.was_cancelled(offer.request_id, offer.attempt):
             return refuse(RequestCancelledError.code, "the request was cancelled")
-        if offer.layout != asdict(self._kv_layout):
-            return refuse(
-                LayoutMismatchError.code, f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
-            )
+        if mismatch := self._mismatch(offer):
+            return refuse(LayoutMismatchError.code, mismatch)
         sequence = sequence_id(offer.request_id, offer.attempt)
         await self._free(offer.request_id, offer.attempt)  # an offer after the grant replaces it
         now = time.monotonic()

@@ -1,11 +1,12 @@
 """Who is linked with whom: one link per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
 
 It is independent of NATS and leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
-the side whose (pod, incarnation) sorts first is rank 0 and lends its store, so simultaneous calls meet.
+the side whose (pod, incarnation) sorts first is rank 0, which the other one calls, so simultaneous calls meet.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -15,21 +16,23 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mmd_api.contract.errors import LinkError, OverloadedError
-from mmd_workers.kv import nccl, nixl, sentinel
+from mmd_workers.kv import nccl, nixl, rendezvous, sentinel
 from mmd_workers.kv.gloo import GlooLink
 from mmd_workers.kv.link import PIECE_BYTES
+
+log = logging.getLogger(__name__)
 
 MAX_KNOWN_PEERS = 4096
 MAX_RETIRED_INCARNATIONS = 16
 MAX_TAG = 2**30
+_CLOSE_SECONDS = 1.0
+_OFFER_AGAIN = "link the pair again at the next epoch"
 
 
 class Channel(Protocol):
@@ -126,15 +129,17 @@ class PairLink:
         """Close the link on both sides; idempotent. The pair's next link has the next epoch."""
         self._on_dead("the link was closed")
 
-    def kill(self, reason: str) -> None:
-        """For the manager: free what waits on the link as far as the backend can, refuse the rest."""
+    def kill(self, reason: str) -> threading.Thread:
+        """For the manager: free what waits on the link as far as the backend can, refuse the rest. Blocks for nothing; the thread frees
+        what the backend holds.
+        """
         with self._lock:
-            if self._dead:
-                return
-            self._dead = reason
+            self._dead = self._dead or reason
         self.sentinel.close()
         self._channel.abort(reason)
-        self._channel.close()
+        closing = threading.Thread(target=self._channel.close, name=f"kv-close-{self.peer}", daemon=True)
+        closing.start()
+        return closing
 
     def _run(self, operation: Callable[[torch.Tensor, int], None], tensor: torch.Tensor, tag: int) -> None:
         if tensor.nbytes > PIECE_BYTES or not tensor.is_contiguous():
@@ -190,7 +195,7 @@ class LinkManager:
         connect_timeout_seconds: float = 5.0,
         max_links: int = 64,
     ) -> None:
-        """Start the store that peers meet at, on `host` alone and a free port. Links move tensors of `device` alone.
+        """Listen for peers on `host` alone and a free port. Links move tensors of `device` alone.
 
         Raises:
             BackendUnavailableError: the backend cannot run here (NCCL without a CUDA device, NIXL that is not installed).
@@ -201,7 +206,7 @@ class LinkManager:
         elif backend == "Nixl":
             nixl.check_available(device)
         self.device = indexed(device)
-        self._backend = backend
+        self.backend = backend
         self._self = (pod, incarnation)
         self._host = host
         self.chunk_timeout_seconds = chunk_timeout_seconds
@@ -209,21 +214,20 @@ class LinkManager:
         self._max_links = max_links
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
-        self._dead_prefixes: deque[str] = deque(maxlen=1024)
-        self._connecting: dict[Future[PairLink], float] = {}  # since (time.monotonic); also those given up
+        self._connecting: set[Future[PairLink]] = (
+            set()
+        )  # those whose thread goes on, also when they were given up
+        self._holding: dict[
+            Future[PairLink], float
+        ] = {}  # of them, those that hold the device, since (time.monotonic)
+        self._dying: list[
+            tuple[PairLink, str]
+        ] = []  # to be killed once the lock is released, with the reason
+        self._closing: set[threading.Thread] = set()  # free what dead links hold
         self._closed = False
+        self._rendezvous = rendezvous.Rendezvous(host, connect_timeout_seconds)
+        self.endpoint = self._rendezvous.endpoint
         self._watch = sentinel.Watch()
-        listener = sentinel.listen(host)
-        port = listener.getsockname()[1]
-        self.endpoint = f"{host}:{port}"
-        self._store: TCPStore | None = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=connect_timeout_seconds),
-            master_listen_fd=listener.detach(),
-        )
 
     def epoch_for(self, peer: str, peer_incarnation: str, failed_epoch: int) -> int:
         """The epoch the granting side grants: the current one, or the next after the newest that either side saw fail.
@@ -231,14 +235,14 @@ class LinkManager:
         Raises:
             LinkError: the incarnation is an earlier one of this pod.
         """
-        with self._lock:
+        with self._changing():
             known = self._adopt(peer, peer_incarnation)
             self._fail_up_to(known, failed_epoch, f"{peer} reported epoch {failed_epoch} as failed")
             return known.failed_epoch + 1
 
     def failed_epoch(self, peer: str, peer_incarnation: str) -> int:
         """Newest epoch with this peer that must not be used again (-1: none): what `KvOffer.failed_epoch` carries."""
-        with self._lock:
+        with self._changing():
             return self._adopt(peer, peer_incarnation).failed_epoch
 
     def connect(self, peer: str, peer_incarnation: str, peer_endpoint: str, epoch: int) -> PairLink:
@@ -249,7 +253,7 @@ class LinkManager:
             LinkError: the peer did not come in time or was lost; an older epoch, or an earlier incarnation of the pod.
             OverloadedError: `max_links` links are all in use.
         """
-        with self._lock:
+        with self._changing():
             known = self._adopt(peer, peer_incarnation)
             if epoch <= known.failed_epoch:
                 raise LinkError(
@@ -260,7 +264,7 @@ class LinkManager:
             if attempt is None:
                 self._make_room()
                 attempt = known.attempt = Future()
-                self._connecting[attempt] = time.monotonic()
+                self._connecting.add(attempt)
                 threading.Thread(
                     target=self._make,
                     args=(attempt, known, peer, peer_endpoint, epoch),
@@ -271,9 +275,9 @@ class LinkManager:
             return attempt.result(self._connect_timeout_seconds)
         except FutureTimeoutError:
             reason = f"no link to {peer} at {peer_endpoint} within {self._connect_timeout_seconds} s"
-            with self._lock:
+            with self._changing():
                 self._fail_up_to(known, epoch, reason)
-            raise LinkError(f"{reason}; link the pair again at the next epoch") from None
+            raise LinkError(f"{reason}; {_OFFER_AGAIN}") from None
 
     def notify_lost(self, peer: str) -> None:
         """The peer is lost: kill its link and release its waiters, as far as the backend can."""
@@ -284,14 +288,19 @@ class LinkManager:
         self._end(peer, f"the link to {peer} was dropped")
 
     def close(self) -> None:
-        """Close all links and the store; idempotent."""
-        with self._lock:
+        """Close all links, waiting at most a second for what their backends hold; idempotent. Call it in a thread."""
+        with self._changing():
             self._closed = True
             for known in self._peers.values():
                 self._fail_up_to(known, known.failed_epoch + 1, "this worker closed its links")
             self._peers.clear()
-            self._store = None
+        self._rendezvous.close()
         self._watch.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def live_links(self) -> int:
@@ -301,21 +310,35 @@ class LinkManager:
 
     @property
     def connecting_seconds(self) -> float:
-        """Age of the oldest thread that still connects, also for an attempt that was given up; 0 without one. Each step of connecting ends
-        in `connect_timeout_seconds`, but for NCCL's initialization: it has no deadline, and abort does not reach it.
+        """Age of the oldest initialization of NCCL that goes on, also for an attempt that was given up; 0 without one. It has no deadline,
+        abort does not reach it, and it holds the device. All other steps of connecting end at the deadline.
         """
         with self._lock:
-            oldest = min(self._connecting.values(), default=None)
+            oldest = min(self._holding.values(), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The lock, for what may end links: they are killed once it is released, so that nobody waits for a backend."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._lock:
+                dying, self._dying = self._dying, []
+                self._closing = {thread for thread in self._closing if thread.is_alive()}
+            closing = {link.kill(reason) for link, reason in dying}
+            with self._lock:
+                self._closing |= closing
+
     def _end(self, peer: str, reason: str) -> None:
-        with self._lock:
+        with self._changing():
             known = self._peers.get(peer)
             if known is not None and known.attempt is not None:
                 self._fail_up_to(known, known.failed_epoch + 1, reason)
 
     def _adopt(self, peer: str, incarnation: str) -> _Peer:
-        """The record of this pod, reset when it has a new incarnation. Called with the lock held."""
+        """The record of this pod, reset when it has a new incarnation. Called inside `_changing`."""
         if self._closed:
             raise LinkError("this worker has closed its KV links; place the request elsewhere")
         known = self._peers.get(peer)
@@ -337,26 +360,25 @@ class LinkManager:
         return known
 
     def _fail_up_to(self, known: _Peer, epoch: int, reason: str) -> None:
-        """End all epochs up to `epoch`. Called with the lock held."""
+        """End all epochs up to `epoch`. Called inside `_changing`."""
         if epoch <= known.failed_epoch:
             return
-        if known.attempt is not None:
-            self._dead_prefixes.append(
-                self._prefix((known.pod, known.incarnation), known.failed_epoch + 1) + "/"
-            )
         known.failed_epoch = epoch
         attempt, link = known.attempt, known.link
         known.attempt = None
         if link is not None:
             self._watch.remove(link.sentinel)
-            link.kill(reason)
+            self._dying.append((link, reason))
         elif attempt is not None and not attempt.done():
-            attempt.set_exception(LinkError(f"{reason}; link the pair again at the next epoch"))
+            attempt.set_exception(LinkError(f"{reason}; {_OFFER_AGAIN}"))
 
     def _make_room(self) -> None:
-        """Evict the idle link that was used least recently when there are too many. Called with the lock held."""
+        """Evict the idle link that was used least recently when there are too many. An attempt that was given up takes room until its
+        thread has ended. Called inside `_changing`.
+        """
         taken = [known for known in self._peers.values() if known.attempt is not None]
-        if len(taken) < self._max_links:
+        given_up = self._connecting.difference(known.attempt for known in taken if known.attempt is not None)
+        if len(taken) + len(given_up) < self._max_links:
             return
         for known in taken:
             if known.link is not None and not known.link.in_use:
@@ -374,66 +396,72 @@ class LinkManager:
             self._settle(attempt, known, peer, peer_endpoint, epoch)
         finally:
             with self._lock:
-                del self._connecting[attempt]
+                self._connecting.discard(attempt)
+                self._holding.pop(attempt, None)
 
     def _settle(
         self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
     ) -> None:
         try:
-            channel, sock = self._make_channel((peer, known.incarnation), peer_endpoint, epoch)
-        except (LinkError, RuntimeError, OSError, ValueError) as error:
+            channel, sock = self._make_channel(attempt, (peer, known.incarnation), peer_endpoint, epoch)
+        except Exception as error:
             reason = f"no link to {peer} at {peer_endpoint}: {str(error).strip()[:300]}"
-            with self._lock:
+            if not isinstance(error, LinkError):
+                log.exception("%s", reason)
+            with self._changing():
                 if known.attempt is attempt:
                     self._fail_up_to(known, epoch, reason)
             return
         on_dead = partial(self._on_dead, known, epoch)
         link = PairLink(peer, known.incarnation, epoch, self.device, channel, sock, on_dead)
-        with self._lock:
+        with self._changing():
             if known.attempt is attempt:
                 attempt.set_result(link)
                 self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
-                return
-        link.kill("abandoned while connecting")
+            else:
+                self._dying.append((link, "abandoned while connecting"))
 
-    def _prefix(self, peer: tuple[str, str], epoch: int) -> str:
-        """Where the two sides of a link meet in rank 0's store."""
+    def _name(self, peer: tuple[str, str], epoch: int) -> str:
+        """What both sides call a link."""
         first, second = sorted((self._self, peer))
-        return "/".join(("kv", self._backend, *first, *second, str(epoch)))
+        return "/".join(("kv", self.backend, *first, *second, str(epoch)))
 
     def _make_channel(
-        self, peer: tuple[str, str], peer_endpoint: str, epoch: int
+        self, attempt: Future[PairLink], peer: tuple[str, str], peer_endpoint: str, epoch: int
     ) -> tuple[Channel, socket.socket]:
         """The backend's channel at this epoch and the sentinel connection next to it."""
-        rank = 0 if self._self < peer else 1
-        seconds = self._connect_timeout_seconds
-        host, _, port = (self.endpoint if rank == 0 else peer_endpoint).rpartition(":")
-        # A separate client for every attempt, also to our own store: one that waits would hold up all others.
-        client = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
+        deadline = time.monotonic() + self._connect_timeout_seconds
+        rank, name = 0 if self._self < peer else 1, self._name(peer, epoch)
         if rank == 0:
-            self._sweep(client)
-        store = PrefixStore(self._prefix(peer, epoch), client)
-        sock = sentinel.meet(store, rank, self._host, host, seconds)
+            met = self._rendezvous.accept(name, deadline)
+        else:
+            met = rendezvous.call(peer_endpoint, name, deadline)
+        store = rendezvous.Exchange(met, deadline)
+        channel: Channel | None = None
         try:
-            if self._backend == "Nccl":
-                return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds), sock
-            if self._backend == "Nixl":
-                return nixl.NixlLink(store, rank, self.device, self.chunk_timeout_seconds, seconds), sock
-            return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds), sock
+            channel = self._connected(attempt, store, rank, peer[0])
+            return channel, sentinel.keep_alive(store.finish())
         except BaseException:
-            sock.close()
+            store.close()
+            if channel is not None:
+                channel.close()
             raise
 
-    def _sweep(self, store: TCPStore) -> None:
-        """Delete from our store what dead links left there."""
-        with self._lock:
-            dead = tuple(self._dead_prefixes)
-            self._dead_prefixes.clear()
-        if dead:
-            for key in store.list_keys():
-                if key.startswith(dead):
-                    store.delete_key(key)
+    def _connected(
+        self, attempt: Future[PairLink], store: rendezvous.Exchange, rank: int, peer: str
+    ) -> Channel:
+        seconds = self._connect_timeout_seconds
+        if self.backend == "Nccl":
+            store.set(f"here-{rank}", "")
+            store.get(f"here-{1 - rank}")  # what follows has no deadline: not for a peer that never came
+            with self._lock:
+                self._holding[attempt] = time.monotonic()
+            return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds)
+        if self.backend == "Nixl":
+            name = f"{self._self[0]}-to-{peer}"
+            return nixl.NixlLink(store, rank, self.device, self.chunk_timeout_seconds, seconds, name)
+        return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds)
 
     def _on_dead(self, known: _Peer, epoch: int, reason: str) -> None:
-        with self._lock:
+        with self._changing():
             self._fail_up_to(known, epoch, reason)

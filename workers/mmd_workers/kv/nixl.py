@@ -1,12 +1,13 @@
-"""A KV link over NIXL, which drives UCX: InfiniBand or RoCE between nodes that have it, else shared memory and TCP. Host or device memory.
+"""A KV link over NIXL, which drives UCX: InfiniBand or RoCE between nodes that have it, else TCP. Host or device memory.
 
 `recv` registers a slot of memory with its peer and announces (tag, slot, bytes); `send` copies its tensor into a slot of its own,
 writes that into the announced one, and NIXL reports the end to the receiver after the last byte. So nothing arrives that nobody
 waits for, and a slot is registered once.
 
-Each side of each link has an agent of its own, and slots that no other link ever uses: UCX without RDMA lets the receiver's
-process copy what arrives, and what is still on its way from an earlier link must find neither freed memory nor another
-link's KV. Agents have no progress thread, which takes a tenth of a core per idle link: those who wait poll.
+Each side of each link has an agent of its own, and slots that no other link ever uses. A peer that stalled may go on writing long
+after this side has given up. Over RDMA the end of the agent takes its memory from the device, and over TCP the agent copies what
+arrives: when it has ended nothing comes in, and only then is its memory freed. What could write without it is left out (`LEFT_OUT`),
+unless the environment has UCX_TLS. Agents have no progress thread, which takes a tenth of a core per idle link: those who wait poll.
 
 Bytes over UCX are neither authenticated nor checked on arrival: whoever can reach its ports can write to this process. The
 deployment's NetworkPolicy keeps other pods away from them.
@@ -16,10 +17,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import secrets
 import struct
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -33,9 +37,13 @@ from mmd_api.contract.errors import BackendUnavailableError, LinkError
 from mmd_workers.kv.chunks import bytes_of
 from mmd_workers.kv.link import PIECE_BYTES, first_line
 
-MAX_SLOTS = 4  # of a side: so many pieces move at the same time, the others wait
+MAX_SLOTS = 4  # of a side for each direction: so many pieces move at the same time, the others wait
 MAX_METADATA_BYTES = 64 * 2**10
+LEFT_OUT = ("cma", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc")
+"""UCX's transports with which a process writes into the memory of another one on its own, and which the other one cannot stop."""
+
 _UCX = "UCX"
+_INTRODUCTION = re.compile(r"(DRAM|VRAM) ([0-9]{1,3}) ((?:[0-9a-f]{2})+)")
 _HELLO = b"hello"
 _READY = struct.Struct("!cQQQ")  # tag, address of the slot, bytes; then the slot's metadata when it is new
 _WRITTEN = struct.Struct("!cQQ")  # tag, bytes
@@ -51,14 +59,14 @@ def check_available(device: torch.device) -> None:
         nixl = _load()
     except ImportError as error:
         raise BackendUnavailableError(
-            f"NIXL cannot be loaded ({first_line(error)}); install multimodal-operator[nixl] in the image, or use"
+            f"NIXL cannot be loaded ({first_line(error)}); install {_distribution()} in the image, or use"
             " transfer.kv.backend: Gloo"
         ) from error
     try:
         memory_types = _agent(nixl, "check").get_backend_mem_types(_UCX)
-    except _errors(nixl) as error:
+    except Exception as error:
         raise BackendUnavailableError(
-            f"UCX, which NIXL drives, cannot start ({first_line(error)}); reinstall multimodal-operator[nixl] in"
+            f"UCX, which NIXL drives, cannot start ({first_line(error)}); reinstall {_distribution()} in"
             " the image, or use transfer.kv.backend: Gloo"
         ) from error
     if f"{_memory_type(device)}_SEG" not in memory_types:
@@ -72,12 +80,13 @@ class _BrokenError(RuntimeError):
     """Why this link cannot go on."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """Memory that is registered for as long as the link lives."""
+    """Memory that is registered for as long as the link lives. Each direction has its own: all that receive may be announced."""
 
     memory: torch.Tensor  # uint8 [PIECE_BYTES]
     registration: Any
+    sends: bool
     announced: bool = False
 
 
@@ -91,8 +100,9 @@ class NixlLink:
         device: torch.device,
         chunk_timeout_seconds: float,
         connect_timeout_seconds: float,
+        name: str = "kv",
     ) -> None:
-        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until bytes have gone both ways.
+        """Connect as `rank` (0 or 1) with whoever uses the same store; blocks until bytes have gone both ways. NIXL and UCX log `name`.
 
         Raises:
             LinkError: the peer did not answer within `connect_timeout_seconds`.
@@ -100,12 +110,12 @@ class NixlLink:
         nixl = _load()
         self._device = device
         self._chunk_timeout_seconds = chunk_timeout_seconds
-        self._errors = _errors(nixl)
         self._dead = ""
         self._lock = threading.Lock()  # of everything below; nobody waits with it
         self._agent: Any = None
         self._peer = ""
         self._slots: list[_Slot] = []
+        """Freed by the end of the agent and by nothing else."""
         self._free: list[_Slot] = []
         self._ready: dict[int, tuple[int, int]] = {}
         """Tags that the peer waits for, with the address and bytes of its slot."""
@@ -119,9 +129,11 @@ class NixlLink:
         deadline = time.monotonic() + connect_timeout_seconds
         try:
             with self._on_device():
-                self._agent = _agent(nixl, f"{rank}-{secrets.token_hex(8)}")
+                self._agent = _agent(nixl, f"{name}-{secrets.token_hex(8)}")
+                weakref.finalize(self._agent.agent, self._slots.clear)
                 self._meet(store, rank, deadline)
-        except self._errors as error:
+        except Exception as error:
+            _release_frames(error)
             self.close()
             raise LinkError(
                 f"NIXL could not connect: {first_line(error)}; offer again at the next epoch"
@@ -134,7 +146,7 @@ class NixlLink:
             address, size = self._until(lambda: self._ready.pop(tag, None), deadline)
             if size != len(content):
                 raise _BrokenError(f"the peer expects {size} bytes, not {len(content)}")
-            slot = self._until(self._take_slot, deadline)
+            slot = self._until(lambda: self._take_slot(sends=True), deadline)
             slot.memory[:size].copy_(content)
             self._synchronize()
             self._until(lambda: self._write(tag, slot, address, size), deadline)
@@ -145,7 +157,7 @@ class NixlLink:
         """Receive into a contiguous tensor; see `KvLink.recv`."""
         content = bytes_of(tensor)
         with self._operation("recv", tag) as deadline:
-            slot = self._until(self._take_slot, deadline)
+            slot = self._until(lambda: self._take_slot(sends=False), deadline)
             self._until(lambda: self._announce(tag, slot, len(content)), deadline)
             self._until(lambda: self._take_written(tag), deadline)
             content.copy_(slot.memory[: len(content)])
@@ -169,27 +181,32 @@ class NixlLink:
         own, peers = f"nixl-{rank}", f"nixl-{1 - rank}"
         metadata = self._agent.get_agent_metadata().hex()
         store.set(own, f"{_memory_type(self._device)} {self._device.index or 0} {metadata}")
-        memory_type, index, metadata = store.get(peers).decode().split(" ")
-        self._peer_memory = memory_type, int(index)
-        self._peer = self._agent.add_remote_agent(bytes.fromhex(metadata)).decode()
+        introduction = store.get(peers).decode(errors="replace")
+        if (told := _INTRODUCTION.fullmatch(introduction)) is None:
+            raise _BrokenError(
+                f"the peer introduced itself as {introduction[:40]!r}, not as memory type, device and metadata"
+            )
+        self._peer_memory = told[1], int(told[2])
+        self._peer = self._agent.add_remote_agent(bytes.fromhex(told[3])).decode()
         self._agent.send_notif(self._peer, _HELLO)
         self._until(lambda: self._greeted or None, deadline)
-        store.set(f"{own}-greeted", "")  # the peer may still need us to poll until it has this
-        self._until(lambda: store.check([f"{peers}-greeted"]) or None, deadline)
+        store.set(f"{own}-greeted", "")
+        while not store.check([f"{peers}-greeted"]):  # until then the peer may need us to poll
+            self._until(lambda: True, deadline)
+            _pause(deadline, time.monotonic())
 
     def _free_agent(self) -> None:
-        with self._lock, self._on_device(), suppress(*self._errors):
+        with self._lock, self._on_device(), suppress(Exception):
             agent, self._agent = self._agent, None
             if agent is None:
                 return
-            slots, self._slots, self._free = self._slots, [], []
             while self._writes:
-                with suppress(*self._errors):
+                with suppress(Exception):
                     self._writes.popitem()[1].release()
-            for slot in slots:
-                with suppress(*self._errors):
+            self._free.clear()
+            for slot in self._slots:
+                with suppress(Exception):
                     agent.deregister_memory(slot.registration, [_UCX])
-            del agent  # ends what comes in; only then may the memory go
 
     @contextmanager
     def _operation(self, verb: str, tag: int) -> Iterator[float]:
@@ -199,7 +216,8 @@ class NixlLink:
         try:
             with self._on_device():
                 yield time.monotonic() + self._chunk_timeout_seconds
-        except self._errors as error:
+        except Exception as error:
+            _release_frames(error)
             self.abort(first_line(error))
             raise LinkError(
                 f"NIXL {verb} of tag {tag} failed: {self._dead}; offer again at the next epoch"
@@ -215,10 +233,7 @@ class NixlLink:
                 self._read_notifications()
                 if (found := poll()) is not None:
                     return found
-            now = time.monotonic()
-            if now > deadline:
-                raise _BrokenError("deadline exceeded")
-            time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
+            _pause(deadline, began)
 
     def _read_notifications(self) -> None:
         for message in self._agent.get_new_notifs().get(self._peer, ()):
@@ -250,13 +265,15 @@ class NixlLink:
             raise _BrokenError(f"the peer wrote {size} bytes for tag {tag}, which were not awaited")
         self._written.add(tag)
 
-    def _take_slot(self) -> _Slot | None:
-        if self._free:
-            return self._free.pop()
-        if len(self._slots) == MAX_SLOTS:
+    def _take_slot(self, *, sends: bool) -> _Slot | None:
+        for slot in self._free:
+            if slot.sends == sends:
+                self._free.remove(slot)
+                return slot
+        if sum(slot.sends == sends for slot in self._slots) == MAX_SLOTS:
             return None
         memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=self._device)
-        slot = _Slot(memory, self._agent.register_memory(memory, backends=[_UCX]))
+        slot = _Slot(memory, self._agent.register_memory(memory, backends=[_UCX]), sends)
         self._slots.append(slot)
         return slot
 
@@ -306,10 +323,36 @@ class NixlLink:
             torch.cuda.current_stream(self._device).synchronize()
 
 
+def _pause(deadline: float, began: float) -> None:
+    """Between two polls: the longer they go on, the longer."""
+    now = time.monotonic()
+    if now > deadline:
+        raise _BrokenError("deadline exceeded")
+    time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
+
+
+def _release_frames(error: Exception) -> None:
+    """Let go what the frames of an error hold: NIXL's hold the agent, which else lives for as long as somebody keeps the error."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__context__
+
+
 def _load() -> ModuleType:
     """The package that was built for torch's version of CUDA. Raises ImportError."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    return importlib.import_module(f"nixl_cu{(torch.version.cuda or '13').partition('.')[0]}._api")
+    os.environ.setdefault("UCX_TLS", f"^{','.join(LEFT_OUT)}")
+    return importlib.import_module(f"nixl_cu{_cuda_major()}._api")
+
+
+def _cuda_major() -> str:
+    return (torch.version.cuda or "13").partition(".")[0]
+
+
+def _distribution() -> str:
+    """What has the package that `_load` imports; the extra has the one for the project's version of torch."""
+    return "multimodal-operator[nixl]" if _cuda_major() == "13" else f"nixl-cu{_cuda_major()}"
 
 
 def _agent(nixl: ModuleType, name: str) -> Any:
@@ -317,12 +360,6 @@ def _agent(nixl: ModuleType, name: str) -> Any:
     agent = nixl.nixl_agent(name, config)
     agent.create_backend(_UCX)
     return agent
-
-
-def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
-    """What NIXL raises: types of its own without a common base, and what its bindings make of C++'s."""
-    kinds = (kind for kind in vars(nixl.nixlBind).values() if isinstance(kind, type))
-    return (RuntimeError, ValueError, *(kind for kind in kinds if issubclass(kind, Exception)))
 
 
 def _memory_type(device: torch.device) -> str:

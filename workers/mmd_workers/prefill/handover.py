@@ -246,6 +246,7 @@ class KvSender:
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             layout=asdict(self._kv_layout),
+            backend=self._links.backend,
             link_endpoint=self._links.endpoint,
             lease_seconds=self._lease_seconds,
             arrived=arrived,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from mmd_workers.kv.links import LinkManager
@@ -50,7 +52,7 @@ class KvLinks(Part):
     async def stop(self) -> None:
         """Close every link."""
         if self._manager is not None:
-            self._manager.close()
+            await asyncio.to_thread(self._manager.close)
 
     def progress(self) -> dict[str, Progress]:
         """The link that has been in the making for longest."""

@@ -7,7 +7,8 @@ checked before vLLM takes it. An adapter changes linear layers of the language m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -36,16 +37,11 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter whose configuration vLLM takes. `ranks`: those that its layers may have."""
+    """An adapter whose configuration vLLM takes. `rank`: the largest of its layers."""
 
     name: str
     folder: Path
-    ranks: frozenset[int]
-
-    @property
-    def rank(self) -> int:
-        """The largest of its layers."""
-        return max(self.ranks)
+    rank: int
 
 
 def found(specs: Sequence[AdapterSpec]) -> list[Lora]:
@@ -76,9 +72,10 @@ def _read(name: str, folder: Path) -> Lora:
         if not (folder / source.ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"it has no {source.ADAPTER_WEIGHTS}")
         config = PEFTHelper.from_local_dir(str(folder), None)
-        lora = Lora(name, folder, frozenset([config.r, *config.rank_pattern.values()]))
+        config.get_rank_and_scaling("")  # reads the patterns
+        lora = Lora(name, folder, max([config.r, *config.rank_pattern.values()]))
         config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(lora.rank)))
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, re.error) as error:
         raise _refusal(name, error) from error
     return lora
 
@@ -171,20 +168,22 @@ def load(core: EngineCore, loras: Sequence[Lora]) -> dict[str, LoRARequest]:
     for number, lora in enumerate(loras, 1):
         request = LoRARequest(lora.name, number, str(lora.folder))
         try:
-            core.model_executor.collective_rpc(_take, args=(request, lora.ranks))
+            core.model_executor.collective_rpc(_take, args=(request,))
         except Exception as error:
             raise _refusal(lora.name, error) from error
         requests[lora.name] = request
     return requests
 
 
-def _take(worker: Any, request: LoRARequest, ranks: Set[int]) -> None:
+def _take(worker: Any, request: LoRARequest) -> None:
     """On a rank: load an adapter that fits the model."""
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     renamed = mapper.get_rename_mapper() if mapper is not None else None
     layers = _layers(manager)
+    config = PEFTHelper.from_local_dir(request.lora_path, None)
     halves: dict[str, dict[bool, int]] = {}  # of a layer: the rank of A and of B
+    ranks: dict[str, int] = {}  # of a layer, by the configuration
     with safe_open(Path(request.lora_path) / source.ADAPTER_WEIGHTS, framework="pt") as tensors:
         for name in sorted(tensors.keys()):
             module, is_a = parse_fine_tuned_lora_name(name, renamed)
@@ -202,11 +201,17 @@ def _take(worker: Any, request: LoRARequest, ranks: Set[int]) -> None:
             if not torch.isfinite(tensor.float()).all():
                 raise ValueError(f"its tensor {name} has values that are not numbers, or infinite")
             halves.setdefault(module, {})[is_a] = shape[0 if is_a else 1] if size is not None else 0
+            ranks[module], _ = config.get_rank_and_scaling(_module_of(name))
     _check_halves(halves, ranks)
     worker.add_lora(request)
 
 
-def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Set[int]) -> None:
+def _module_of(tensor: str) -> str:
+    """What PEFT calls the layer of a tensor, which the patterns of a configuration match."""
+    return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
+def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Mapping[str, int]) -> None:
     """A layer with one half would answer as the model alone, and one of another rank than its configuration's would be scaled wrongly.
     A rank of 0 is not told."""
     if not halves:
@@ -215,9 +220,9 @@ def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Set[int]) -> 
         if len(found) < 2:
             raise ValueError(f"of {module} it has lora_{'A' if True in found else 'B'} alone")
         told = {rank for rank in found.values() if rank}
-        if len(told) > 1 or not told <= ranks:
+        if told and told != {ranks[module]}:
             raise ValueError(
-                f"the ranks of its tensors of {module} are {found[True]} and {found[False]}, and its configuration has {sorted(ranks)}"
+                f"the ranks of its tensors of {module} are {found[True]} and {found[False]}, and its configuration has {ranks[module]} there"
             )
 
 

@@ -352,7 +352,7 @@ class PhaseReport:
 class KvOffer:
     """Prefill to decode, as a request: reserve room for this sequence. Sent before prefill starts (reserve, then produce).
 
-    `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` must equal the decoder's own.
+    `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` and `backend` must equal the decoder's own.
     `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
     what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
     seconds) get room first. An offer of 0 prompt tokens is for the link alone, before a request needs it: it is granted
@@ -366,6 +366,7 @@ class KvOffer:
     prompt_tokens: int
     max_tokens: int
     layout: dict[str, Any]
+    backend: str
     link_endpoint: str
     lease_seconds: float
     arrived: float

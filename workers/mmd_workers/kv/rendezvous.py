@@ -1,0 +1,326 @@
+"""Where the two sides of a link meet: one TCP connection for each link, on which they exchange what they need to connect.
+
+Rank 0 listens on a port of its process, rank 1 calls it and names the link. Afterwards the connection stays open and idle, and
+`sentinel` watches it. Nothing here waits without a deadline, whatever the peer does: it may be frozen, or no peer at all.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from mmd_api.contract.errors import LinkError
+
+MAX_NAME_BYTES = 4096
+MAX_VALUE_BYTES = 2**20
+MAX_VALUES = 256
+MAX_CALLERS = 256
+"""Connections of a process that have not named their link, or whose link it has not asked for yet; beyond it the oldest is closed."""
+
+_MAGIC = b"mmd-kv-1"
+_GREETING = struct.Struct("!8sH")  # magic, bytes of the link's name, which follows
+_VALUE = struct.Struct(
+    "!HI"
+)  # bytes of the key and of the value, which follow; no key: the sender has connected
+_READ_BYTES = 2**16
+_SWEEP_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
+
+
+class Rendezvous:
+    """Where peers call this process. Thread-safe."""
+
+    def __init__(self, host: str, patience_seconds: float) -> None:
+        """Listen on `host` alone, at a free port. A peer that calls early is kept for `patience_seconds`.
+
+        Raises:
+            OSError: `host` is not an address of this machine.
+        """
+        self._patience_seconds = patience_seconds
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
+        self._listener.setblocking(False)
+        self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
+        self._changed = threading.Condition()
+        self._callers: OrderedDict[str, tuple[socket.socket, float]] = OrderedDict()
+        """Peers by the name of their link, with when they are given up, oldest first."""
+        self._greetings: dict[socket.socket, tuple[bytearray, float]] = {}
+        """What has come from those that have not said it all; the thread's own, oldest first."""
+        self._closed = False
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._loop, name="kv-rendezvous", daemon=True)
+        self._thread.start()
+
+    def accept(self, name: str, deadline: float) -> socket.socket:
+        """The connection of the peer that names this link; blocks until it has called.
+
+        Raises:
+            LinkError: it did not call in time.
+        """
+        with self._changed:
+            while name not in self._callers:
+                if self._closed:
+                    raise LinkError("this worker has closed its KV links; place the request elsewhere")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise LinkError("the peer did not call within the connect deadline; offer again")
+            sock, _ = self._callers.pop(name)
+        return sock
+
+    def close(self) -> None:
+        """Stop listening and close what nobody has accepted; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._wake.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            waiting = bool(self._greetings or self._callers)
+            for key, _ in self._selector.select(_SWEEP_SECONDS if waiting else None):
+                if key.fileobj is self._woken:
+                    self._end()
+                    return
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj is self._listener:
+                    self._take_call()
+                else:
+                    self._read(key.fileobj)
+            self._sweep()
+
+    def _end(self) -> None:
+        with self._changed:
+            callers = [sock for sock, _ in self._callers.values()]
+            self._callers.clear()
+        for sock in (self._listener, self._woken, *self._greetings, *callers):
+            sock.close()
+        self._selector.close()
+
+    def _take_call(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone already, or there are no descriptors
+            time.sleep(_PAUSE_SECONDS)
+            return
+        sock.setblocking(False)
+        self._greetings[sock] = bytearray(), time.monotonic() + self._patience_seconds
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _read(self, sock: socket.socket) -> None:
+        """Read no more than the greeting: what follows is for whoever accepts the connection."""
+        greeting, _ = self._greetings[sock]
+        try:
+            content = sock.recv(_missing(greeting))
+        except BlockingIOError:
+            return
+        except OSError:
+            content = b""
+        greeting += content
+        if not content or not _may_greet(greeting):
+            self._forget(sock)
+        elif not _missing(greeting):
+            self._introduce(sock, bytes(greeting[_GREETING.size :]).decode(errors="replace"))
+
+    def _introduce(self, sock: socket.socket, name: str) -> None:
+        _, until = self._greetings.pop(sock)
+        self._selector.unregister(sock)
+        with self._changed:
+            former = self._callers.pop(name, None)
+            self._callers[name] = sock, until
+            self._changed.notify_all()
+        if former is not None:
+            former[0].close()
+
+    def _sweep(self) -> None:
+        """Close those whose patience has ended, and the oldest of too many."""
+        now = time.monotonic()
+        for sock, (_, until) in list(self._greetings.items()):
+            if until < now or len(self._greetings) > MAX_CALLERS:
+                self._forget(sock)
+        with self._changed:
+            for name, (sock, until) in list(self._callers.items()):
+                if until < now or len(self._callers) > MAX_CALLERS:
+                    del self._callers[name]
+                    sock.close()
+
+    def _forget(self, sock: socket.socket) -> None:
+        del self._greetings[sock]
+        self._selector.unregister(sock)
+        sock.close()
+
+
+def _missing(greeting: bytearray) -> int:
+    """Bytes until the greeting is complete, as far as is known."""
+    if len(greeting) < _GREETING.size:
+        return _GREETING.size - len(greeting)
+    _, size = _GREETING.unpack_from(greeting)
+    return _GREETING.size + int(size) - len(greeting)
+
+
+def _may_greet(start: bytearray) -> bool:
+    """Whether it may become a greeting."""
+    if len(start) < _GREETING.size:
+        return _MAGIC.startswith(bytes(start[: len(_MAGIC)]))
+    magic, size = _GREETING.unpack_from(start)
+    return bool(magic == _MAGIC and 0 < size <= MAX_NAME_BYTES)
+
+
+def call(endpoint: str, name: str, deadline: float) -> socket.socket:
+    """Connect to a peer's `Rendezvous` and name the link.
+
+    Raises:
+        LinkError: it cannot be reached in time.
+    """
+    host, _, port = endpoint.rpartition(":")
+    content = name.encode()
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=_left(deadline))
+        try:
+            sock.sendall(_GREETING.pack(_MAGIC, len(content)) + content)
+        except BaseException:
+            sock.close()
+            raise
+    except (OSError, OverflowError, ValueError) as error:
+        raise LinkError(f"cannot call {endpoint} ({error}); offer again") from error
+    return sock
+
+
+class Exchange(Store):
+    """What the two sides of a link set for each other while they connect, as the store that torch's backends expect. Each operation
+    ends at the deadline, which is one for all of them.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        super().__init__()
+        self._sock: socket.socket | None = sock
+        self._deadline = deadline
+        self._lock = threading.RLock()
+        self._values: dict[str, bytes] = {}
+        self._unread = bytearray()
+        self._peer_connected = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set it on both sides. After `finish` it stays on this one."""
+        content = value.encode() if isinstance(value, str) else value
+        with self._lock:
+            self._values[key] = content
+            self._send(key.encode(), content)
+
+    def get(self, key: str) -> bytes:
+        """The value that either side has set; blocks until there is one.
+
+        Raises:
+            LinkError: there was none in time, or the peer has closed the connection.
+        """
+        with self._lock:
+            self._until(key)
+            return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Block until all are set, whatever the `timeout`. Raises LinkError as `get` does."""
+        with self._lock:
+            for key in keys:
+                self._until(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are set; blocks for nothing. Raises LinkError when the peer has closed the connection."""
+        with self._lock:
+            while self._receive(wait=False):
+                pass
+            return all(key in self._values for key in keys)
+
+    def finish(self) -> socket.socket:
+        """Wait until the peer has connected too; the connection, on which nothing is sent any more.
+
+        Raises:
+            LinkError: it has not in time, or has given up.
+        """
+        with self._lock:
+            self._send(b"", b"")
+            while not self._peer_connected:
+                self._receive(wait=True)
+            sock, self._sock = self._sock, None
+            assert sock is not None
+            return sock
+
+    def close(self) -> None:
+        """Close the connection, unless `finish` has returned it; idempotent."""
+        if (sock := self._sock) is not None:
+            sock.close()
+
+    def _until(self, key: str) -> None:
+        while key not in self._values:
+            self._receive(wait=True)
+
+    def _send(self, key: bytes, value: bytes) -> None:
+        if (sock := self._sock) is None:
+            return
+        try:
+            sock.settimeout(_left(self._deadline))
+            sock.sendall(_VALUE.pack(len(key), len(value)) + key + value)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Take what the peer has sent; whether there was anything."""
+        if self._sock is None:
+            if wait:
+                raise LinkError("the peers have connected and exchange nothing any more; offer again")
+            return False
+        try:
+            self._sock.settimeout(_left(self._deadline) if wait else 0)
+            content = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _lost(error) from error
+        if not content:
+            raise LinkError("the peer gave up or died while it connected; offer again")
+        self._unread += content
+        while self._take():
+            pass
+        return True
+
+    def _take(self) -> bool:
+        """Take one value off what was received, if it is complete."""
+        if len(self._unread) < _VALUE.size:
+            return False
+        key_size, size = _VALUE.unpack_from(self._unread)
+        if key_size > MAX_NAME_BYTES or size > MAX_VALUE_BYTES or len(self._values) >= MAX_VALUES:
+            raise LinkError("the peer sent something else than a peer does; run the same image in both pods")
+        end = _VALUE.size + key_size + size
+        if len(self._unread) < end:
+            return False
+        key = bytes(self._unread[_VALUE.size : _VALUE.size + key_size])
+        if key:
+            self._values[key.decode(errors="replace")] = bytes(self._unread[_VALUE.size + key_size : end])
+        else:
+            self._peer_connected = True
+        del self._unread[:end]
+        return True
+
+
+def _lost(error: OSError) -> LinkError:
+    found = (
+        "did not answer within the connect deadline"
+        if isinstance(error, TimeoutError)
+        else f"was lost ({error})"
+    )
+    return LinkError(f"the peer {found}; offer again")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("deadline exceeded")
+    return left
