@@ -10,7 +10,7 @@ import pytest
 
 from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import rendezvous
-from mmd_workers.kv.rendezvous import _VALUE, MAX_VALUE_BYTES, Exchange, Rendezvous, call
+from mmd_workers.kv.rendezvous import _VALUE, MAX_VALUE_BYTES, PairStore, Rendezvous, call
 from tests.support.waiting import DEADLINE_SECONDS
 
 SOON = 0.3
@@ -38,8 +38,8 @@ def pair():
     """An exchange, and the plain socket of its peer."""
     ours, theirs = socket.socketpair()
 
-    def make(seconds: float = DEADLINE_SECONDS) -> tuple[Exchange, socket.socket]:
-        return Exchange(ours, later(seconds)), theirs
+    def make(seconds: float = DEADLINE_SECONDS) -> tuple[PairStore, socket.socket]:
+        return PairStore(ours, later(seconds)), theirs
 
     yield make
     ours.close()
@@ -106,8 +106,8 @@ def test_of_too_many_that_nobody_awaits_the_oldest_are_hung_up_on(meeting, monke
 
 def test_what_either_side_sets_both_have_until_they_have_connected(meeting):
     place = meeting()
-    theirs = Exchange(call(place.endpoint, "link", later()), later())
-    ours = Exchange(place.accept("link", later()), later())
+    theirs = PairStore(call(place.endpoint, "link", later()), later())
+    ours = PairStore(place.accept("link", later()), later())
     theirs.set("a", "text")
     ours.set("b", bytes(100_000))
     ours.wait(["a", "b"])

@@ -436,7 +436,7 @@ class LinkManager:
             met = self._rendezvous.accept(name, deadline)
         else:
             met = rendezvous.call(peer_endpoint, name, deadline)
-        store = rendezvous.Exchange(met, deadline)
+        store = rendezvous.PairStore(met, deadline)
         channel: Channel | None = None
         try:
             channel = self._connected(attempt, store, rank, peer[0])
@@ -448,7 +448,7 @@ class LinkManager:
             raise
 
     def _connected(
-        self, attempt: Future[PairLink], store: rendezvous.Exchange, rank: int, peer: str
+        self, attempt: Future[PairLink], store: rendezvous.PairStore, rank: int, peer: str
     ) -> Channel:
         seconds = self._connect_timeout_seconds
         if self.backend == "Nccl":

@@ -195,7 +195,7 @@ def call(endpoint: str, name: str, deadline: float) -> socket.socket:
     return sock
 
 
-class Exchange(Store):
+class PairStore(Store):
     """What the two sides of a link set for each other while they connect, as the store that torch's backends expect. Each operation
     ends at the deadline, which is one for all of them.
     """
