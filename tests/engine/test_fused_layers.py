@@ -14,6 +14,7 @@ import transformers
 from mmd_workers.engine import fusion
 from mmd_workers.engine.cpu import layer as cpu_layer
 from mmd_workers.engine.cpu import library
+from mmd_workers.engine.profile import activation_bytes
 from tests.support.engine_oracle import (
     SMALL,
     TEXT_MODELS,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no C++ compiler 
 
 
 def fused(model):
-    return [isinstance(layer.forward, fusion.FusedForward) for layer in model.decoder.layers]
+    return [fusion.is_fused(layer) for layer in model.decoder.layers]
 
 
 def answers(model, **settings):
@@ -66,6 +67,18 @@ def test_the_path_of_other_architectures_serves_these_too(name):
     assert linears == {"PackedLinear"}
 
 
+def test_layers_that_follow_one_another_are_one_call():
+    """Gemma 3 gives sliding and full layers other rotary positions, so there a call ends."""
+    calls = {}
+    for name in ("llama", "gemma2", "gemma3"):
+        model = TextModel(TEXT_MODELS[name]())
+        make_engine(model)
+        calls[name] = [
+            layer.forward.indices for layer in model.decoder.layers if layer.forward is not fusion.passed
+        ]
+    assert calls == {"llama": [[0, 1]], "gemma2": [[0, 1]], "gemma3": [[0], [1]]}
+
+
 def test_the_weights_of_a_fused_layer_are_not_held_twice():
     model = TextModel(TEXT_MODELS["llama"]())
     weights = [weakref.ref(p) for layer in model.decoder.layers for p in layer.parameters()]
@@ -77,6 +90,16 @@ def test_the_weights_of_a_fused_layer_are_not_held_twice():
 def test_a_second_engine_uses_the_layers_that_the_first_has_fused():
     model = TextModel(TEXT_MODELS["qwen3"]())
     assert answers(model) == answers(model) == expected(TEXT_MODELS["qwen3"]())
+
+
+def test_a_pod_that_measures_a_step_first_serves_with_fused_layers():
+    model = TextModel(TEXT_MODELS["llama"]())
+    sizes = {"chunk_tokens": 64, "max_sequences": 4, "block_tokens": 8, "max_model_len": 256}
+    measured = activation_bytes(model, **sizes)
+    assert fused(model) == [True, True]
+    rows, hidden = 67, 64
+    assert measured > 4 * rows * (2 * hidden + 3 * hidden), "what is shared between threads counts too"
+    assert answers(model) == expected(TEXT_MODELS["llama"]())
 
 
 BROKEN = {
@@ -96,7 +119,7 @@ def test_kernels_that_compute_something_else_are_found_at_the_start(how, monkeyp
     def broken(self, layer, kernels, call):
         pack(self, layer, kernels, call)
         if layer.self_attn.layer_idx == 1:
-            BROKEN[how](self._struct)
+            BROKEN[how](self.struct)
 
     monkeypatch.setattr(cpu_layer.PackedLayer, "__init__", broken)
     model = TextModel(TEXT_MODELS[name]())
@@ -149,9 +172,9 @@ def test_a_layer_of_another_shape_stays_as_it_is(family, caplog):
 
 def test_values_that_are_not_finite_fail_the_check(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    run_layer = cpu_layer.PackedLayer.run
+    run_layer = cpu_layer.PackedLayers.run
     monkeypatch.setattr(
-        cpu_layer.PackedLayer,
+        cpu_layer.PackedLayers,
         "run",
         lambda self, *given: run_layer(self, *given) * torch.tensor(float("nan")),
     )

@@ -10,7 +10,7 @@ import pytest
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.engine.cpu import library
 from mmd_workers.engine.engine import Engine
-from mmd_workers.engine.fusion import FusedForward
+from mmd_workers.engine.fusion import is_fused
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
 from tests.support import model_zoo as zoo
@@ -55,7 +55,7 @@ def test_a_mixed_batch_equals_generate(arch: str, checkpoint: Callable[[str], Pa
             max_model_len=4096,
         )
         assert served_in_turn(engine, inputs) == expected, chunk_tokens
-    fused = {isinstance(layer.forward, FusedForward) for layer in language.decoder.layers}
+    fused = {is_fused(layer) for layer in language.decoder.layers}
     assert fused == ({True} if library.load() is not None and arch not in NOT_FUSED else {False})
 
 

@@ -20,7 +20,6 @@ from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.cpu.library import Library, PoolStruct
-from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
 from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
@@ -235,23 +234,15 @@ def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> 
     """The fastest kernel that can serve this layout here."""
     if varlen_works(layout, block_tokens, device):
         return varlen_kernel
-    if device.type == "cpu" and layout.dtype == "float32" and all(dim % 16 == 0 for dim in layout.head_dim):
-        library = cpu_library.load()
-        if library is not None:
-            return compiled_kernel(library)
+    library = cpu_kernels(device, getattr(torch, layout.dtype))
+    if library is not None and all(dim % 16 == 0 for dim in layout.head_dim):
+        return compiled_kernel(library)
     return torch_kernel
 
 
 def cpu_kernels(device: torch.device, dtype: torch.dtype) -> Library | None:
     """The CPU kernels, where they apply (float32) and could be built."""
     return cpu_library.load() if device.type == "cpu" and dtype is torch.float32 else None
-
-
-def accelerate(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """On a CPU in float32: packed linear layers and fused norms, where the kernels could be built."""
-    if (library := cpu_kernels(device, dtype)) is not None:
-        pack_linears(decoder, library)
-        fuse_norms(decoder)
 
 
 def install(decoder: torch.nn.Module) -> None:

@@ -24,7 +24,7 @@ from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
 from mmd_workers.engine.estimates import Estimates
-from mmd_workers.engine.fusion import fuse_layers
+from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
@@ -74,10 +74,7 @@ class Engine:
             UnsupportedModelError: the decoder cannot be served from a paged KV pool.
             CapacityError: `kv_cache_bytes` holds not one block.
         """
-        attention.install(model.decoder)
-        if fused_layers and (library := attention.cpu_kernels(model.device, model.dtype)) is not None:
-            fuse_layers(model, library)
-        attention.accelerate(model.decoder, model.device, model.dtype)
+        prepare(model, fused_layers=fused_layers)
         self.model = model
         self.max_model_len = max_model_len
         self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)

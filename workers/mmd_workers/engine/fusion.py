@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
-from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, UnsuitedLayerError
+from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
 from mmd_workers.engine.cpu.library import Library, PoolStruct
+from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.scheduler import Work
@@ -36,12 +38,15 @@ STEPS = (((0, 21), (0, 6)), ((21, 22), (6, 11)))
 
 
 class FusedForward:
-    """Takes the place of a layer's `forward`."""
+    """Takes the place of the `forward` of one or several layers that follow one another; those after the first return what they get."""
 
-    def __init__(self, packed: PackedLayer, index: int) -> None:
-        self._packed = packed
-        self._index = index
-        self._pools: tuple[torch.Tensor, PoolStruct] | None = None
+    def __init__(self, packed: Items[PackedLayer], indices: Items[int], library: Library) -> None:
+        """`indices`: of the layers in the pool."""
+        self.packed = packed
+        self.indices = indices
+        self._layers = PackedLayers(packed, library)
+        self._of: KvPool | None = None
+        self._pools = (PoolStruct * len(indices))()
 
     def __call__(
         self,
@@ -51,14 +56,23 @@ class FusedForward:
     ) -> torch.Tensor:
         """Hidden states [1, rows, hidden] of the batch that is running, and cos and sin [1, rows, dim]."""
         batch = attention.current()
-        keys, values = batch.pool.keys[self._index], batch.pool.values[self._index]
-        if self._pools is None or self._pools[0] is not keys:
-            self._pools = keys, PoolStruct.of(keys, values)
+        if self._of is not batch.pool:
+            self._of = batch.pool
+            structs = (PoolStruct.of(batch.pool.keys[i], batch.pool.values[i]) for i in self.indices)
+            self._pools = (PoolStruct * len(self.indices))(*structs)
         cos, sin = position_embeddings
-        visible = batch.visible(self._packed.call.window)
-        return self._packed.run(hidden_states[0], (cos[0], sin[0]), self._pools[1], batch.step(), visible)[
-            None
-        ]
+        rows = hidden_states[0]
+        return self._layers.run(rows, (cos[0], sin[0]), self._pools, batch.step(), batch.visible)[None]
+
+
+def passed(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The `forward` of a layer that an earlier one has computed with its own."""
+    return hidden_states
+
+
+def is_fused(layer: torch.nn.Module) -> bool:
+    """Whether the kernels compute this layer."""
+    return layer.forward is passed or isinstance(layer.forward, FusedForward)
 
 
 @dataclass(slots=True)
@@ -71,12 +85,34 @@ class _Seen:
     call: AttentionCall | None = None
 
 
+def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
+    """Give a decoder the paged attention and, in float32 on a CPU, the kernels: for whole layers where they can and `fused_layers` is set,
+    else for linear layers and norms. Once prepared, a decoder stays as it is.
+
+    Raises:
+        UnsupportedModelError: the decoder cannot be served from a paged KV pool.
+    """
+    attention.install(model.decoder)
+    library = attention.cpu_kernels(model.device, model.dtype)
+    if library is not None and fused_layers:
+        fuse_layers(model, library)
+    if library is not None:
+        pack_linears(model.decoder, library)
+        fuse_norms(model.decoder)
+
+
+def fused_indices(decoder: torch.nn.Module) -> set[int]:
+    """The layers of the pool whose attention the kernels compute with the rest of the layer."""
+    forwards = [module.forward for module in decoder.modules()]
+    return {index for forward in forwards if isinstance(forward, FusedForward) for index in forward.indices}
+
+
 def fuse_layers(model: LanguageModel, library: Library) -> int:
     """Let the kernels compute every layer of the decoder that they can; the others stay as they are, with the reason in the log.
     Returns how many. A fused layer's own weights are gone.
     """
     layers = getattr(model.decoder, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList) or any(_fused(layer) for layer in layers):
+    if not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
         return 0
     with torch.inference_mode():
         batches = _batches(model)
@@ -91,6 +127,7 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
             layer.forward = fused
             for name, _ in list(layer.named_children()):
                 delattr(layer, name)
+        _join(list(layers), seen, library)
     for reason, numbers in reasons.items():
         log.info("decoder layers %s run module by module: %s", _ranges(numbers), reason)
     count = len(layers) - sum(len(numbers) for numbers in reasons.values())
@@ -98,8 +135,32 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
     return count
 
 
-def _fused(layer: torch.nn.Module) -> bool:
-    return isinstance(layer.forward, FusedForward)
+def _follows(own: _Seen, before: _Seen) -> bool:
+    """Whether a layer gets exactly what the one before returned, and the same rotary positions."""
+    return all(a is b for a, b in zip(own.inputs, before.outputs, strict=True)) and all(
+        a is not None and b is not None and a[0] is b[0] and a[1] is b[1]
+        for a, b in zip(own.rotary, before.rotary, strict=True)
+    )
+
+
+def _join(layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library) -> None:
+    """Let the first of fused layers that follow one another compute all of them."""
+    run: list[torch.nn.Module] = []
+    for number, layer in enumerate(layers):
+        if not isinstance(layer.forward, FusedForward):
+            run = []
+            continue
+        if run and _follows(seen[number], seen[number - 1]):
+            first = run[0].forward
+            assert isinstance(first, FusedForward)
+            if first.packed[0].geometry == layer.forward.packed[0].geometry:
+                run[0].forward = FusedForward(
+                    [*first.packed, *layer.forward.packed], [*first.indices, *layer.forward.indices], library
+                )
+                layer.forward = passed
+                run.append(layer)
+                continue
+        run = [layer]
 
 
 def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
@@ -151,6 +212,8 @@ def _observe(
         for batch, step in zip(batches(), STEPS, strict=True):
             ids = torch.randint(model.vocab_size, (batch.num_rows,), generator=generator)
             embeds, extras = model.embed(ids)
+            # Not zeros: what a decoder adds between two layers must show.
+            extras = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in extras.items()}
             row = torch.cat([torch.arange(*ends) for ends in step])
             # Axes differ, so that it matters which of them a dimension takes its position from.
             positions = torch.stack([row * (axis + 1) for axis in range(model.position_axes)])
@@ -202,7 +265,7 @@ def _checked(
         )
     if not all(isinstance(output, torch.Tensor) for output in own.outputs):
         raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
-    fused = FusedForward(PackedLayer(layer, library, own.call), index)
+    fused = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
     worst = 0.0
     for batch, given, rotary, expected in zip(batches(), own.inputs, own.rotary, own.outputs, strict=True):
         with attention.running(batch, attention.torch_kernel):

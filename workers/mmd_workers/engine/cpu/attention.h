@@ -7,7 +7,7 @@
 #include "linear.h"
 
 struct Pool {
-  const float *keys, *values;
+  float *keys, *values;
   int64_t block_tokens, kv_heads, dim;
 };
 
@@ -18,19 +18,25 @@ struct Step {
   const int64_t* slots;  // where each row's key and value stand
 };
 
-struct Span {  // rows [first, first + rows) of one sequence
-  int64_t sequence, first, rows;
+struct Span {  // rows [first, first + rows) of one sequence, and the groups [head, head + heads) of them
+  int64_t sequence, first, rows, head, heads;
 };
 
 constexpr int64_t QUERIES = 48;  // rows * heads of a group that are worked on at once
 constexpr int64_t TILE = 64;     // positions of a context at once
 
-static std::vector<Span> spans(const Step& step, int64_t groups) {
+// What one thread does at a time. A row alone is done for all heads at once, as they stand side by side in the pool, unless there are too
+// few rows for the threads; chunks by head, whose keys and values then stay in the cache.
+static std::vector<Span> spans(const Step& step, int64_t heads, int64_t kv_heads, int threads) {
   std::vector<Span> made;
-  int64_t most = std::max<int64_t>(1, QUERIES / groups);
+  int64_t most = std::max<int64_t>(1, QUERIES * kv_heads / heads);
+  int64_t alone = std::max<int64_t>(1, std::min(kv_heads, kv_heads * step.sequences / (2 * threads)));
   for (int64_t s = 0; s < step.sequences; s++)
-    for (int64_t row = step.starts[s]; row < step.starts[s + 1]; row += most)
-      made.push_back({s, row, std::min<int64_t>(most, step.starts[s + 1] - row)});
+    for (int64_t row = step.starts[s]; row < step.starts[s + 1]; row += most) {
+      int64_t rows = std::min<int64_t>(most, step.starts[s + 1] - row), count = rows == 1 ? alone : 1;
+      for (int64_t head = 0; head < kv_heads; head += count)
+        made.push_back({s, row, rows, head, std::min(count, kv_heads - head)});
+    }
   return made;
 }
 
@@ -48,80 +54,88 @@ static inline Vec capped(Vec scores, float softcap) {
   return softcap > 0 ? tanh_of(scores * (1.0f / softcap)) * softcap : scores;
 }
 
-// The heads of one group in one row: query, out [groups, dim].
-static void attend_row(const float* query, const Pool& pool, const int32_t* blocks, int64_t head, int64_t groups,
-                       int64_t first, int64_t last, float scale, float softcap, float* out) {
-  static thread_local std::vector<float> scores;
-  int64_t dim = pool.dim, stride = pool.kv_heads * dim, count = last - first;
-  int64_t width = (count + LANES - 1) / LANES * LANES;
-  scores.resize(std::max<size_t>(scores.size(), groups * width));
-  each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
-    const float* key = pool.keys + slot * stride + head * dim;
-    float* to = scores.data() + position - first;
-    int64_t j = 0;
-    for (; j + LANES <= tokens; j += LANES)
-      for (int64_t g = 0; g < groups; g++) {
-        Vec part[LANES] = {};
-        for (int64_t d = 0; d < dim; d += LANES) {
-          Vec q = load(query + g * dim + d);
-#pragma GCC unroll 16
-          for (int i = 0; i < LANES; i++) part[i] += q * load(key + (j + i) * stride + d);
-        }
-        store(to + g * width + j, sums(part) * scale);
-      }
-    for (; j < tokens; j++)
-      for (int64_t g = 0; g < groups; g++) {
-        Vec part{};
-        for (int64_t d = 0; d < dim; d += LANES) part += load(query + g * dim + d) * load(key + j * stride + d);
-        to[g * width + j] = sum(part) * scale;
-      }
-  });
-  for (int64_t g = 0; g < groups; g++) {
-    float* s = scores.data() + g * width;
-    for (int64_t j = count; j < width; j++) s[j] = -INFINITY;
-    Vec most = splat(-INFINITY), added{};
-    for (int64_t j = 0; j < width; j += LANES) {
-      Vec score = capped(load(s + j), softcap);
-      if (softcap > 0 && j + LANES > count)  // a cap would make the padding finite
-        for (int64_t i = count - j; i < LANES; i++) score[i] = -INFINITY;
-      store(s + j, score);
-      most = larger(score, most);
-    }
-    float highest = most[0];
-    for (int i = 1; i < LANES; i++) highest = std::max(highest, most[i]);
-    for (int64_t j = 0; j < width; j += LANES) {
-      Vec e = exp_of(load(s + j) - highest);
-      store(s + j, e);
-      added += e;
-    }
-    float whole = 1.0f / sum(added);
-    for (int64_t j = 0; j < width; j += LANES) store(s + j, load(s + j) * whole);
-  }
-  std::fill(out, out + groups * dim, 0.0f);
-  each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
-    const float* value = pool.values + slot * stride + head * dim;
+// Scores of one group's queries [groups, dim] with `tokens` keys that are `stride` apart: score of query g and key j at to[g * width + j].
+static void score(const float* query, int64_t groups, int64_t dim, const float* key, int64_t stride, int64_t tokens,
+                  float scale, float* to, int64_t width) {
+  int64_t j = 0;
+  for (; j + LANES <= tokens; j += LANES)
     for (int64_t g = 0; g < groups; g++) {
-      const float* p = scores.data() + g * width + position - first;
-      float* to = out + g * dim;
-      int64_t d = 0;
-      for (; d + 4 * LANES <= dim; d += 4 * LANES) {
-        Vec a = load(to + d), b = load(to + d + LANES), c = load(to + d + 2 * LANES), e = load(to + d + 3 * LANES);
-        for (int64_t j = 0; j < tokens; j++) {
-          const float* v = value + j * stride + d;
-          Vec weight = splat(p[j]);
-          a += weight * load(v);
-          b += weight * load(v + LANES);
-          c += weight * load(v + 2 * LANES);
-          e += weight * load(v + 3 * LANES);
-        }
-        store(to + d, a), store(to + d + LANES, b), store(to + d + 2 * LANES, c), store(to + d + 3 * LANES, e);
+      Vec part[LANES] = {};
+      for (int64_t d = 0; d < dim; d += LANES) {
+        Vec q = load(query + g * dim + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) part[i] += q * load(key + (j + i) * stride + d);
       }
-      for (; d < dim; d += LANES) {
-        Vec a = load(to + d);
-        for (int64_t j = 0; j < tokens; j++) a += splat(p[j]) * load(value + j * stride + d);
-        store(to + d, a);
-      }
+      store(to + g * width + j, sums(part) * scale);
     }
+  for (; j < tokens; j++)
+    for (int64_t g = 0; g < groups; g++) {
+      Vec part{};
+      for (int64_t d = 0; d < dim; d += LANES) part += load(query + g * dim + d) * load(key + j * stride + d);
+      to[g * width + j] = sum(part) * scale;
+    }
+}
+
+// Scores [width], the first `count` of them valid, to probabilities, zeros after them.
+static void softmax(float* s, int64_t count, int64_t width, float softcap) {
+  for (int64_t j = 0; softcap > 0 && j < width; j += LANES) store(s + j, capped(load(s + j), softcap));
+  for (int64_t j = count; j < width; j++) s[j] = -INFINITY;
+  Vec most = splat(-INFINITY), added{};
+  for (int64_t j = 0; j < width; j += LANES) most = larger(load(s + j), most);
+  float highest = most[0];
+  for (int i = 1; i < LANES; i++) highest = std::max(highest, most[i]);
+  for (int64_t j = 0; j < width; j += LANES) {
+    Vec e = exp_of(load(s + j) - highest);
+    store(s + j, e);
+    added += e;
+  }
+  float whole = 1.0f / sum(added);
+  for (int64_t j = 0; j < width; j += LANES) store(s + j, load(s + j) * whole);
+}
+
+// to [groups, dim] += probabilities [groups][width] times `tokens` values that are `stride` apart.
+static void weigh(const float* p, int64_t width, int64_t groups, int64_t dim, const float* value, int64_t stride,
+                  int64_t tokens, float* to) {
+  for (int64_t g = 0; g < groups; g++, p += width, to += dim) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+      Vec a = load(to + d), b = load(to + d + LANES), c = load(to + d + 2 * LANES), e = load(to + d + 3 * LANES);
+      for (int64_t j = 0; j < tokens; j++) {
+        const float* v = value + j * stride + d;
+        Vec weight = splat(p[j]);
+        a += weight * load(v);
+        b += weight * load(v + LANES);
+        c += weight * load(v + 2 * LANES);
+        e += weight * load(v + 3 * LANES);
+      }
+      store(to + d, a), store(to + d + LANES, b), store(to + d + 2 * LANES, c), store(to + d + 3 * LANES, e);
+    }
+    for (; d < dim; d += LANES) {
+      Vec a = load(to + d);
+      for (int64_t j = 0; j < tokens; j++) a += splat(p[j]) * load(value + j * stride + d);
+      store(to + d, a);
+    }
+  }
+}
+
+// One row, `heads` groups from `head` on: query, out [heads * groups, dim].
+static void attend_row(const float* query, const Pool& pool, const int32_t* blocks, int64_t head, int64_t heads,
+                       int64_t groups, int64_t first, int64_t last, float scale, float softcap, float* out) {
+  static thread_local std::vector<float> scores;
+  int64_t dim = pool.dim, stride = pool.kv_heads * dim, count = last - first, own = groups * dim;
+  int64_t width = (count + LANES - 1) / LANES * LANES;
+  scores.resize(std::max<size_t>(scores.size(), heads * groups * width));
+  each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
+    for (int64_t h = 0; h < heads; h++)
+      score(query + h * own, groups, dim, pool.keys + slot * stride + (head + h) * dim, stride, tokens, scale,
+            scores.data() + h * groups * width + position - first, width);
+  });
+  for (int64_t h = 0; h < heads * groups; h++) softmax(scores.data() + h * width, count, width, softcap);
+  std::fill(out, out + heads * own, 0.0f);
+  each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
+    for (int64_t h = 0; h < heads; h++)
+      weigh(scores.data() + h * groups * width + position - first, width, groups, dim,
+            pool.values + slot * stride + (head + h) * dim, stride, tokens, out + h * own);
   });
 }
 
@@ -232,15 +246,14 @@ static void attend(const Step& step, const std::vector<Span>& work, const Pool& 
                    const float* q, int64_t ldq, int64_t heads, float scale, float softcap, float* out) {
   int64_t groups = heads / pool.kv_heads, width = groups * pool.dim, ldo = heads * pool.dim;
 #pragma omp for schedule(dynamic, 1)
-  for (int64_t item = 0; item < static_cast<int64_t>(work.size()) * pool.kv_heads; item++) {
-    const Span& span = work[item / pool.kv_heads];
-    int64_t head = item % pool.kv_heads;
+  for (int64_t item = 0; item < static_cast<int64_t>(work.size()); item++) {
+    const Span& span = work[item];
     const int32_t *blocks = step.table + span.sequence * step.columns, *sees = visible + 2 * span.first;
-    const float* from = q + span.first * ldq + head * width;
-    float* to = out + span.first * ldo + head * width;
+    const float* from = q + span.first * ldq + span.head * width;
+    float* to = out + span.first * ldo + span.head * width;
     if (span.rows == 1)
-      attend_row(from, pool, blocks, head, groups, sees[0], sees[1], scale, softcap, to);
+      attend_row(from, pool, blocks, span.head, span.heads, groups, sees[0], sees[1], scale, softcap, to);
     else
-      attend_span(from, ldq, span.rows, sees, pool, blocks, head, groups, scale, softcap, to, ldo);
+      attend_span(from, ldq, span.rows, sees, pool, blocks, span.head, groups, scale, softcap, to, ldo);
   }
 }

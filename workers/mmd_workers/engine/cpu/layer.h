@@ -93,79 +93,103 @@ static float* room(std::vector<float>& buffer, int64_t size) {
   return buffer.data();
 }
 
-// x, out [rows, hidden]; cos, sin [rows, dim]; visible [rows][first, last).
-static void run_layer(const Layer& l, const Step& step, const Pool& pool, float* keys, float* values, const float* cos,
-                      const float* sin, const int32_t* visible, const float* x, float* out, int threads) {
-  static thread_local std::vector<float> buffers[5];
-  int64_t rows = step.rows, kv = l.kv_heads * l.dim;
-  float *projected = room(buffers[0], rows * l.qkv.n), *attended = room(buffers[1], rows * l.heads * l.dim);
-  bool by_panels = few(rows, threads);
-  int64_t size = by_panels ? rows : block_rows(rows, threads), inner_panels = (l.inner + PANEL - 1) / PANEL;
-  float *normed = by_panels ? room(buffers[2], rows * l.hidden) : nullptr;
-  float *made = by_panels ? room(buffers[3], rows * l.hidden) : nullptr;
-  float *inner = by_panels ? room(buffers[4], rows * l.inner) : nullptr;
-  std::vector<Span> work = spans(step, l.heads / l.kv_heads);
-  auto place_row = [&](int64_t r) {
-    place(l, projected + r * l.qkv.n, cos + r * l.dim, sin + r * l.dim, keys + step.slots[r] * kv,
-          values + step.slots[r] * kv);
-  };
-#pragma omp parallel num_threads(threads)
-  {
-    if (by_panels) {
+struct Batch {  // what all layers of a call share
+  const Step& step;
+  const std::vector<Span>& work;
+  const float *cos, *sin;  // [rows, dim]
+  int threads;
+};
+
+struct Buffers {  // shared by the threads; the last three only where rows are few
+  float *projected, *attended, *normed, *made, *inner;
+};
+
+// `projected` of a row: rotated, and its key and value to the pool.
+static void place_row(const Layer& l, const Pool& pool, const Batch& b, float* projected, int64_t r) {
+  int64_t at = b.step.slots[r] * l.kv_heads * l.dim;
+  place(l, projected + r * l.qkv.n, b.cos + r * l.dim, b.sin + r * l.dim, pool.keys + at, pool.values + at);
+}
+
+// The functions below are called by every thread of a parallel region. x, out [rows, hidden]; `out` may be x.
+
+static void multiply_shared(const Linear& w, const float* x, int64_t rows, float* out, int threads) {
+  int64_t panels = w.panels();
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; r++) rms_norm(x + r * l.hidden, l.before_attention, l.hidden, normed + r * l.hidden);
-      int64_t panels = l.qkv.panels();
+  for (int t = 0; t < threads; t++) multiply(w, x, rows, panels * t / threads, panels * (t + 1) / threads, out);
+}
+
+// Few rows: threads share each product by its columns.
+static void layer_by_panels(const Layer& l, const Pool& pool, const int32_t* visible, const Batch& b, const Buffers& at,
+                            const float* x, float* out) {
+  int64_t rows = b.step.rows, size = l.hidden, panels = (l.inner + PANEL - 1) / PANEL;
 #pragma omp for schedule(static)
-      for (int t = 0; t < threads; t++)
-        multiply(l.qkv, normed, rows, panels * t / threads, panels * (t + 1) / threads, projected);
+  for (int64_t r = 0; r < rows; r++) rms_norm(x + r * size, l.before_attention, size, at.normed + r * size);
+  multiply_shared(l.qkv, at.normed, rows, at.projected, b.threads);
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; r++) place_row(r);
-      attend(step, work, pool, visible, projected, l.qkv.n, l.heads, l.scale, l.softcap, attended);
-      panels = l.out.panels();
+  for (int64_t r = 0; r < rows; r++) place_row(l, pool, b, at.projected, r);
+  attend(b.step, b.work, pool, visible, at.projected, l.qkv.n, l.heads, l.scale, l.softcap, at.attended);
+  multiply_shared(l.out, at.attended, rows, at.made, b.threads);
 #pragma omp for schedule(static)
-      for (int t = 0; t < threads; t++)
-        multiply(l.out, attended, rows, panels * t / threads, panels * (t + 1) / threads, made);
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; r++) {
-        add_to(x + r * l.hidden, made + r * l.hidden, l.after_attention, l.hidden, out + r * l.hidden);
-        rms_norm(out + r * l.hidden, l.before_mlp, l.hidden, normed + r * l.hidden);
-      }
-#pragma omp for schedule(static)
-      for (int t = 0; t < threads; t++)
-        gated(l, normed, rows, inner_panels * t / threads, inner_panels * (t + 1) / threads, inner);
-      panels = l.down.panels();
-#pragma omp for schedule(static)
-      for (int t = 0; t < threads; t++)
-        multiply(l.down, inner, rows, panels * t / threads, panels * (t + 1) / threads, made);
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; r++)
-        add_to(out + r * l.hidden, made + r * l.hidden, l.after_mlp, l.hidden, out + r * l.hidden);
-    } else {
-      static thread_local std::vector<float> own[3];  // a block's values, which stay in this thread's cache
-      float *a = room(own[0], size * l.hidden), *b = room(own[1], size * l.hidden), *c = room(own[2], size * l.inner);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t start = 0; start < rows; start += size) {
-        int64_t m = std::min(size, rows - start);
-        for (int64_t r = 0; r < m; r++)
-          rms_norm(x + (start + r) * l.hidden, l.before_attention, l.hidden, a + r * l.hidden);
-        multiply(l.qkv, a, m, 0, l.qkv.panels(), projected + start * l.qkv.n);
-        for (int64_t r = start; r < start + m; r++) place_row(r);
-      }
-      attend(step, work, pool, visible, projected, l.qkv.n, l.heads, l.scale, l.softcap, attended);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t start = 0; start < rows; start += size) {
-        int64_t m = std::min(size, rows - start);
-        float* to = out + start * l.hidden;
-        multiply(l.out, attended + start * l.heads * l.dim, m, 0, l.out.panels(), a);
-        for (int64_t r = 0; r < m; r++) {
-          add_to(x + (start + r) * l.hidden, a + r * l.hidden, l.after_attention, l.hidden, to + r * l.hidden);
-          rms_norm(to + r * l.hidden, l.before_mlp, l.hidden, b + r * l.hidden);
-        }
-        gated(l, b, m, 0, inner_panels, c);
-        multiply(l.down, c, m, 0, l.down.panels(), a);
-        for (int64_t r = 0; r < m; r++)
-          add_to(to + r * l.hidden, a + r * l.hidden, l.after_mlp, l.hidden, to + r * l.hidden);
-      }
-    }
+  for (int64_t r = 0; r < rows; r++) {
+    add_to(x + r * size, at.made + r * size, l.after_attention, size, out + r * size);
+    rms_norm(out + r * size, l.before_mlp, size, at.normed + r * size);
   }
+#pragma omp for schedule(static)
+  for (int t = 0; t < b.threads; t++)
+    gated(l, at.normed, rows, panels * t / b.threads, panels * (t + 1) / b.threads, at.inner);
+  multiply_shared(l.down, at.inner, rows, at.made, b.threads);
+#pragma omp for schedule(static)
+  for (int64_t r = 0; r < rows; r++) add_to(out + r * size, at.made + r * size, l.after_mlp, size, out + r * size);
+}
+
+// Many rows: a thread takes blocks of them, whose values stay in its cache from product to product.
+static void layer_by_rows(const Layer& l, const Pool& pool, const int32_t* visible, const Batch& b, const Buffers& at,
+                          const float* x, float* out) {
+  static thread_local std::vector<float> own[3];
+  int64_t rows = b.step.rows, size = l.hidden, block = block_rows(rows, b.threads);
+  float *one = room(own[0], block * size), *other = room(own[1], block * size), *inner = room(own[2], block * l.inner);
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t start = 0; start < rows; start += block) {
+    int64_t m = std::min(block, rows - start);
+    for (int64_t r = 0; r < m; r++) rms_norm(x + (start + r) * size, l.before_attention, size, one + r * size);
+    multiply(l.qkv, one, m, 0, l.qkv.panels(), at.projected + start * l.qkv.n);
+    for (int64_t r = start; r < start + m; r++) place_row(l, pool, b, at.projected, r);
+  }
+  attend(b.step, b.work, pool, visible, at.projected, l.qkv.n, l.heads, l.scale, l.softcap, at.attended);
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t start = 0; start < rows; start += block) {
+    int64_t m = std::min(block, rows - start);
+    const float* from = x + start * size;
+    float* to = out + start * size;
+    multiply(l.out, at.attended + start * l.heads * l.dim, m, 0, l.out.panels(), one);
+    for (int64_t r = 0; r < m; r++) {
+      add_to(from + r * size, one + r * size, l.after_attention, size, to + r * size);
+      rms_norm(to + r * size, l.before_mlp, size, other + r * size);
+    }
+    gated(l, other, m, 0, (l.inner + PANEL - 1) / PANEL, inner);
+    multiply(l.down, inner, m, 0, l.down.panels(), one);
+    for (int64_t r = 0; r < m; r++) add_to(to + r * size, one + r * size, l.after_mlp, size, to + r * size);
+  }
+}
+
+// Floats of the buffers that threads share.
+static int64_t shared_floats(const Layer& l, int64_t rows, int threads) {
+  int64_t width = l.qkv.n + l.heads * l.dim;
+  return rows * (few(rows, threads) ? width + 2 * l.hidden + l.inner : width);
+}
+
+// Layers of one geometry, one after another: layers, pools and visible [count]; shared [shared_floats].
+static void run_layers(const Layer* layers, const Pool* pools, const int32_t* const* visible, int64_t count,
+                       const Step& step, const float* cos, const float* sin, const float* x, float* out, float* shared,
+                       int threads) {
+  const Layer& l = layers[0];
+  int64_t rows = step.rows;
+  Buffers at{};
+  at.projected = shared, at.attended = at.projected + rows * l.qkv.n, at.normed = at.attended + rows * l.heads * l.dim;
+  at.made = at.normed + rows * l.hidden, at.inner = at.made + rows * l.hidden;
+  auto run = few(rows, threads) ? layer_by_panels : layer_by_rows;
+  std::vector<Span> work = spans(step, l.heads, l.kv_heads, threads);
+  Batch batch{step, work, cos, sin, threads};
+#pragma omp parallel num_threads(threads)
+  for (int64_t i = 0; i < count; i++) run(layers[i], pools[i], visible[i], batch, at, i == 0 ? x : out, out);
 }

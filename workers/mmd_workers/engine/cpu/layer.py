@@ -5,7 +5,8 @@ Whether a layer that has the shape also computes the same numbers is for `engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from mmd_workers.engine.cpu.library import (
     StepStruct,
 )
 from mmd_workers.engine.cpu.modules import norm_scale
+from mmd_workers.engine.cpu.pages import use_huge_pages
 
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     functional.silu,
@@ -64,7 +66,7 @@ class AttentionCall:
 
 
 class PackedLayer:
-    """The weights of a decoder layer, packed, and the call that computes it."""
+    """The weights of a decoder layer, packed. `struct`: what the kernels read, valid as long as this object."""
 
     def __init__(self, layer: torch.nn.Module, library: Library, call: AttentionCall) -> None:
         """Pack copies of the weights.
@@ -117,7 +119,7 @@ class PackedLayer:
         }
         rows = {"qkv": q.out_features + 2 * k.out_features, "out": o.out_features, "down": down.out_features}
         where = NORMS[frozenset(parts)]
-        self._struct = LayerStruct(
+        self.struct = LayerStruct(
             hidden=q.in_features,
             heads=call.heads,
             kv_heads=k.out_features // call.dim,
@@ -133,28 +135,20 @@ class PackedLayer:
                 if norm is not None
             },
         )
-        room = library.room(sum(packed.numel() for packed, _ in weights.values()))
+        room = use_huge_pages(torch.empty(sum(packed.numel() for packed, _ in weights.values())))
         self._kept.append(room)
         for name, (packed, bias) in weights.items():
             mine, room = room[: packed.numel()], room[packed.numel() :]
             mine.copy_(packed.flatten())
             n = rows.get(name, packed.shape[0] * library.panel)
             address = 0 if bias is None else self._keep(bias)
-            setattr(self._struct, name, LinearStruct(mine.data_ptr(), address, n, packed.shape[1]))
+            setattr(self.struct, name, LinearStruct(mine.data_ptr(), address, n, packed.shape[1]))
 
-    def run(
-        self,
-        x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        pool: PoolStruct,
-        step: StepStruct,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden states [rows, hidden] to those after the layer; `rotary`: cos and sin [rows, dim]. Keys and values go to the pool."""
-        cos, sin = rotary
-        return self._library.layer(
-            self._struct, pool, step, visible, (cos.contiguous(), sin.contiguous()), x.contiguous()
-        )
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        """Sizes, which layers that are computed in one call have in common."""
+        s = self.struct
+        return s.hidden, s.heads, s.kv_heads, s.dim, s.inner
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)
@@ -175,6 +169,32 @@ class PackedLayer:
             raise UnsuitedLayerError(f"{type(norm).__name__} is not an RMS norm over {size} dimensions")
         scale, eps = found
         return NormStruct(self._keep(scale.contiguous()), eps)
+
+
+class PackedLayers:
+    """Layers of one geometry that follow one another, and the call that computes them."""
+
+    def __init__(self, layers: Sequence[PackedLayer], library: Library) -> None:
+        self._layers = layers
+        self._library = library
+        self._structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        pools: ctypes.Array[PoolStruct],
+        step: StepStruct,
+        visible: Callable[[int | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """Hidden states [rows, hidden] to those after the layers; `rotary`: cos and sin [rows, dim]; `visible`: of a window, the positions
+        that each row sees (int32 [rows, 2]). Keys and values go to the pools.
+        """
+        cos, sin = rotary
+        sees = [visible(layer.call.window) for layer in self._layers]
+        return self._library.layers(
+            self._structs, pools, step, sees, (cos.contiguous(), sin.contiguous()), x.contiguous()
+        )
 
 
 def _linear(name: str, module: torch.nn.Module) -> torch.nn.Linear:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from mmd_workers.engine.cpu.pages import use_huge_pages
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -26,7 +28,6 @@ BUILT = Path(__file__).with_name("built")
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 BUILD_SECONDS = 120
-HUGE_PAGE_BYTES = 2 * 2**20
 AVX2 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
@@ -100,25 +101,19 @@ class Library:
         self._attend.argtypes = [pointer, pointer, pointer, pointer, size, ctypes.c_float, ctypes.c_float]
         self._attend.argtypes += [pointer, number]
         self._attend.restype = None
-        self._layer = self._library.mmd_layer
-        self._layer.argtypes = [*[pointer] * 8, number]
-        self._layer.restype = None
+        self._layers = self._library.mmd_layers
+        self._layers.argtypes = [*[pointer] * 3, size, *[pointer] * 6, number]
+        self._layers.restype = None
+        self._layers_floats = self._library.mmd_layers_floats
+        self._layers_floats.argtypes = [pointer, size, number]
+        self._layers_floats.restype = size
         self.panel = int(self._library.mmd_panel())
-
-    def room(self, size: int) -> torch.Tensor:
-        """Memory for `size` float32 weights, in huge pages where it fills one and the system has them."""
-        if size * 4 < HUGE_PAGE_BYTES:
-            return torch.empty(size)
-        room = torch.empty(size + HUGE_PAGE_BYTES // 4)
-        room = room[-room.data_ptr() % HUGE_PAGE_BYTES // 4 :][:size]
-        self._library.mmd_huge_pages(ctypes.c_void_p(room.data_ptr()), ctypes.c_int64(size * 4))
-        return room
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Weight [n, k] as panels [ceil(n / panel), k, panel], zero padded."""
         n, k = weight.shape
         panels = -(-n // self.panel)
-        packed = self.room(panels * k * self.panel).view(panels, k, self.panel)
+        packed = use_huge_pages(torch.empty(panels, k, self.panel))
         whole = n // self.panel
         packed[:whole] = weight[: whole * self.panel].view(whole, self.panel, k).transpose(1, 2)
         if whole < panels:
@@ -171,30 +166,35 @@ class Library:
         )
         return out
 
-    def layer(
+    def layers(
         self,
-        layer: LayerStruct,
-        pool: PoolStruct,
+        layers: ctypes.Array[LayerStruct],
+        pools: ctypes.Array[PoolStruct],
         step: StepStruct,
-        visible: torch.Tensor,
+        visible: list[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor],
         x: torch.Tensor,
     ) -> torch.Tensor:
-        """A decoder layer on hidden states [rows, hidden], contiguous; `rotary`: cos and sin [rows, dim], contiguous. Writes the rows'
-        keys and values to the pool.
+        """Decoder layers of one geometry, one after another, on hidden states [rows, hidden]; `rotary`: cos and sin [rows, dim]; all
+        contiguous. `visible`: for each layer, as in `attend`. Writes the rows' keys and values to the pools.
         """
+        threads = torch.get_num_threads()
         out = torch.empty_like(x)
+        shared = torch.empty(self._layers_floats(ctypes.addressof(layers), len(x), threads))
         cos, sin = rotary
-        self._layer(
-            ctypes.addressof(layer),
+        addresses = (ctypes.c_void_p * len(layers))(*[tensor.data_ptr() for tensor in visible])
+        self._layers(
+            ctypes.addressof(layers),
+            ctypes.addressof(pools),
+            ctypes.addressof(addresses),
+            len(layers),
             ctypes.addressof(step),
-            ctypes.addressof(pool),
             cos.data_ptr(),
             sin.data_ptr(),
-            visible.data_ptr(),
             x.data_ptr(),
             out.data_ptr(),
-            torch.get_num_threads(),
+            shared.data_ptr(),
+            threads,
         )
         return out
 
