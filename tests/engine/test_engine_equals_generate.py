@@ -43,7 +43,7 @@ def test_one_sequence_alone(name):
         assert run(engine).tokens["0"] == answers[number]
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 512])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 512])
 @pytest.mark.parametrize("name", TEXT_MODELS)
 def test_staggered_batch_in_chunks(name, chunk_tokens):
     model, prompts, answers = model_and_answers(name)

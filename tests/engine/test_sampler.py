@@ -53,6 +53,26 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
     assert shares(logits_of(0.1, 0.4, 0.3, 0.2), 50, temperature=1.0, top_p=0.0)[1] == 1
 
 
+def test_only_what_cuts_the_distribution_sorts_the_vocabulary(monkeypatch):
+    sort, sorted_rows = torch.sort, []
+    monkeypatch.setattr(torch, "sort", lambda x, **more: sorted_rows.append(len(x)) or sort(x, **more))
+    logits = torch.randn(4, 30)
+    sample(logits.clone(), [draw(), draw(temperature=1.0), draw(temperature=2.0), draw(logprobs=3)])
+    assert sorted_rows == []
+    sample(logits.clone(), [draw(), draw(temperature=1.0), draw(temperature=2.0, top_p=0.5), draw()])
+    assert sorted_rows == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_suppress_different_tokens(temperature):
+    logits = logits_of(0.1, 0.6, 0.3).repeat(3, 1)
+    draws = [
+        Draw(SamplingParams(1, temperature=temperature, suppress_token_ids=tokens, seed=1), 0, own)
+        for tokens, own in (((1,), (2, 999)), ((), (0, 1)), ((0, 2), ()))
+    ]
+    assert [s.token_id for s in sample(logits, draws)] == [0, 2, 1]
+
+
 def test_suppressed_tokens_never_come_nor_count():
     logits = logits_of(0.1, 0.6, 0.3)
     item = Draw(SamplingParams(max_tokens=1, suppress_token_ids=(1,), logprobs=2), 0, suppress=(999,))
@@ -93,13 +113,16 @@ def test_a_row_without_a_finite_logit_yields_no_token_and_leaves_its_neighbours_
     assert before == after == alone
 
 
-@given(st.integers(-(2**63), 2**64), st.integers(0, 10**6), st.integers(1, 9))
-def test_a_draw_is_the_same_in_any_batch(seed, index, size):
+CUTS = st.sampled_from([{}, {"top_k": 20, "top_p": 0.9}, {"top_k": 3}, {"top_p": 0.5}])
+
+
+@given(st.integers(-(2**63), 2**64), st.integers(0, 10**6), st.integers(1, 9), CUTS)
+def test_a_draw_is_the_same_in_any_batch(seed, index, size, cut):
     generator = torch.Generator().manual_seed(abs(seed) % 2**31)
     logits = torch.randn(size, 40, generator=generator) * 3
-    item = draw(index, temperature=0.8, top_k=20, top_p=0.9, seed=seed)
-    others = [draw(i, temperature=0.5 * (i % 3), seed=i) for i in range(1, size)]
-    alone = sample(logits[:1], [item])[0].token_id
+    item = draw(index, temperature=0.8, seed=seed, **cut)
+    others = [draw(i, temperature=0.5 * (i % 3), top_k=5 * (i % 2), seed=i) for i in range(1, size)]
+    alone = sample(logits[:1].clone(), [item])[0].token_id
     assert sample(logits, [item, *others])[0].token_id == alone
     assert 0 <= uniform(seed, index) < 1
 

@@ -57,6 +57,29 @@ def qwen2() -> torch.nn.Module:
     return vary(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)))
 
 
+def odd() -> torch.nn.Module:
+    """Biases everywhere, and sizes that fill no vector or panel."""
+    sizes = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**(SMALL | sizes), head_dim=48, attention_bias=True, mlp_bias=True)
+    return vary(transformers.LlamaForCausalLM(config))
+
+
+def qwen3() -> torch.nn.Module:
+    """Norms of queries and keys."""
+    return vary(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=32)))
+
+
+def mistral() -> torch.nn.Module:
+    """A sliding window in every layer."""
+    return vary(
+        transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=8))
+    )
+
+
+def gemma() -> torch.nn.Module:
+    return vary(transformers.GemmaForCausalLM(transformers.GemmaConfig(**SMALL, head_dim=16)), 0.05, 0.3)
+
+
 def gemma2() -> torch.nn.Module:
     """Sliding window and soft-capped attention and logits."""
     config = transformers.Gemma2Config(
@@ -79,7 +102,7 @@ def gemma3() -> torch.nn.Module:
     return vary(transformers.Gemma3ForCausalLM(config), 0.02, 0.3)
 
 
-TEXT_MODELS = {"llama": llama, "qwen2": qwen2, "gemma2": gemma2, "gemma3": gemma3}
+TEXT_MODELS = {made.__name__: made for made in (llama, odd, qwen2, qwen3, mistral, gemma, gemma2, gemma3)}
 
 
 class TextModel:
@@ -149,7 +172,7 @@ def make_engine(
         max_sequences=max_sequences,
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,
-        max_model_len=more.get("max_model_len", 1024),
+        **({"max_model_len": 1024} | more),
     )
 
 

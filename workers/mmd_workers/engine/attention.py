@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library as cpu_library
-from mmd_workers.engine.cpu.library import Library
-from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
+from mmd_workers.engine.cpu.library import Library, PoolStruct
 from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
@@ -59,6 +58,11 @@ def running(batch: Batch, kernel: Kernel) -> Iterator[None]:
         yield
     finally:
         _running.reset(token)
+
+
+def current() -> Batch:
+    """The batch that attention layers of this thread work on."""
+    return _running.get()[0]
 
 
 def paged_attention(
@@ -169,33 +173,13 @@ def _attend_chunks(
 
 
 def compiled_kernel(library: Library) -> Kernel:
-    """Single rows by the CPU kernel (float32), chunks by PyTorch."""
+    """The CPU kernel (float32): every row reads its context from the pool, none is copied."""
 
     def kernel(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
-        rows = batch.num_single
-        pool = batch.pool
-        singles = (
-            library.attend_rows(
-                query[:rows],
-                pool.keys[layer],
-                pool.values[layer],
-                batch.block_table,
-                batch.context_lengths,
-                scale,
-                window,
-                softcap,
-            )
-            if rows
-            else query[:0]
-        )
-        if rows == query.shape[0]:
-            return singles
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        out[:rows] = singles
-        _attend_chunks(batch, layer, query, scale, window, softcap, out)
-        return out
+        pool = PoolStruct.of(batch.pool.keys[layer], batch.pool.values[layer])
+        return library.attend(query, pool, batch.step(), batch.visible(window), scale, softcap)
 
     return kernel
 
@@ -272,18 +256,15 @@ def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> 
     """The fastest kernel that can serve this layout here."""
     if varlen_works(layout, block_tokens, device):
         return varlen_kernel
-    if device.type == "cpu" and layout.dtype == "float32" and all(dim % 16 == 0 for dim in layout.head_dim):
-        library = cpu_library.load()
-        if library is not None:
-            return compiled_kernel(library)
+    library = cpu_kernels(device, getattr(torch, layout.dtype))
+    if library is not None and all(dim % 16 == 0 for dim in layout.head_dim):
+        return compiled_kernel(library)
     return torch_kernel
 
 
-def accelerate(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """On a CPU in float32: packed linear layers and fused norms, where the kernels could be built."""
-    if device.type == "cpu" and dtype is torch.float32 and (library := cpu_library.load()) is not None:
-        pack_linears(decoder, library)
-        fuse_norms(decoder)
+def cpu_kernels(device: torch.device, dtype: torch.dtype) -> Library | None:
+    """The CPU kernels, where they apply (float32) and could be built."""
+    return cpu_library.load() if device.type == "cpu" and dtype is torch.float32 else None
 
 
 def install(decoder: torch.nn.Module) -> None:

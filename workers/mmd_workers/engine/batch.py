@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 
+from mmd_workers.engine.cpu.library import StepStruct
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.scheduler import Work
 
@@ -70,6 +71,39 @@ class Batch:
         self._single_slots: torch.Tensor | None = None
         self._single_masks: dict[int | None, torch.Tensor] = {}
         self._chunk_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._visible: dict[int | None, torch.Tensor] = {}
+        self._step: StepStruct | None = None
+
+    def step(self) -> StepStruct:
+        """This batch as the CPU kernels read it."""
+        if self._step is None:
+            self._step = StepStruct(
+                self.num_rows,
+                *self.block_table.shape,
+                self.query_starts.data_ptr(),
+                self.block_table.data_ptr(),
+                self.write_slots.data_ptr(),
+            )
+        return self._step
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """Which positions of its sequence's context each row sees: int32 [rows, 2], the first and the one after the last.
+
+        Always one range: those up to the row's own position within the window, and the whole of an atomic range that it is in.
+        """
+        found = self._visible.get(window)
+        if found is None:
+            rows = torch.cat([torch.arange(item.start, item.end, dtype=torch.int32) for item in self._work])
+            first = torch.zeros_like(rows) if window is None else (rows - window + 1).clamp_(min=0)
+            found = torch.stack((first, rows + 1), dim=1)
+            for number, item in enumerate(self._work):
+                mine = found[self._starts[number] : self._starts[number + 1]]
+                for start, stop in item.sequence.atomic_ranges:
+                    inside = mine[max(0, start - item.start) : max(0, stop - item.start)]
+                    inside[:, 0].clamp_(max=start)
+                    inside[:, 1].clamp_(min=min(stop, item.end))
+            self._visible[window] = found
+        return found
 
     def single_slots(self) -> torch.Tensor:
         """Slots of the single rows' contexts, padded: int64 [num_single, longest]."""

@@ -24,6 +24,7 @@ from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
 from mmd_workers.engine.estimates import Estimates
+from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
@@ -64,15 +65,16 @@ class Engine:
         chunk_tokens: int,
         prefix_cache: bool,
         max_model_len: int,
+        fused_layers: bool = True,
     ) -> None:
-        """Allocate the pool and take over the decoder's attention.
+        """Allocate the pool and take over the decoder's attention. `fused_layers`: the CPU kernels compute whole decoder layers, where
+        they can; without it only their linear layers, norms and attention.
 
         Raises:
             UnsupportedModelError: the decoder cannot be served from a paged KV pool.
             CapacityError: `kv_cache_bytes` holds not one block.
         """
-        attention.install(model.decoder)
-        attention.accelerate(model.decoder, model.device, model.dtype)
+        prepare(model, fused_layers=fused_layers)
         self.model = model
         self.max_model_len = max_model_len
         self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mmd_api.contract.errors import CapacityError, CountMismatchError
+from mmd_workers.engine.cpu.pages import use_huge_pages
 from mmd_workers.model.prompt import KvLayout
 
 
@@ -27,8 +28,10 @@ class KvPool:
             (num_blocks, block_tokens, heads, dim)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
         ]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.keys, self.values = (
+            [use_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for shape in shapes]
+            for _ in range(2)
+        )
 
     @classmethod
     def of_bytes(cls, layout: KvLayout, num_bytes: int, block_tokens: int, device: torch.device) -> KvPool:

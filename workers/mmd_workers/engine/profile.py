@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.fusion import fused_indices, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.sampler import Draw, choose
@@ -90,8 +91,7 @@ def activation_bytes(
     Raises:
         UnsupportedModelError: the decoder cannot be served from a paged KV pool, or a layer of it keeps its state elsewhere.
     """
-    attention.install(model.decoder)
-    attention.accelerate(model.decoder, model.device, model.dtype)
+    prepare(model)
     device = model.device
     step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, max_model_len, kernel)
     if device.type == "cuda":
@@ -142,6 +142,7 @@ def _run_largest_step(
         positions = torch.zeros(rows, dtype=torch.int64, device=device).expand(model.position_axes, -1)
         with attention.running(batch, noting):
             hidden = model.forward(embeds, positions, extras)
+        ran |= fused_indices(model.decoder)
         if len(ran) != model.kv_layout.num_layers:
             raise UnsupportedModelError(
                 f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow replacing their attention; choose another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -36,87 +37,123 @@ def uniform(seed: int, index: int) -> float:
 
 
 def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
-    """Sample float32 logits [n, vocab], one row for each draw. None for a row whose largest logit is not finite (broken weights).
+    """Sample float32 logits [n, vocab], one row for each draw; those of suppressed tokens are overwritten. None for a row whose largest
+    logit is not finite (broken weights).
 
     Temperature, then top-k, then top-p (nucleus: the smallest set of most likely tokens whose mass reaches p), then the inverse
-    of the cumulative distribution at `uniform(seed, index)`, tokens in order of falling probability.
+    of the cumulative distribution at `uniform(seed, index)`: tokens in order of falling probability where top-k or top-p cuts,
+    else in order of their ids, which needs no sorting. What is returned comes from the device in one copy.
     """
-    logits = _suppressed(logits, draws)
+    _suppress(logits, draws)
     best, tokens = logits.max(dim=-1)
     finite = torch.isfinite(best)
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
         # Broken rows are drawn from as zeros and discarded below: from NaN the draw would compute an index outside the row,
         # which on CUDA is an assertion that takes the device from every request.
-        whole = len(drawn) == len(draws)
-        rows, broken = (logits, ~finite) if whole else (logits[drawn], ~finite[drawn])
-        tokens = tokens.clone()
+        every = len(drawn) == len(draws)
+        rows, broken = (logits, ~finite) if every else (logits[drawn], ~finite[drawn])
         tokens[drawn] = choose(rows.masked_fill(broken[:, None], 0.0), [draws[row] for row in drawn])
-    token_ids: list[int] = tokens.tolist()
-    valid: list[bool] = finite.tolist()
-    logprobs = _logprobs(logits, tokens, draws)
-    return [
-        Sampled(token_ids[row], *logprobs.get(row, (None, ()))) if valid[row] else None
-        for row in range(len(draws))
-    ]
+    tokens = torch.where(finite, tokens, -1)
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    if not wanted:
+        token_ids: list[int] = tokens.tolist()
+        return [Sampled(token) if token >= 0 else None for token in token_ids]
+    return _with_logprobs(logits, tokens, draws, wanted)
 
 
-def _suppressed(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
-    pairs = [
-        (row, token)
-        for row, draw in enumerate(draws)
-        for token in {*draw.suppress, *draw.sampling.suppress_token_ids}
-        if token < logits.shape[-1]
-    ]
-    if not pairs:
-        return logits
-    index = torch.tensor(pairs, device=logits.device)
-    return logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(-torch.inf))
+def _suppress(logits: torch.Tensor, draws: Items[Draw]) -> None:
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, draw in enumerate(draws):
+        rows_of.setdefault(draw.suppress + draw.sampling.suppress_token_ids, []).append(row)
+    for tokens, rows in rows_of.items():
+        ids = _token_ids(tokens, logits.shape[-1], logits.device)
+        if not len(ids):
+            continue
+        if len(rows) == len(draws):
+            logits.index_fill_(1, ids, -torch.inf)
+        else:
+            logits[torch.tensor(rows, device=logits.device)[:, None], ids] = -torch.inf
+
+
+@functools.lru_cache(maxsize=64)
+def _token_ids(tokens: tuple[int, ...], vocab: int, device: torch.device) -> torch.Tensor:
+    """Those of `tokens` that are in the vocabulary, on the device: requests of a model suppress the same ones at every step."""
+    return torch.tensor(
+        sorted({token for token in tokens if token < vocab}), dtype=torch.int64, device=device
+    )
 
 
 def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
     """Draw from finite logits [n, vocab], one row for each draw; token ids [n] on the device of the logits."""
     device = logits.device
-    vocab = logits.shape[-1]
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
     temperature = column([draw.sampling.temperature for draw in draws])
-    top_k = column([draw.sampling.top_k or vocab for draw in draws])
-    top_p = column([draw.sampling.top_p for draw in draws])
     points = column([uniform(draw.sampling.seed, draw.index) for draw in draws])
+    cut = [row for row, draw in enumerate(draws) if draw.sampling.top_k or draw.sampling.top_p < 1]
+    if not cut:
+        return _invert(_probabilities(logits, temperature), points)
+    top_k = column([draws[row].sampling.top_k or logits.shape[-1] for row in cut])
+    top_p = column([draws[row].sampling.top_p for row in cut])
+    if len(cut) == len(draws):
+        return _choose_cut(logits, temperature, points, top_k, top_p)
+    rows = torch.tensor(cut, device=device)
+    tokens = _invert(_probabilities(logits, temperature), points)
+    tokens[rows] = _choose_cut(logits[rows], temperature[rows], points[rows], top_k, top_p)
+    return tokens
+
+
+def _choose_cut(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    points: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    ordered = (ordered.double() - ordered[:, :1].double()) / temperature
-    ordered = ordered.masked_fill(torch.arange(vocab, device=device) >= top_k, -torch.inf)
-    probabilities = torch.softmax(ordered, dim=-1)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    probabilities = _probabilities(ordered.masked_fill(ranks >= top_k, -torch.inf), temperature)
     before = probabilities.cumsum(dim=-1) - probabilities
     outside = before >= top_p
     outside[:, 0] = False
-    probabilities = probabilities.masked_fill(outside, 0.0)
+    rank = _invert(probabilities.masked_fill(outside, 0.0), points)
+    return order.gather(-1, rank[:, None])[:, 0]
+
+
+def _probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    scaled = logits.double()
+    return torch.softmax((scaled - scaled.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
+
+
+def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """The index at which the cumulative distribution of each row passes its point in [0, 1); never one of probability 0."""
     cumulative = probabilities.cumsum(dim=-1)
-    target = points * cumulative[:, -1:]
-    rank = torch.searchsorted(cumulative, target, right=True)
-    last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1
-    return order.gather(-1, torch.minimum(rank, last))[:, 0]
+    total = cumulative[:, -1:].contiguous()
+    target = torch.minimum(points * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw]
-) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    if not wanted:
-        return {}
+def _with_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
+) -> list[Sampled | None]:
+    """Tokens [n] (-1: none), those of the `wanted` rows with log probabilities."""
     table = torch.log_softmax(logits[wanted], dim=-1)
-    own: list[float] = table.gather(-1, tokens[wanted][:, None])[:, 0].tolist()
-    most = max(draws[row].sampling.logprobs or 0 for row in wanted)
-    values, ids = table.topk(min(most, table.shape[-1]), dim=-1)
-    value_rows: list[list[float]] = values.tolist()
-    id_rows: list[list[int]] = ids.tolist()
-    return {
-        row: (
-            own[i],
-            tuple(zip(id_rows[i], value_rows[i], strict=True))[: draws[row].sampling.logprobs],
-        )
-        for i, row in enumerate(wanted)
-    }
+    own = table.gather(-1, tokens[wanted].clamp(min=0)[:, None])
+    count = min(max(draws[row].sampling.logprobs or 0 for row in wanted), table.shape[-1])
+    values, ids = table.topk(count, dim=-1)
+    # One copy of all in float64, in which ids and log probabilities are exact.
+    found = torch.cat([tokens[wanted][:, None].double(), own.double(), values.double(), ids.double()], dim=1)
+    flat: list[float] = torch.cat([tokens.double(), found.flatten()]).tolist()
+    sampled = [Sampled(int(token)) if token >= 0 else None for token in flat[: len(draws)]]
+    width = 2 + 2 * count
+    for number, row in enumerate(wanted):
+        start = len(draws) + number * width
+        token, logprob, *top = flat[start : start + width]
+        if token >= 0:
+            pairs = zip(map(int, top[count:]), top[:count], strict=True)
+            sampled[row] = Sampled(int(token), logprob, tuple(pairs)[: draws[row].sampling.logprobs])
+    return sampled

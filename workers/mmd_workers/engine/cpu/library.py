@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 
+from mmd_workers.engine.cpu.pages import use_huge_pages
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = ("vectors.h", "linear.h", "attention.h", "layer.h")
 BUILT = Path(__file__).with_name("built")
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
@@ -31,39 +34,92 @@ LEVELS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
 """Best first: what compilers call it, and the instruction sets of Linux's cpuinfo that it needs."""
 
 
+class LinearStruct(ctypes.Structure):
+    """`Linear` of linear.h: addresses of packed weights and of the bias (0: none), rows n and columns k of the weight."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+    )
+
+
+class NormStruct(ctypes.Structure):
+    """`Norm` of layer.h: address of the scale (0: no norm) and epsilon."""
+
+    _fields_ = (("scale", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of layer.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "inner")),
+        *((name, NormStruct) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, NormStruct) for name in ("query", "key")),
+        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("activation", ctypes.c_int64),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """`Step` of attention.h: which rows of a batch belong to which sequence, where its blocks and the rows' slots are."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "sequences", "columns")),
+        *((name, ctypes.c_void_p) for name in ("starts", "table", "slots")),
+    )
+
+
+class PoolStruct(ctypes.Structure):
+    """`Pool` of attention.h: one layer's keys and values."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("block_tokens", "kv_heads", "dim")),
+    )
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> PoolStruct:
+        """Keys and values [blocks, block_tokens, kv_heads, dim], dim % 16 == 0; they must outlive the struct."""
+        return cls(keys.data_ptr(), values.data_ptr(), *keys.shape[1:])
+
+
 class Library:
     """The loaded kernels. `panel`: output columns of one packed panel."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._linear = self._library.mmd_linear
-        self._linear.argtypes = [pointer, size, size, pointer, size, pointer, pointer, ctypes.c_int]
+        self._linear.argtypes = [pointer, size, size, pointer, size, pointer, pointer, number]
         self._linear.restype = None
-        self._attend = self._library.mmd_attend_rows
-        self._attend.argtypes = [
-            pointer,
-            size,
-            size,
-            size,
-            pointer,
-            pointer,
-            size,
-            size,
-            pointer,
-            size,
-            pointer,
-        ]
-        self._attend.argtypes += [ctypes.c_float, size, ctypes.c_float, pointer, ctypes.c_int]
+        self._attend = self._library.mmd_attend
+        self._attend.argtypes = [pointer, pointer, pointer, pointer, size, ctypes.c_float, ctypes.c_float]
+        self._attend.argtypes += [pointer, number]
         self._attend.restype = None
+        self._layers = self._library.mmd_layers
+        self._layers.argtypes = [*[pointer] * 3, size, *[pointer] * 6, number]
+        self._layers.restype = None
+        self._layers_floats = self._library.mmd_layers_floats
+        self._layers_floats.argtypes = [pointer, size, number]
+        self._layers_floats.restype = size
         self.panel = int(self._library.mmd_panel())
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Weight [n, k] as panels [ceil(n / panel), k, panel], zero padded."""
         n, k = weight.shape
-        padded = weight.new_zeros(-(-n // self.panel) * self.panel, k)
-        padded[:n] = weight
-        return padded.view(-1, self.panel, k).transpose(1, 2).contiguous()
+        panels = -(-n // self.panel)
+        packed = use_huge_pages(torch.empty(panels, k, self.panel))
+        whole = n // self.panel
+        packed[:whole] = weight[: whole * self.panel].view(whole, self.panel, k).transpose(1, 2)
+        if whole < panels:
+            packed[whole] = 0
+            packed[whole, :, : n - whole * self.panel] = weight[whole * self.panel :].t()
+        return packed
 
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None
@@ -85,38 +141,60 @@ class Library:
             )
         return out
 
-    def attend_rows(
+    def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
+        pool: PoolStruct,
+        step: StepStruct,
+        visible: torch.Tensor,
         scale: float,
-        window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """One query row for each sequence: query [rows, heads, dim], pools [blocks, block_tokens, kv_heads, dim], dim % 16 == 0."""
+        """Attention of query rows [rows, heads, dim] to the positions `visible` [rows, 2] (int32: first, last + 1) of their contexts."""
         query = query.contiguous()
-        rows, heads, dim = query.shape
         out = torch.empty_like(query)
         self._attend(
+            ctypes.addressof(step),
+            ctypes.addressof(pool),
+            visible.data_ptr(),
             query.data_ptr(),
-            rows,
-            heads,
-            dim,
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.shape[2],
-            keys.shape[1],
-            block_table.data_ptr(),
-            block_table.shape[1],
-            lengths.data_ptr(),
+            query.shape[1],
             scale,
-            window or 0,
             softcap or 0.0,
             out.data_ptr(),
             torch.get_num_threads(),
+        )
+        return out
+
+    def layers(
+        self,
+        layers: ctypes.Array[LayerStruct],
+        pools: ctypes.Array[PoolStruct],
+        step: StepStruct,
+        visible: list[torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        """Decoder layers of one geometry, one after another, on hidden states [rows, hidden]; `rotary`: cos and sin [rows, dim]; all
+        contiguous. `visible`: for each layer, as in `attend`. Writes the rows' keys and values to the pools.
+        """
+        threads = torch.get_num_threads()
+        out = torch.empty_like(x)
+        shared = torch.empty(self._layers_floats(ctypes.addressof(layers), len(x), threads))
+        cos, sin = rotary
+        addresses = (ctypes.c_void_p * len(layers))(*[tensor.data_ptr() for tensor in visible])
+        self._layers(
+            ctypes.addressof(layers),
+            ctypes.addressof(pools),
+            ctypes.addressof(addresses),
+            len(layers),
+            ctypes.addressof(step),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            shared.data_ptr(),
+            threads,
         )
         return out
 
@@ -172,7 +250,8 @@ def _build(compiler: str, target: str, path: Path) -> Path:
 def _name(target: str, features: str) -> str:
     """Changes with the source and the flags; for a processor of no known level, with its features too."""
     of = [*FLAGS, target, *([features] if target not in LEVELS else [])]
-    return f"{hashlib.sha256(SOURCE.read_bytes() + ' '.join(of).encode()).hexdigest()[:24]}.so"
+    files = b"".join(path.read_bytes() for path in (SOURCE, *(SOURCE.with_name(name) for name in HEADERS)))
+    return f"{hashlib.sha256(files + ' '.join(of).encode()).hexdigest()[:24]}.so"
 
 
 def _features() -> str:

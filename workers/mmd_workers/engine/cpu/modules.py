@@ -40,30 +40,31 @@ def pack_linears(decoder: torch.nn.Module, library: Library) -> int:
     return count
 
 
+def norm_scale(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
+    """Scale [dimensions] and epsilon with which PyTorch's `rms_norm` equals this RMS norm; None: with none."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or eps is None or weight.dim() != 1:
+        return None
+    probe = torch.linspace(-3, 5, 4 * weight.numel()).sin().view(4, -1) * 2
+    with torch.no_grad():
+        expected = module(probe)
+        for offset in (0.0, 1.0):  # Llama's scale is the weight, Gemma's is 1 + weight
+            scale = weight.detach() + offset if offset else weight.detach()
+            if torch.allclose(
+                functional.rms_norm(probe, weight.shape, scale, eps), expected, TOLERANCE, TOLERANCE
+            ):
+                return scale, float(eps)
+    return None
+
+
 def fuse_norms(decoder: torch.nn.Module) -> int:
     """Let RMS norms that equal PyTorch's fused `rms_norm` use it; returns how many do."""
     count = 0
     for module in decoder.modules():
-        weight = getattr(module, "weight", None)
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if (
-            not type(module).__name__.endswith("RMSNorm")
-            or weight is None
-            or eps is None
-            or weight.dim() != 1
-        ):
-            continue
-        probe = torch.linspace(-3, 5, 4 * weight.numel()).sin().view(4, -1) * 2
-        with torch.no_grad():
-            expected = module(probe)
-            for offset in (0.0, 1.0):  # Llama's scale is the weight, Gemma's is 1 + weight
-                scale = weight.detach() + offset if offset else weight.detach()
-                if torch.allclose(
-                    functional.rms_norm(probe, weight.shape, scale, eps), expected, TOLERANCE, TOLERANCE
-                ):
-                    module.forward = types.MethodType(_rms_norm(scale, eps), module)
-                    count += 1
-                    break
+        if (found := norm_scale(module)) is not None:
+            module.forward = types.MethodType(_rms_norm(*found), module)
+            count += 1
     return count
 
 

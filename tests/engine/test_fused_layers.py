@@ -1,0 +1,183 @@
+"""Whole decoder layers by the CPU kernels: which are, that a wrong one is found at the start, and that the others serve the same tokens.
+
+That fused layers answer as `generate` does is tested where the engine is: tests/engine/test_engine_equals_generate.py.
+"""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import transformers
+
+from mmd_workers.engine import fusion
+from mmd_workers.engine.cpu import layer as cpu_layer
+from mmd_workers.engine.cpu import library
+from mmd_workers.engine.profile import activation_bytes
+from tests.support.engine_oracle import (
+    SMALL,
+    TEXT_MODELS,
+    TextModel,
+    generate,
+    make_engine,
+    prompt_of,
+    run,
+    text_input,
+    vary,
+)
+
+LENGTHS = (3, 30, 21)
+TOKENS = 12
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no C++ compiler here")
+
+
+def fused(model):
+    return [fusion.is_fused(layer) for layer in model.decoder.layers]
+
+
+def answers(model, **settings):
+    engine = make_engine(model, chunk_tokens=12, **settings)
+    for number, length in enumerate(LENGTHS):
+        engine.add(text_input(model, str(number), prompt_of(length, length), TOKENS))
+    tokens = run(engine).tokens
+    return [tokens[str(number)] for number in range(len(LENGTHS))]
+
+
+def expected(reference):
+    return [generate(reference, prompt_of(length, length), TOKENS) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_every_layer_of_these_architectures_is_fused(name, caplog):
+    caplog.set_level(logging.INFO)
+    model = TextModel(TEXT_MODELS[name]())
+    assert answers(model) == expected(TEXT_MODELS[name]())
+    assert fused(model) == [True, True]
+    assert "2 of 2 decoder layers run as one call of the CPU kernels" in caplog.text
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_the_path_of_other_architectures_serves_these_too(name):
+    model = TextModel(TEXT_MODELS[name]())
+    assert answers(model, fused_layers=False) == expected(TEXT_MODELS[name]())
+    assert fused(model) == [False, False]
+    linears = {type(m).__name__ for m in model.decoder.modules() if "Linear" in type(m).__name__}
+    assert linears == {"PackedLinear"}
+
+
+def test_layers_that_follow_one_another_are_one_call():
+    """Gemma 3 gives sliding and full layers other rotary positions, so there a call ends."""
+    calls = {}
+    for name in ("llama", "gemma2", "gemma3"):
+        model = TextModel(TEXT_MODELS[name]())
+        make_engine(model)
+        calls[name] = [
+            layer.forward.indices for layer in model.decoder.layers if layer.forward is not fusion.passed
+        ]
+    assert calls == {"llama": [[0, 1]], "gemma2": [[0, 1]], "gemma3": [[0], [1]]}
+
+
+def test_the_weights_of_a_fused_layer_are_not_held_twice():
+    model = TextModel(TEXT_MODELS["llama"]())
+    weights = [weakref.ref(p) for layer in model.decoder.layers for p in layer.parameters()]
+    make_engine(model)
+    gc.collect()
+    assert [weight() for weight in weights if weight() is not None] == []
+
+
+def test_a_second_engine_uses_the_layers_that_the_first_has_fused():
+    model = TextModel(TEXT_MODELS["qwen3"]())
+    assert answers(model) == answers(model) == expected(TEXT_MODELS["qwen3"]())
+
+
+def test_a_pod_that_measures_a_step_first_serves_with_fused_layers():
+    model = TextModel(TEXT_MODELS["llama"]())
+    sizes = {"chunk_tokens": 64, "max_sequences": 4, "block_tokens": 8, "max_model_len": 256}
+    measured = activation_bytes(model, **sizes)
+    assert fused(model) == [True, True]
+    rows, hidden = 67, 64
+    assert measured > 4 * rows * (2 * hidden + 3 * hidden), "what is shared between threads counts too"
+    assert answers(model) == expected(TEXT_MODELS["llama"]())
+
+
+BROKEN = {
+    "a bias is lost": lambda struct: setattr(struct.qkv, "bias", None),
+    "a norm is lost": lambda struct: setattr(struct.query, "scale", None),
+    "scores are scaled otherwise": lambda struct: setattr(struct, "scale", struct.scale * 1.01),
+    "another activation": lambda struct: setattr(struct, "activation", 1),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_kernels_that_compute_something_else_are_found_at_the_start(how, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    name = "qwen3" if "norm" in how else "qwen2"
+    pack = cpu_layer.PackedLayer.__init__
+
+    def broken(self, layer, kernels, call):
+        pack(self, layer, kernels, call)
+        if layer.self_attn.layer_idx == 1:
+            BROKEN[how](self.struct)
+
+    monkeypatch.setattr(cpu_layer.PackedLayer, "__init__", broken)
+    model = TextModel(TEXT_MODELS[name]())
+    assert answers(model) == expected(TEXT_MODELS[name]())
+    assert fused(model) == [True, False]
+    assert "decoder layers 1 run module by module: the kernels differ from Qwen" in caplog.text
+    assert "1 of 2 decoder layers run as one call" in caplog.text
+
+
+def test_a_layer_that_does_more_than_its_modules_show_is_found_at_the_start(caplog):
+    """Granite has the modules of Llama, and multiplies what they return."""
+    caplog.set_level(logging.INFO)
+
+    def make():
+        config = transformers.GraniteConfig(**SMALL, residual_multiplier=0.9, attention_multiplier=0.2)
+        return vary(transformers.GraniteForCausalLM(config))
+
+    model = TextModel(make())
+    assert answers(model) == expected(make())
+    assert fused(model) == [False, False]
+    assert (
+        "decoder layers 0-1 run module by module: the kernels differ from GraniteDecoderLayer" in caplog.text
+    )
+
+
+SHAPES = {
+    "Olmo2": "Olmo2DecoderLayer consists of",
+    "Phi3": "Phi3DecoderLayer consists of",
+    "Qwen3Moe": "Qwen3MoeSparseMoeBlock consists of",
+    "StableLm": "StableLmDecoderLayer has no rotary positions for all dimensions of a head",
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_layer_of_another_shape_stays_as_it_is(family, caplog):
+    caplog.set_level(logging.INFO)
+    more = {
+        "Qwen3Moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    }.get(family, {})
+
+    def make():
+        config = getattr(transformers, f"{family}Config")(**SMALL, **more)
+        return vary(getattr(transformers, f"{family}ForCausalLM")(config))
+
+    model = TextModel(make())
+    assert answers(model) == expected(make())
+    assert fused(model) == [False, False]
+    assert SHAPES[family] in caplog.text
+
+
+def test_values_that_are_not_finite_fail_the_check(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    run_layer = cpu_layer.PackedLayers.run
+    monkeypatch.setattr(
+        cpu_layer.PackedLayers,
+        "run",
+        lambda self, *given: run_layer(self, *given) * torch.tensor(float("nan")),
+    )
+    model = TextModel(TEXT_MODELS["llama"]())
+    make_engine(model)
+    assert fused(model) == [False, False]

@@ -1,0 +1,227 @@
+"""A whole decoder layer as one call of the CPU kernels: which layers have the shape they compute, and their weights as they read them.
+
+Whether a layer that has the shape also computes the same numbers is for `engine.fusion` to check.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from mmd_workers.engine.cpu.library import (
+    LayerStruct,
+    Library,
+    LinearStruct,
+    NormStruct,
+    PoolStruct,
+    StepStruct,
+)
+from mmd_workers.engine.cpu.modules import norm_scale
+from mmd_workers.engine.cpu.pages import use_huge_pages
+
+ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    functional.silu,
+    lambda x: functional.gelu(x, approximate="tanh"),
+)
+"""By their number in layer.h."""
+NORMS = {
+    frozenset({"input_layernorm", "post_attention_layernorm"}): {
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    },
+    frozenset(
+        {
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        }
+    ): {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+}
+"""By the norms that a layer has: which of them stands where."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+class UnsuitedLayerError(Exception):
+    """The kernels do not compute this layer; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer's own code asks of attention: heads and dimension of its queries, and how scores are made."""
+
+    heads: int
+    dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class PackedLayer:
+    """The weights of a decoder layer, packed. `struct`: what the kernels read, valid as long as this object."""
+
+    def __init__(self, layer: torch.nn.Module, library: Library, call: AttentionCall) -> None:
+        """Pack copies of the weights.
+
+        Raises:
+            UnsuitedLayerError: the layer has another shape than the kernels compute.
+        """
+        self.call = call
+        self._library = library
+        self._kept: list[torch.Tensor] = []  # what the struct has addresses of
+        parts = dict(layer.named_children())
+        attention, mlp = parts.pop("self_attn", None), parts.pop("mlp", None)
+        if attention is None or mlp is None or frozenset(parts) not in NORMS:
+            raise UnsuitedLayerError(f"{type(layer).__name__} consists of {_names(layer)}")
+        projections = dict(attention.named_children())
+        norms = {name: projections.pop(f"{name}_norm", None) for name in ("q", "k")}
+        if set(projections) != set(PROJECTIONS):
+            raise UnsuitedLayerError(f"{type(attention).__name__} consists of {_names(attention)}")
+        feed_forward = dict(mlp.named_children())
+        activation = feed_forward.pop("act_fn", None)
+        if set(feed_forward) != set(FEED_FORWARD) or activation is None:
+            raise UnsuitedLayerError(f"{type(mlp).__name__} consists of {_names(mlp)}")
+        for module in (layer, attention, mlp):
+            if own := [name for name, _ in module.named_parameters(recurse=False)]:
+                raise UnsuitedLayerError(
+                    f"{type(module).__name__} has parameters of its own: {', '.join(own)}"
+                )
+        if call.dim % 16:
+            raise UnsuitedLayerError(f"its heads have {call.dim} dimensions, not a multiple of 16")
+        q, k, v, o, gate, up, down = (
+            _linear(name, child)
+            for name, child in zip(
+                (*PROJECTIONS, *FEED_FORWARD),
+                (
+                    *(projections[name] for name in PROJECTIONS),
+                    *(feed_forward[name] for name in FEED_FORWARD),
+                ),
+                strict=True,
+            )
+        )
+        weights = {
+            "qkv": (library.pack(torch.cat([p.weight.detach() for p in (q, k, v)])), _biases([q, k, v])),
+            "out": (library.pack(o.weight.detach()), _biases([o])),
+            # panels of gate and up in turns, so that one pass yields both for the same columns
+            "gate_up": (
+                torch.stack([library.pack(p.weight.detach()) for p in (gate, up)], dim=1).flatten(0, 1),
+                self._turns(gate, up),
+            ),
+            "down": (library.pack(down.weight.detach()), _biases([down])),
+        }
+        rows = {"qkv": q.out_features + 2 * k.out_features, "out": o.out_features, "down": down.out_features}
+        where = NORMS[frozenset(parts)]
+        self.struct = LayerStruct(
+            hidden=q.in_features,
+            heads=call.heads,
+            kv_heads=k.out_features // call.dim,
+            dim=call.dim,
+            inner=gate.out_features,
+            scale=call.scale,
+            softcap=call.softcap or 0.0,
+            activation=_activation(activation),
+            **{place: self._norm(parts[name], q.in_features) for place, name in where.items()},
+            **{
+                place: self._norm(norm, call.dim)
+                for place, norm in (("query", norms["q"]), ("key", norms["k"]))
+                if norm is not None
+            },
+        )
+        room = use_huge_pages(torch.empty(sum(packed.numel() for packed, _ in weights.values())))
+        self._kept.append(room)
+        for name, (packed, bias) in weights.items():
+            mine, room = room[: packed.numel()], room[packed.numel() :]
+            mine.copy_(packed.flatten())
+            n = rows.get(name, packed.shape[0] * library.panel)
+            address = 0 if bias is None else self._keep(bias)
+            setattr(self.struct, name, LinearStruct(mine.data_ptr(), address, n, packed.shape[1]))
+
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        """Sizes, which layers that are computed in one call have in common."""
+        s = self.struct
+        return s.hidden, s.heads, s.kv_heads, s.dim, s.inner
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _turns(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.Tensor | None:
+        """Biases of gate and up in the order of their panels, zero padded."""
+        biases = _biases([gate, up])
+        if biases is None:
+            return None
+        panel = self._library.panel
+        padded = functional.pad(biases.view(2, -1), (0, -gate.out_features % panel))
+        return padded.view(2, -1, panel).transpose(0, 1).contiguous()
+
+    def _norm(self, norm: torch.nn.Module, size: int) -> NormStruct:
+        found = norm_scale(norm)
+        if found is None or found[0].numel() != size:
+            raise UnsuitedLayerError(f"{type(norm).__name__} is not an RMS norm over {size} dimensions")
+        scale, eps = found
+        return NormStruct(self._keep(scale.contiguous()), eps)
+
+
+class PackedLayers:
+    """Layers of one geometry that follow one another, and the call that computes them."""
+
+    def __init__(self, layers: Sequence[PackedLayer], library: Library) -> None:
+        self._layers = layers
+        self._library = library
+        self._structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        pools: ctypes.Array[PoolStruct],
+        step: StepStruct,
+        visible: Callable[[int | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """Hidden states [rows, hidden] to those after the layers; `rotary`: cos and sin [rows, dim]; `visible`: of a window, the positions
+        that each row sees (int32 [rows, 2]). Keys and values go to the pools.
+        """
+        cos, sin = rotary
+        sees = [visible(layer.call.window) for layer in self._layers]
+        return self._library.layers(
+            self._structs, pools, step, sees, (cos.contiguous(), sin.contiguous()), x.contiguous()
+        )
+
+
+def _linear(name: str, module: torch.nn.Module) -> torch.nn.Linear:
+    if type(module) is not torch.nn.Linear or module.weight.dtype is not torch.float32:
+        raise UnsuitedLayerError(f"its {name} is not a linear layer in float32")
+    return module
+
+
+def _biases(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
+    """One after another, zeros for layers without; None if all are."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat(
+        [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+    )
+
+
+def _names(module: torch.nn.Module) -> str:
+    return ", ".join(name for name, _ in module.named_children()) or "nothing"
+
+
+def _activation(module: torch.nn.Module) -> int:
+    probe = torch.linspace(-8, 8, 333)
+    for number, function in enumerate(ACTIVATIONS):
+        if torch.allclose(module(probe), function(probe), 1e-6, 1e-6):
+            return number
+    raise UnsuitedLayerError(f"its activation is {type(module).__name__}")

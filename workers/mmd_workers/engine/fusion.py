@@ -1,0 +1,291 @@
+"""Lets the CPU kernels compute whole decoder layers, each after a check: its numbers must be those of the layer's own code.
+
+The decoder runs two small steps with its own code; what each layer got and returned there is compared with what the kernels make of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmd_workers.engine import attention
+from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
+from mmd_workers.engine.cpu.library import Library, PoolStruct
+from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
+from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.sequence import Sequence
+from mmd_workers.model.interfaces import LanguageModel
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 3e-4
+"""How much of what a layer adds to a row (as root mean squares) the kernels may differ by. Rounding makes 1e-6 of it."""
+ROUNDING = 1e-6
+"""Of the row itself, which may be much larger than what is added to it."""
+BLOCK_TOKENS = 4
+STEPS = (((0, 21), (0, 6)), ((21, 22), (6, 11)))
+"""The tokens [start, end) of two sequences in each step: two prompts, then a token of one beside a chunk of the other."""
+
+
+class FusedForward:
+    """Takes the place of the `forward` of one or several layers that follow one another; those after the first return what they get."""
+
+    def __init__(self, packed: Items[PackedLayer], indices: Items[int], library: Library) -> None:
+        """`indices`: of the layers in the pool."""
+        self.packed = packed
+        self.indices = indices
+        self._layers = PackedLayers(packed, library)
+        self._of: KvPool | None = None
+        self._pools = (PoolStruct * len(indices))()
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: Any,
+    ) -> torch.Tensor:
+        """Hidden states [1, rows, hidden] of the batch that is running, and cos and sin [1, rows, dim]."""
+        batch = attention.current()
+        if self._of is not batch.pool:
+            self._of = batch.pool
+            structs = (PoolStruct.of(batch.pool.keys[i], batch.pool.values[i]) for i in self.indices)
+            self._pools = (PoolStruct * len(self.indices))(*structs)
+        cos, sin = position_embeddings
+        rows = hidden_states[0]
+        return self._layers.run(rows, (cos[0], sin[0]), self._pools, batch.step(), batch.visible)[None]
+
+
+def passed(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The `forward` of a layer that an earlier one has computed with its own."""
+    return hidden_states
+
+
+def is_fused(layer: torch.nn.Module) -> bool:
+    """Whether the kernels compute this layer."""
+    return layer.forward is passed or isinstance(layer.forward, FusedForward)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one layer got and returned, step by step, and what it asked of attention."""
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    rotary: list[tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    call: AttentionCall | None = None
+
+
+def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
+    """Give a decoder the paged attention and, in float32 on a CPU, the kernels: for whole layers where they can and `fused_layers` is set,
+    else for linear layers and norms. Once prepared, a decoder stays as it is.
+
+    Raises:
+        UnsupportedModelError: the decoder cannot be served from a paged KV pool.
+    """
+    attention.install(model.decoder)
+    library = attention.cpu_kernels(model.device, model.dtype)
+    if library is not None and fused_layers:
+        fuse_layers(model, library)
+    if library is not None:
+        pack_linears(model.decoder, library)
+        fuse_norms(model.decoder)
+
+
+def fused_indices(decoder: torch.nn.Module) -> set[int]:
+    """The layers of the pool whose attention the kernels compute with the rest of the layer."""
+    forwards = [module.forward for module in decoder.modules()]
+    return {index for forward in forwards if isinstance(forward, FusedForward) for index in forward.indices}
+
+
+def fuse_layers(model: LanguageModel, library: Library) -> int:
+    """Let the kernels compute every layer of the decoder that they can; the others stay as they are, with the reason in the log.
+    Returns how many. A fused layer's own weights are gone.
+    """
+    layers = getattr(model.decoder, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
+        return 0
+    with torch.inference_mode():
+        batches = _batches(model)
+        seen = _observe(model, list(layers), batches)
+        reasons: dict[str, list[int]] = {}
+        for number, (layer, own) in enumerate(zip(layers, seen, strict=True)):
+            try:
+                fused = _checked(layer, own, library, batches)
+            except UnsuitedLayerError as error:
+                reasons.setdefault(str(error), []).append(number)
+                continue
+            layer.forward = fused
+            for name, _ in list(layer.named_children()):
+                delattr(layer, name)
+        _join(list(layers), seen, library)
+    for reason, numbers in reasons.items():
+        log.info("decoder layers %s run module by module: %s", _ranges(numbers), reason)
+    count = len(layers) - sum(len(numbers) for numbers in reasons.values())
+    log.info("%d of %d decoder layers run as one call of the CPU kernels", count, len(layers))
+    return count
+
+
+def _follows(own: _Seen, before: _Seen) -> bool:
+    """Whether a layer gets exactly what the one before returned, and the same rotary positions."""
+    return all(a is b for a, b in zip(own.inputs, before.outputs, strict=True)) and all(
+        a is not None and b is not None and a[0] is b[0] and a[1] is b[1]
+        for a, b in zip(own.rotary, before.rotary, strict=True)
+    )
+
+
+def _join(layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library) -> None:
+    """Let the first of fused layers that follow one another compute all of them."""
+    run: list[torch.nn.Module] = []
+    for number, layer in enumerate(layers):
+        if not isinstance(layer.forward, FusedForward):
+            run = []
+            continue
+        if run and _follows(seen[number], seen[number - 1]):
+            first = run[0].forward
+            assert isinstance(first, FusedForward)
+            if first.packed[0].geometry == layer.forward.packed[0].geometry:
+                run[0].forward = FusedForward(
+                    [*first.packed, *layer.forward.packed], [*first.indices, *layer.forward.indices], library
+                )
+                layer.forward = passed
+                run.append(layer)
+                continue
+        run = [layer]
+
+
+def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
+    """Makes the steps' batches, on an empty pool each time."""
+
+    def make() -> Iterator[Batch]:
+        blocks = [-(-ends[-1][1] // BLOCK_TOKENS) for ends in zip(*STEPS, strict=True)]
+        pool = KvPool(model.kv_layout, sum(blocks), BLOCK_TOKENS, model.device)
+        numbers = iter(reversed(range(sum(blocks))))
+        sequences = [
+            Sequence(
+                "",
+                0,
+                [0] * STEPS[-1][n][1],
+                0,
+                0,
+                SamplingParams(1),
+                [],
+                None,
+                blocks=[next(numbers) for _ in range(count)],
+            )
+            for n, count in enumerate(blocks)
+        ]
+        for step in STEPS:
+            work = [Work(s, *ends) for s, ends in zip(sequences, step, strict=True)]
+            yield Batch(pool, work)
+
+    return make
+
+
+def _observe(
+    model: LanguageModel, layers: list[torch.nn.Module], batches: Callable[[], Iterator[Batch]]
+) -> list[_Seen]:
+    """Run the steps with the decoder's own code."""
+    seen = [_Seen() for _ in layers]
+    by_index = {
+        index: own for layer, own in zip(layers, seen, strict=True) if (index := _index(layer)) is not None
+    }
+
+    def kernel(
+        batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        if layer in by_index:
+            by_index[layer].call = AttentionCall(query.shape[1], query.shape[2], scale, window, softcap)
+        return attention.torch_kernel(batch, layer, query, scale, window, softcap)
+
+    generator = torch.Generator().manual_seed(0)
+    with _watched(layers, seen):
+        for batch, step in zip(batches(), STEPS, strict=True):
+            ids = torch.randint(model.vocab_size, (batch.num_rows,), generator=generator)
+            embeds, extras = model.embed(ids)
+            # Not zeros: what a decoder adds between two layers must show.
+            extras = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in extras.items()}
+            row = torch.cat([torch.arange(*ends) for ends in step])
+            # Axes differ, so that it matters which of them a dimension takes its position from.
+            positions = torch.stack([row * (axis + 1) for axis in range(model.position_axes)])
+            with attention.running(batch, kernel):
+                model.forward(embeds, positions, extras)
+    return seen
+
+
+@contextmanager
+def _watched(layers: list[torch.nn.Module], seen: list[_Seen]) -> Iterator[None]:
+    def watch(own: _Seen) -> Callable[..., None]:
+        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            own.inputs.append(args[0] if args else kwargs["hidden_states"])
+            own.rotary.append(kwargs.get("position_embeddings"))
+            own.outputs.append(output)
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(watch(own), with_kwargs=True)
+        for layer, own in zip(layers, seen, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _index(layer: torch.nn.Module) -> int | None:
+    """The layer of the pool that a decoder layer's attention uses."""
+    return getattr(getattr(layer, "self_attn", None), "layer_idx", None)
+
+
+def _checked(
+    layer: torch.nn.Module, own: _Seen, library: Library, batches: Callable[[], Iterator[Batch]]
+) -> FusedForward:
+    """The kernels' form of a layer.
+
+    Raises:
+        UnsuitedLayerError: they do not compute this layer, or not these numbers.
+    """
+    index = _index(layer)
+    if index is None or own.call is None:
+        raise UnsuitedLayerError(f"{type(layer).__name__} has no attention of its own")
+    if any(rotary is None or rotary[0].shape[-1] != own.call.dim for rotary in own.rotary):
+        raise UnsuitedLayerError(
+            f"{type(layer).__name__} has no rotary positions for all dimensions of a head"
+        )
+    if not all(isinstance(output, torch.Tensor) for output in own.outputs):
+        raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
+    fused = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
+    worst = 0.0
+    for batch, given, rotary, expected in zip(batches(), own.inputs, own.rotary, own.outputs, strict=True):
+        with attention.running(batch, attention.torch_kernel):
+            got = fused(given, rotary)  # type: ignore[arg-type]
+        rounding = ROUNDING * _root_mean_square(expected)
+        error = (_root_mean_square(got - expected) - rounding) / _root_mean_square(expected - given)
+        worst = max(worst, float(error.max()) if bool(torch.isfinite(error).all()) else float("inf"))
+    if worst > TOLERANCE:
+        raise UnsuitedLayerError(
+            f"the kernels differ from {type(layer).__name__} by {worst:.1g} of what it adds"
+        )
+    return fused
+
+
+def _root_mean_square(x: torch.Tensor) -> torch.Tensor:
+    return x.square().mean(dim=-1).sqrt()
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as 0-2, 5."""
+    runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [[pair[1] for pair in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
