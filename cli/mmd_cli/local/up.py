@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -263,13 +264,14 @@ def _kill_on_a_second_signal(supervisor: Supervisor) -> None:
 
 
 def _threads_per_worker(objects: list[dict[str, Any]]) -> int:
-    """Compute threads of each worker process: the cores shared among those that compute."""
+    """Compute threads of each worker process: all of them have twice as many as there are cores, since pools often wait for one another."""
     workers = sum(
         int(o["spec"].get("replicas", 1))
         for o in objects
         if o["kind"] == "StatefulSet" and component_of(o) != "nats"
     )
-    return max(1, (os.cpu_count() or 1) // max(1, workers))
+    cores = os.cpu_count() or 1
+    return min(cores, math.ceil(2 * cores / max(1, workers)))
 
 
 def most_workers(spec: MultimodalDeploymentSpec) -> int:
