@@ -44,7 +44,8 @@ _KV_FORMAT = ("Auto", "Native")
 """Data type and wire precision of KV: one of each is served. They stay in the revision, so that those of running deployments do not change."""
 
 _FIRST_KV_BACKEND = "Nccl"
-"""The default since before backends were in the revision: it is not, so that those of running deployments do not change."""
+"""The default since before backends were in the revision: it is not, so that those of running deployments do not change. Nor is any backend
+where no KV travels."""
 
 
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
@@ -52,7 +53,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
 
     Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and
     format, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
-    adapters) and `WIRE_VERSION`; how KV travels from prefill to decode pods; and into how many pods a replica is divided, so that groups
+    adapters) and `WIRE_VERSION`; how KV travels from prefill to decode pods, if there are both; and into how many pods a replica is divided, so that groups
     of another size are brought up next to those that serve. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
@@ -64,7 +65,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         "image": spec.image.worker,
         "wire": WIRE_VERSION,
     }
-    if spec.transfer.kv.backend != _FIRST_KV_BACKEND:
+    if spec.prefill is not None and spec.transfer.kv.backend != _FIRST_KV_BACKEND:
         meaning["backend"] = spec.transfer.kv.backend
     if spec.engine.type != "Native":  # the revisions of running deployments do not change
         meaning["engine"] = spec.engine.type

@@ -139,6 +139,12 @@ def test_pools_that_move_kv_over_different_backends_are_of_different_revisions_a
     assert revisions[0] == revision(**spec, transfer=None) == NATIVE
 
 
+@pytest.mark.parametrize("engine", ["Native", "VLLM"])
+def test_without_a_prefill_pool_the_backend_changes_no_revision(engine):
+    spec = {"prefill": None, "decode": {"gpus": 1}, "engine": {"type": engine}}
+    assert len({revision(**spec, transfer={"kv": {"backend": b}}) for b in ("Nccl", "Gloo", "Nixl")}) == 1
+
+
 def test_the_wire_version_changes_the_revision(monkeypatch):
     before = revision()
     monkeypatch.setattr(pipeline, "WIRE_VERSION", pipeline.WIRE_VERSION + 1)
