@@ -62,7 +62,6 @@ def test_each_of_those_changes_yields_a_separate_revision():
         {"gateway": {"maxRetries": 1, "requestTimeoutSeconds": 5}},
         {"encoder": {"replicas": 3, "cacheMebibytes": 1, "batching": {"maxItems": 1}}},
         {"encoder": None},
-        {"prefill": None},
         {"prefill": {"chunkTokens": 64, "prefixCache": False}},
         {"decode": {"replicas": 9, "maxSequences": 1, "kvCacheMebibytes": 16}},
         {"decode": {"template": {"labels": {"a": "b"}}, "nodeSelector": {"a": "b"}}},
@@ -121,9 +120,15 @@ def test_adapters_and_where_they_come_from_change_the_revision_and_their_order_d
     assert of(SQL, POEMS) == of(POEMS, SQL)
 
 
+def test_a_prefill_pool_that_moves_kv_as_always_joins_the_revision_of_decode():
+    spec = {"decode": {"gpus": 1}, "transfer": NCCL}
+    assert revision(**spec, prefill={"gpus": 1}) == revision(**spec, prefill=None)
+
+
 def test_a_prefill_pool_with_the_quantization_of_decode_joins_its_revision():
-    alone = revision(engine={"type": "VLLM", "decode": QUANTIZED}, prefill=None)
-    assert revision(engine={"type": "VLLM", "decode": QUANTIZED, "prefill": QUANTIZED}) == alone
+    spec, both = {"decode": {"gpus": 1}, "transfer": NCCL}, {"decode": QUANTIZED, "prefill": QUANTIZED}
+    alone = revision(**spec, engine={"type": "VLLM", "decode": QUANTIZED}, prefill=None)
+    assert revision(**spec, engine={"type": "VLLM", **both}, prefill={"gpus": 1}) == alone
 
 
 def test_revisions_of_deployments_without_settings_of_the_engine_are_those_of_earlier_releases():
