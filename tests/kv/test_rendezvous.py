@@ -1,5 +1,6 @@
 """How two sides meet and what they exchange: early and late ones, strangers, peers that stop in the middle, and every wait has an end."""
 
+import errno
 import socket
 import threading
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore
 
 from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import rendezvous
@@ -18,6 +20,20 @@ SOON = 0.3
 
 def later(seconds: float = DEADLINE_SECONDS) -> float:
     return time.monotonic() + seconds
+
+
+def until(condition) -> None:
+    end = later()
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def fails(error: Exception):
+    def operation(*_: object, **__: object):
+        raise error
+
+    return operation
 
 
 @pytest.fixture
@@ -104,6 +120,54 @@ def test_of_too_many_that_nobody_awaits_the_oldest_are_hung_up_on(meeting, monke
         place.accept(str(number), later()).close()
 
 
+def test_of_too_many_an_awaited_one_is_hung_up_on_last(meeting, monkeypatch):
+    monkeypatch.setattr(rendezvous, "MAX_CALLERS", 1)
+    place = meeting()
+    place._awaited["awaited"] += 1
+    awaited = call(place.endpoint, "awaited", later())
+    until(lambda: "awaited" in place._callers)
+    other = call(place.endpoint, "other", later())
+    assert other.recv(1) == b""
+    place.accept("awaited", later()).close()
+    assert awaited.recv(1) == b""
+
+
+def test_who_waits_for_a_peer_is_released_when_nobody_wants_the_link_any_more(meeting):
+    place, given_up = meeting(), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(place.accept, "link", later(), given_up)
+        given_up.set()
+        place.look_again()
+        with pytest.raises(LinkError, match="was given up while its peer was awaited"):
+            waiting.result(DEADLINE_SECONDS)
+    assert not place._awaited
+
+
+def test_a_caller_that_cannot_be_watched_costs_no_other_one(meeting, monkeypatch):
+    place = meeting()
+    with monkeypatch.context() as patched:
+        patched.setattr(place._selector, "register", fails(OSError(errno.ENOSPC, "epoll")))
+        with suppress(ConnectionResetError, LinkError):  # its greeting was not read
+            assert call(place.endpoint, "first", later()).recv(1) == b""
+    second = call(place.endpoint, "second", later())
+    place.accept("second", later()).close()
+    assert second.recv(1) == b""
+
+
+@pytest.mark.parametrize("failing", ["socketpair", "start"])
+def test_a_rendezvous_that_cannot_be_made_leaves_no_port_open(monkeypatch, failing):
+    made = []
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *a, **k: made.append(create(*a, **k)) or made[-1])
+    monkeypatch.setattr(
+        *((socket, failing) if failing == "socketpair" else (threading.Thread, failing)),
+        fails(OSError("full")),
+    )
+    with pytest.raises(OSError, match="full"):
+        Rendezvous("127.0.0.1", SOON)
+    assert made[0].fileno() == -1
+
+
 def test_what_either_side_sets_both_have_until_they_have_connected(meeting):
     place = meeting()
     theirs = PairStore(call(place.endpoint, "link", later()), later())
@@ -143,6 +207,27 @@ def test_a_peer_that_stops_in_the_middle_is_waited_for_until_the_deadline(pair, 
         operation(exchange)
 
 
+def test_what_torch_asks_of_a_store_after_the_peers_have_connected_is_answered_here(pair):
+    exchange, peer = pair()
+    exchange.set("x/known", b"value")
+    peer.sendall(_VALUE.pack(0, 0))
+    exchange.finish()
+    store = PrefixStore("x", exchange)
+    store.set("later", "value")
+    assert store.get("known") == store.get("later") == b"value"
+    store.wait(["known"])
+    assert (store.check(["known"]), store.check(["other"])) == (True, False)
+    assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
+    assert (store.delete_key("known"), store.delete_key("known")) == (True, False)
+
+
+def test_who_waits_for_a_value_can_be_released(pair):
+    exchange, _ = pair()
+    threading.Timer(0.1, exchange.abort).start()
+    with pytest.raises(LinkError, match="while it connected"):
+        exchange.get("key")
+
+
 def test_a_peer_that_closes_the_connection_is_noticed_at_once(pair):
     exchange, peer = pair()
     threading.Timer(0.1, peer.shutdown, [socket.SHUT_RDWR]).start()
@@ -164,6 +249,12 @@ def test_a_peer_that_sends_too_much_is_refused(pair, monkeypatch, content):
 def test_a_peer_that_cannot_be_reached_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for endpoint in (f"127.0.0.1:{port}", "127.0.0.1:none", "nowhere.invalid:1", "127.0.0.1:70000"):
+    for endpoint in (
+        f"127.0.0.1:{port}",
+        "127.0.0.1:none",
+        "nowhere.invalid:1",
+        "localhost:1",
+        "127.0.0.1:70000",
+    ):
         with pytest.raises(LinkError, match=f"cannot call {endpoint} "):
             call(endpoint, "link", later(2.0))

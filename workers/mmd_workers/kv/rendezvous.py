@@ -1,28 +1,35 @@
 """Where the two sides of a link meet: one TCP connection for each link, on which they exchange what they need to connect.
 
 Rank 0 listens on a port of its process, rank 1 calls it and names the link. Afterwards the connection stays open and idle, and
-`sentinel` watches it. Nothing here waits without a deadline, whatever the peer does: it may be frozen, or no peer at all.
+`sentinel` watches it. Nothing here waits without a deadline, whatever the peer does: it may be frozen, or no peer at all. What a backend
+then does with what the peers have exchanged may outlast that deadline: see `LinkManager.connecting_seconds`.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from mmd_api.contract.errors import LinkError
 
+log = logging.getLogger(__name__)
+
 MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 2**20
 MAX_VALUES = 256
 MAX_CALLERS = 256
-"""Connections of a process that have not named their link, or whose link it has not asked for yet; beyond it the oldest is closed."""
+"""Connections of a process that have not named their link, or whose link it has not asked for yet; beyond it the oldest is closed,
+and those that are awaited last."""
 
 _MAGIC = b"mmd-kv-1"
 _GREETING = struct.Struct("!8sH")  # magic, bytes of the link's name, which follows
@@ -45,35 +52,60 @@ class Rendezvous:
         self._patience_seconds = patience_seconds
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
-        self._listener.setblocking(False)
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = threading.Condition()
         self._callers: OrderedDict[str, tuple[socket.socket, float]] = OrderedDict()
         """Peers by the name of their link, with when they are given up, oldest first."""
         self._greetings: dict[socket.socket, tuple[bytearray, float]] = {}
         """What has come from those that have not said it all; the thread's own, oldest first."""
+        self._awaited: Counter[str] = Counter()
         self._closed = False
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._loop, name="kv-rendezvous", daemon=True)
-        self._thread.start()
+        opened: list[socket.socket | selectors.BaseSelector] = [self._listener]
+        try:
+            self._listener.setblocking(False)
+            self._wake, self._woken = socket.socketpair()
+            opened += self._wake, self._woken
+            self._selector = selectors.DefaultSelector()
+            opened.append(self._selector)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._loop, name="kv-rendezvous", daemon=True)
+            self._thread.start()
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
 
-    def accept(self, name: str, deadline: float) -> socket.socket:
-        """The connection of the peer that names this link; blocks until it has called.
+    def accept(self, name: str, deadline: float, given_up: threading.Event | None = None) -> socket.socket:
+        """The connection of the peer that names this link; blocks until it has called. Who sets `given_up` calls `look_again` after it.
 
         Raises:
-            LinkError: it did not call in time.
+            LinkError: it did not call in time, or nobody wants the link any more.
         """
+
+        def ended() -> bool:
+            return self._closed or (given_up is not None and given_up.is_set())
+
         with self._changed:
-            while name not in self._callers:
-                if self._closed:
-                    raise LinkError("this worker has closed its KV links; place the request elsewhere")
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise LinkError("the peer did not call within the connect deadline; offer again")
+            self._awaited[name] += 1
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: ended() or name in self._callers, left)
+            finally:
+                self._awaited -= Counter([name])
+            if self._closed:
+                raise LinkError("this worker has closed its KV links; place the request elsewhere")
+            if ended():
+                raise LinkError("the link was given up while its peer was awaited; offer again")
+            if name not in self._callers:
+                raise LinkError("the peer did not call within the connect deadline; offer again")
             sock, _ = self._callers.pop(name)
         return sock
+
+    def look_again(self) -> None:
+        """Those who wait in `accept` find out whether they were given up."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop listening and close what nobody has accepted; idempotent."""
@@ -87,23 +119,38 @@ class Rendezvous:
     def _loop(self) -> None:
         while True:
             waiting = bool(self._greetings or self._callers)
-            for key, _ in self._selector.select(_SWEEP_SECONDS if waiting else None):
-                if key.fileobj is self._woken:
-                    self._end()
-                    return
-                assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj is self._listener:
-                    self._take_call()
-                else:
-                    self._read(key.fileobj)
+            try:
+                ready = [key.fileobj for key, _ in self._selector.select(_SWEEP_SECONDS if waiting else None)]
+            except Exception:
+                log.exception("callers cannot be watched; trying again in %s s", _SWEEP_SECONDS)
+                time.sleep(_SWEEP_SECONDS)
+                ready = []
+            if self._closed or self._woken in ready:
+                self._end()
+                return
+            for sock in ready:
+                assert isinstance(sock, socket.socket)
+                self._serve(sock)
             self._sweep()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Whatever fails costs this caller alone."""
+        try:
+            if sock is self._listener:
+                self._take_call()
+            else:
+                self._read(sock)
+        except Exception:
+            log.exception("a caller was hung up on")
+            if sock is not self._listener:
+                self._forget(sock)
 
     def _end(self) -> None:
         with self._changed:
             callers = [sock for sock, _ in self._callers.values()]
             self._callers.clear()
         for sock in (self._listener, self._woken, *self._greetings, *callers):
-            sock.close()
+            _hang_up(sock)
         self._selector.close()
 
     def _take_call(self) -> None:
@@ -112,9 +159,13 @@ class Rendezvous:
         except OSError:  # it has gone already, or there are no descriptors
             time.sleep(_PAUSE_SECONDS)
             return
-        sock.setblocking(False)
-        self._greetings[sock] = bytearray(), time.monotonic() + self._patience_seconds
-        self._selector.register(sock, selectors.EVENT_READ)
+        try:
+            sock.setblocking(False)
+            self._greetings[sock] = bytearray(), time.monotonic() + self._patience_seconds
+            self._selector.register(sock, selectors.EVENT_READ)
+        except BaseException:
+            self._forget(sock)
+            raise
 
     def _read(self, sock: socket.socket) -> None:
         """Read no more than the greeting: what follows is for whoever accepts the connection."""
@@ -139,7 +190,7 @@ class Rendezvous:
             self._callers[name] = sock, until
             self._changed.notify_all()
         if former is not None:
-            former[0].close()
+            _hang_up(former[0])
 
     def _sweep(self) -> None:
         """Close those whose patience has ended, and the oldest of too many."""
@@ -148,14 +199,21 @@ class Rendezvous:
             if until < now or len(self._greetings) > MAX_CALLERS:
                 self._forget(sock)
         with self._changed:
-            for name, (sock, until) in list(self._callers.items()):
+            oldest = sorted(self._callers.items(), key=lambda caller: caller[0] in self._awaited)
+            for name, (sock, until) in oldest:
                 if until < now or len(self._callers) > MAX_CALLERS:
                     del self._callers[name]
-                    sock.close()
+                    _hang_up(sock)
 
     def _forget(self, sock: socket.socket) -> None:
-        del self._greetings[sock]
-        self._selector.unregister(sock)
+        self._greetings.pop(sock, None)
+        with suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(sock)
+        _hang_up(sock)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):  # it is closed nevertheless
         sock.close()
 
 
@@ -176,7 +234,7 @@ def _may_greet(start: bytearray) -> bool:
 
 
 def call(endpoint: str, name: str, deadline: float) -> socket.socket:
-    """Connect to a peer's `Rendezvous` and name the link.
+    """Connect to a peer's `Rendezvous` and name the link. The host is an address: a name would be looked up without a deadline.
 
     Raises:
         LinkError: it cannot be reached in time.
@@ -184,6 +242,7 @@ def call(endpoint: str, name: str, deadline: float) -> socket.socket:
     host, _, port = endpoint.rpartition(":")
     content = name.encode()
     try:
+        ipaddress.ip_address(host)
         sock = socket.create_connection((host, int(port)), timeout=_left(deadline))
         try:
             sock.sendall(_GREETING.pack(_MAGIC, len(content)) + content)
@@ -197,7 +256,9 @@ def call(endpoint: str, name: str, deadline: float) -> socket.socket:
 
 class PairStore(Store):
     """What the two sides of a link set for each other while they connect, as the store that torch's backends expect. Each operation
-    ends at the deadline, which is one for all of them.
+    ends at the deadline, which is one for all of them. Once the peers have connected, all that is asked is answered on this side alone.
+
+    The backend has only a weak hold of it, and its later calls fail without it: keep it for as long as the backend.
     """
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
@@ -239,6 +300,20 @@ class PairStore(Store):
                 pass
             return all(key in self._values for key in keys)
 
+    def add(self, key: str, amount: int) -> int:
+        """Count on this side alone."""
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            return total
+
+    def delete_key(self, key: str) -> bool:
+        """Forget it on this side alone; whether it was there."""
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    deleteKey = delete_key  # noqa: N815  # torch's C++ calls it so
+
     def finish(self) -> socket.socket:
         """Wait until the peer has connected too; the connection, on which nothing is sent any more.
 
@@ -253,10 +328,16 @@ class PairStore(Store):
             assert sock is not None
             return sock
 
+    def abort(self) -> None:
+        """End what waits here for the peer, from another thread, unless `finish` has returned."""
+        if (sock := self._sock) is not None:
+            with suppress(OSError):  # it is closed already, or the peer has gone
+                sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection, unless `finish` has returned it; idempotent."""
         if (sock := self._sock) is not None:
-            sock.close()
+            _hang_up(sock)
 
     def _until(self, key: str) -> None:
         while key not in self._values:

@@ -6,12 +6,17 @@ on which the two sides met; nothing is sent on it any more, and it is independen
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 1.0
 _KEEPALIVE_SECONDS = (
     1  # a dead machine sends no FIN: three unanswered probes, one a second, end the connection
 )
@@ -33,10 +38,18 @@ class Watch:
     """One thread that watches the sentinel connections of all links of a process."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._closed = False
         self._wake, self._stop = socket.socketpair()
-        self._selector.register(self._stop, selectors.EVENT_READ)
-        threading.Thread(target=self._loop, name="kv-sentinel", daemon=True).start()
+        opened: list[socket.socket | selectors.BaseSelector] = [self._wake, self._stop]
+        try:
+            self._selector = selectors.DefaultSelector()
+            opened.append(self._selector)
+            self._selector.register(self._stop, selectors.EVENT_READ)
+            threading.Thread(target=self._loop, name="kv-sentinel", daemon=True).start()
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
 
     def add(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         """Call `on_lost` (once, from the watching thread) when the other side has closed or died."""
@@ -44,21 +57,32 @@ class Watch:
 
     def remove(self, sock: socket.socket) -> None:
         """Stop watching and close, which the other side notices; idempotent."""
-        with suppress(KeyError, ValueError):  # the loop saw its end first, or it was closed before
+        with suppress(KeyError, ValueError, OSError):  # the loop saw its end first, or it was closed before
             self._selector.unregister(sock)
-        sock.close()
+        with suppress(OSError):  # it is closed nevertheless
+            sock.close()
 
     def close(self) -> None:
         """End the thread; the sockets belong to their links."""
+        self._closed = True
         self._wake.close()
 
     def _loop(self) -> None:
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._stop:
-                    self._selector.close()
-                    self._stop.close()
-                    return
+            try:
+                ready = [key for key, _ in self._selector.select()]
+            except Exception:
+                log.exception("links cannot be watched; trying again in %s s", _PAUSE_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
+                ready = []
+            if self._closed or any(key.fileobj is self._stop for key in ready):
+                self._selector.close()
+                self._stop.close()
+                return
+            for key in ready:
                 assert isinstance(key.fileobj, socket.socket)
-                self.remove(key.fileobj)  # nothing is sent any more, so readable means over
-                key.data()
+                try:
+                    self.remove(key.fileobj)  # nothing is sent any more, so readable means over
+                    key.data()
+                except Exception:
+                    log.exception("the end of a link was noticed, and what follows from it failed")
