@@ -90,6 +90,45 @@ def test_without_cuda_the_error_names_the_remedy(device):
         nccl.check_available(torch.device(device))
 
 
+class Failing:
+    """Torch's group, whose store loses the peer."""
+
+    class Options:
+        class config: ...
+
+    def __init__(self, *_: object) -> None:
+        self.aborted = threading.Event()
+        made.append(self)
+
+    def eager_connect_single_device(self, device: object) -> None:
+        raise failures[0]
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+made: list[Failing] = []
+failures: list[Exception] = []
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (LinkError("the peer was lost"), "^the peer was lost$"),
+        (ValueError("odd"), "NCCL could not connect: odd"),
+    ],
+    ids=["the store", "anything"],
+)
+def test_a_failed_connect_ends_its_monitor_whatever_failed(monkeypatch, failure, said):
+    monkeypatch.setattr(nccl, "ProcessGroupNCCL", Failing)
+    monkeypatch.setattr(nccl, "check_available", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    failures[:] = [failure]
+    with pytest.raises(LinkError, match=said):
+        nccl.NcclLink(None, 0, torch.device("cuda", 0), 1.0, 1.0)
+    assert made.pop().aborted.wait(60)
+
+
 def test_the_refusal_is_not_retryable():
     assert BackendUnavailableError.retryable is False
     assert issubclass(BackendUnavailableError, LinkError)

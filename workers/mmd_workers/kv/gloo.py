@@ -7,6 +7,7 @@ a thread of the link's own, and the caller is released by whatever comes first: 
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -20,6 +21,60 @@ from mmd_api.contract.errors import LinkError
 from mmd_workers.kv.link import first_line
 
 MAX_OPERATIONS = 32  # at the same time on one link
+MAX_ADDRESS_BYTES = 4096
+_SIZE = struct.Struct("@Q")
+
+
+def _shape(value: bytes) -> tuple[int, int] | None:
+    """Of what gloo gives its peer (the sizes of a host name and of an address before each of them, then numbers): the bytes of all but the
+    name, and those of the address; None: it is something else.
+    """
+    if not 2 * _SIZE.size <= len(value) <= MAX_ADDRESS_BYTES:
+        return None
+    (name,) = _SIZE.unpack_from(value)
+    rest = len(value) - name
+    if rest < 2 * _SIZE.size:
+        return None
+    (address,) = _SIZE.unpack_from(value, _SIZE.size + name)
+    return (rest, address) if address <= rest - 2 * _SIZE.size else None
+
+
+class _Addresses(Store):
+    """The store that gloo gets. It reads what its peer has set without looking at its size, and ends the process when that is short: it gets
+    only what has the shape of its own.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._shape: tuple[int, int] | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content = value.encode() if isinstance(value, str) else value
+        self._shape = _shape(content)
+        self._store.set(key, content)  # type: ignore[arg-type]  # torch's stubs know text alone
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        if self._shape is None or _shape(value) != self._shape:
+            raise LinkError(
+                "the peer sent something else than gloo's address; run the same image in both pods"
+            )
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # noqa: N815  # torch's C++ calls it so
 
 
 class GlooLink:
@@ -37,7 +92,8 @@ class GlooLink:
         chunk_timeout_seconds: float,
         connect_timeout_seconds: float,
     ) -> None:
-        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until both are there.
+        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until both are there. Once they
+        have met, gloo takes about 30 s to give up on a peer that does not answer, whatever its timeout.
 
         Raises:
             LinkError: the peer did not come within `connect_timeout_seconds`.
@@ -49,12 +105,15 @@ class GlooLink:
         self._dead = ""
         gloo: Any = ProcessGroupGloo  # torch's stubs lack its options and its point-to-point operations
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
+        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
         options._threads = 1
         options._timeout = timedelta(seconds=connect_timeout_seconds)
+        self._store = _Addresses(store)  # gloo's own hold of it is a weak one
         try:
-            self._group: Any = gloo(store, rank, 2, options)
-        except RuntimeError as error:
+            self._group: Any = gloo(self._store, rank, 2, options)
+        except LinkError:
+            raise
+        except Exception as error:
             raise LinkError(
                 f"gloo could not connect: {first_line(error)}; offer again at the next epoch"
             ) from error
@@ -100,9 +159,13 @@ class GlooLink:
             if self._dead:
                 raise LinkError(f"gloo link is dead: {self._dead}; offer again at the next epoch")
             self._pending.add(outcome)
-            self._threads.submit(self._perform, outcome, verb, tag, operation)
         try:
+            self._threads.submit(self._perform, outcome, verb, tag, operation)
             outcome.result()  # bounded: the thread gives up after the chunk timeout
+        except RuntimeError as error:  # no thread can be started, or the link was closed just now
+            raise LinkError(
+                f"gloo {verb} of tag {tag} failed: {first_line(error)}; offer again at the next epoch"
+            ) from error
         finally:
             with self._lock:
                 self._pending.discard(outcome)

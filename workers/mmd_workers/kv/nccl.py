@@ -81,6 +81,7 @@ class NcclLink:
         self._kept: list[
             torch.Tensor
         ] = []  # tensors that a kernel which did not end in time may still write to
+        self._store = store  # torch's own hold of it is a weak one
         options = ProcessGroupNCCL.Options()
         options._timeout = _WATCHDOG_TIMEOUT
         options.config.min_ctas = 1
@@ -94,13 +95,15 @@ class NcclLink:
             # Has no deadline: torch blocks in NCCL's initialization before it knows the communicator that abort could end. A peer that dies
             # just then can keep this thread for ever; `LinkManager.connecting_seconds` shows it, and liveness ends the process.
             self._group.eager_connect_single_device(device)
-        except RuntimeError as error:
+            probe = torch.zeros(1, dtype=torch.uint8, device=device)
+            for turn in (0, 1):  # the first operation of a direction sets up its transport, which takes long
+                operation = group.send if turn == rank else group.recv
+                self._run("connect", operation, probe, 0, connect_timeout_seconds)
+        except Exception as error:  # the store's too, which torch passes on as they are
             self.abort("connect failed")
+            if isinstance(error, LinkError):
+                raise
             raise LinkError(f"NCCL could not connect: {error}; offer again at the next epoch") from error
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)
-        for turn in (0, 1):  # the first operation of a direction sets up its transport, which takes long
-            operation = group.send if turn == rank else group.recv
-            self._run("connect", operation, probe, 0, connect_timeout_seconds)
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         """Send a contiguous CUDA tensor; see `KvLink.send`."""
