@@ -3,15 +3,17 @@
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from mmd_api.contract.errors import BackendUnavailableError, LinkError, OverloadedError
-from mmd_workers.kv import chunks, nccl
+from mmd_workers.kv import chunks, links, nccl, rendezvous, sentinel
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.sequences.links import KvLinks
 from tests.support.backends import needs_nixl
@@ -292,6 +294,167 @@ def test_a_peer_that_is_frozen_when_it_is_called_keeps_no_thread(manager, peer, 
     assert own.connecting_seconds == 0
 
 
+def attempts_given_up(own: LinkManager, peer: str, count: int) -> list[Exception]:
+    """A peer that offers again and again, and never calls: what became of each of its links."""
+    errors, failed = [], -1
+
+    def connect(epoch: int) -> None:
+        try:
+            own.connect(peer, "i0", "127.0.0.1:1", epoch)
+        except (LinkError, OverloadedError) as error:
+            errors.append(error)
+
+    threads = []
+    for _ in range(count):
+        failed = own.epoch_for(peer, "i0", failed)
+        threads.append(threading.Thread(target=connect, args=[failed]))
+        threads[-1].start()
+        time.sleep(0.02)
+    own.notify_lost(peer)
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    return errors
+
+
+@only_gloo
+def test_a_peer_that_offers_again_and_again_costs_no_other_peer_its_link(manager):
+    own, good = manager("a", max_links=3), manager("b")
+    link, _ = linked(own, good)
+    errors = attempts_given_up(own, "zz", 8)
+    assert len(errors) == 8
+    assert not any(isinstance(error, OverloadedError) for error in errors)
+    assert not link.dead
+    until(lambda: not connecting_threads(), NOTICED_SECONDS)
+
+
+@contextmanager
+def half_linked(own: LinkManager, epoch: int = 0):
+    """The socket of a peer of whom gloo awaits an address: what gloo has set is read."""
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(own.connect, "zz", "i0", "127.0.0.1:1", epoch)
+        sock = rendezvous.call(
+            own.endpoint, own._name(("zz", "i0"), epoch), time.monotonic() + DEADLINE_SECONDS
+        )
+        with sock:
+            head = struct.Struct("!HI")
+            content = b""
+            while len(content) < head.size or len(content) < head.size + sum(head.unpack_from(content)):
+                content += sock.recv(2**16)
+            yield sock, content[head.size + 3 :], making
+
+
+@only_gloo
+@pytest.mark.parametrize("value", [b"", b"\1", bytes(64), b"\xff" * 170, bytes(5000)], ids=len)
+def test_what_a_peer_sends_instead_of_its_address_never_reaches_gloo(manager, value):
+    with half_linked(manager("a")) as (sock, _, making):
+        sock.sendall(struct.pack("!HI", 3, len(value)) + b"0/1" + value)
+        with pytest.raises(LinkError, match="something else than gloo's address"):
+            making.result(DEADLINE_SECONDS)
+
+
+class Lingers:
+    """gloo, while it calls a peer that has died."""
+
+    release = threading.Event()
+
+    def __init__(self, *_: object) -> None:
+        self.release.wait(DEADLINE_SECONDS)
+        raise LinkError("released")
+
+
+@only_gloo
+def test_a_peer_may_have_only_so_many_attempts_that_were_given_up_and_go_on(manager, monkeypatch):
+    monkeypatch.setattr(links, "MAX_GIVEN_UP", 2)
+    monkeypatch.setattr(links, "GlooLink", Lingers)
+    monkeypatch.setattr(Lingers, "release", threading.Event())
+    one, two = (manager(pod, connect_timeout_seconds=0.5, max_links=1) for pod in ("one", "two"))
+    for epoch in range(2):
+        with pytest.raises(LinkError, match=r"no link|was lost|gave up"):
+            linked(one, two, epoch)
+    until(lambda: one.connecting_seconds > 1)
+    with pytest.raises(OverloadedError, match="2 earlier attempts to link with two have not ended"):
+        one.connect("two", "i0", two.endpoint, 2)
+    with pytest.raises(LinkError, match="no link to zz"):
+        one.connect("zz", "i0", "127.0.0.1:1", 0)
+    Lingers.release.set()
+    until(lambda: not connecting_threads())
+    assert one.connecting_seconds == 0
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    """While it is entered, the manager can start no thread."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith(("kv-c", "kv-nixl-c")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    @contextmanager
+    def entered():
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            yield
+
+    return entered
+
+
+@only_gloo
+def test_a_process_without_threads_closes_links_and_goes_on_watching_the_others(manager, no_threads):
+    own, one, two = manager("own"), manager("one"), manager("two")
+    first, _ = linked(own, one)
+    second, _ = linked(own, two)
+    with no_threads():
+        one.notify_lost("own")
+        until(lambda: first.dead)
+        until(lambda: first._channel._group is None)
+    two.notify_lost("own")
+    until(lambda: second.dead)
+
+
+@only_gloo
+def test_an_attempt_whose_thread_cannot_be_started_leaves_nothing_behind(manager, no_threads):
+    one, two = manager("one", max_links=1), manager("two")
+    with no_threads(), pytest.raises(OverloadedError, match="can't start new thread"):
+        one.connect("two", "i0", two.endpoint, 0)
+    assert one.live_links == 0
+    linked(one, two)
+
+
+@only_gloo
+@pytest.mark.parametrize(
+    "failing", [(sentinel, "keep_alive"), (sentinel.Watch, "add")], ids=["set up", "watched"]
+)
+def test_a_link_that_cannot_be_watched_is_none(manager, monkeypatch, failing):
+    one, two = manager("one"), manager("two")
+
+    def fail(*_: object) -> None:
+        raise OSError("epoll")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*failing, fail)
+        with pytest.raises(LinkError, match=r"no link to .*epoll"):
+            linked(one, two)
+    assert one.live_links == two.live_links == 0
+    linked(one, two, epoch=1)
+
+
+@only_gloo
+def test_a_link_whose_end_cannot_be_handled_costs_no_other_link_its_watch(manager):
+    own, others = manager("own"), [manager(pod) for pod in ("one", "two")]
+    (first, _), (second, _) = (linked(own, other) for other in others)
+
+    def fail(reason: str) -> None:
+        raise ValueError(reason)
+
+    first.kill = fail
+    for other in others:
+        other.notify_lost("own")
+    until(lambda: second.dead)
+    assert own.live_links == 0
+
+
 @only_gloo
 @pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "http"])
 def test_strangers_who_call_do_not_become_peers(manager, content):
@@ -458,6 +621,27 @@ def test_attempts_that_were_given_up_take_room_until_they_have_ended(manager, ne
     until(lambda: not connecting_threads())
     with pytest.raises(LinkError, match=r"released|no link"):
         linked(one, two, epoch=1)
+
+
+@only_nccl
+def test_no_link_is_evicted_for_attempts_that_were_given_up(manager, never_connects):
+    one, two = (manager(pod, connect_timeout_seconds=1.0, max_links=2) for pod in ("one", "two"))
+    with pytest.raises(LinkError, match="no link"):
+        linked(one, two)
+    never = links._Attempt("other", calls=False)
+    never.set_result(link := PairLink("other", "i0", 0, CPU, Freed(), socket.socket(), lambda _: None))
+    one._peers["other"] = links._Peer("other", "i0", attempt=never)
+    with pytest.raises(OverloadedError, match="all 2 KV links are in use"):
+        one.connect("two", "i0", two.endpoint, 1)
+    assert not link.dead
+
+
+class Freed:
+    """A channel that moves nothing."""
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @only_nccl

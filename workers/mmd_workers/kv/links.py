@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 MAX_KNOWN_PEERS = 4096
 MAX_RETIRED_INCARNATIONS = 16
 MAX_TAG = 2**30
+MAX_GIVEN_UP = 4
+"""Attempts with one peer that were given up and whose threads go on; beyond it no further one is made."""
+
 _CLOSE_SECONDS = 1.0
 _OFFER_AGAIN = "link the pair again at the next epoch"
 
@@ -129,16 +132,25 @@ class PairLink:
         """Close the link on both sides; idempotent. The pair's next link has the next epoch."""
         self._on_dead("the link was closed")
 
-    def kill(self, reason: str) -> threading.Thread:
+    def kill(self, reason: str) -> threading.Thread | None:
         """For the manager: free what waits on the link as far as the backend can, refuse the rest. Blocks for nothing; the thread frees
-        what the backend holds.
+        what the backend holds. Where no thread can be started that happens here (None), for a second at most.
         """
         with self._lock:
             self._dead = self._dead or reason
-        self.sentinel.close()
-        self._channel.abort(reason)
-        closing = threading.Thread(target=self._channel.close, name=f"kv-close-{self.peer}", daemon=True)
-        closing.start()
+        with suppress(OSError):  # it is closed nevertheless
+            self.sentinel.close()
+        try:
+            self._channel.abort(reason)
+        except Exception:
+            log.exception("the link to %s could not be aborted", self.peer)
+        try:
+            closing = threading.Thread(target=self._channel.close, name=f"kv-close-{self.peer}", daemon=True)
+            closing.start()
+        except (RuntimeError, MemoryError) as error:
+            log.warning("closing the link to %s at once: %s", self.peer, error)
+            self._channel.close()
+            return None
         return closing
 
     def _run(self, operation: Callable[[torch.Tensor, int], None], tensor: torch.Tensor, tag: int) -> None:
@@ -163,6 +175,37 @@ def indexed(device: torch.device) -> torch.device:
     return torch.empty(0, device=device).device
 
 
+class _Attempt(Future[PairLink]):
+    """A link in the making, then the link. Its thread may go on after it was given up."""
+
+    def __init__(self, pod: str, *, calls: bool) -> None:
+        super().__init__()
+        self.pod = pod
+        self.given_up = threading.Event()
+        self.met_at: float | None = None  # (time.monotonic)
+        self.holds_device = False
+        self._calls = calls
+        self._store: rendezvous.PairStore | None = None
+
+    @property
+    def lingers(self) -> bool:
+        """Whether its thread was given up where it cannot be ended at once."""
+        return self.given_up.is_set() and (self._calls or self.met_at is not None)
+
+    def meet(self, store: rendezvous.PairStore) -> None:
+        """The peers have met."""
+        self.met_at, self._store = time.monotonic(), store
+        if self.given_up.is_set():
+            store.abort()
+
+    def give_up(self, reason: str) -> None:
+        """Release who waits for it, and end its exchange with the peer."""
+        self.given_up.set()
+        if (store := self._store) is not None:
+            store.abort()
+        self.set_exception(LinkError(f"{reason}; {_OFFER_AGAIN}"))
+
+
 @dataclass(slots=True)
 class _Peer:
     """What is known of one pod: its incarnation, the newest epoch that failed, and the link (or attempt) at the next one."""
@@ -171,7 +214,7 @@ class _Peer:
     incarnation: str
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_INCARNATIONS))
     failed_epoch: int = -1
-    attempt: Future[PairLink] | None = None
+    attempt: _Attempt | None = None
 
     @property
     def link(self) -> PairLink | None:
@@ -214,12 +257,7 @@ class LinkManager:
         self._max_links = max_links
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
-        self._connecting: set[Future[PairLink]] = (
-            set()
-        )  # those whose thread goes on, also when they were given up
-        self._holding: dict[
-            Future[PairLink], float
-        ] = {}  # of them, those that hold the device, since (time.monotonic)
+        self._connecting: set[_Attempt] = set()  # those whose thread goes on, also when they were given up
         self._dying: list[
             tuple[PairLink, str]
         ] = []  # to be killed once the lock is released, with the reason
@@ -227,7 +265,11 @@ class LinkManager:
         self._closed = False
         self._rendezvous = rendezvous.Rendezvous(host, connect_timeout_seconds)
         self.endpoint = self._rendezvous.endpoint
-        self._watch = sentinel.Watch()
+        try:
+            self._watch = sentinel.Watch()
+        except BaseException:
+            self._rendezvous.close()
+            raise
 
     def epoch_for(self, peer: str, peer_incarnation: str, failed_epoch: int) -> int:
         """The epoch the granting side grants: the current one, or the next after the newest that either side saw fail.
@@ -251,7 +293,8 @@ class LinkManager:
 
         Raises:
             LinkError: the peer did not come in time or was lost; an older epoch, or an earlier incarnation of the pod.
-            OverloadedError: `max_links` links are all in use.
+            OverloadedError: `max_links` links are all in use, `MAX_GIVEN_UP` earlier attempts with this peer have not ended, or the process
+                cannot start a thread.
         """
         with self._changing():
             known = self._adopt(peer, peer_incarnation)
@@ -262,15 +305,22 @@ class LinkManager:
             self._fail_up_to(known, epoch - 1, f"{peer} moved to epoch {epoch}")
             attempt = known.attempt
             if attempt is None:
-                self._make_room()
-                attempt = known.attempt = Future()
-                self._connecting.add(attempt)
-                threading.Thread(
+                self._make_room(peer)
+                attempt = _Attempt(peer, calls=self._self > (peer, peer_incarnation))
+                thread = threading.Thread(
                     target=self._make,
                     args=(attempt, known, peer, peer_endpoint, epoch),
                     name=f"kv-connect-{peer}",
                     daemon=True,
-                ).start()
+                )
+                try:
+                    thread.start()
+                except Exception as error:
+                    raise OverloadedError(
+                        f"no thread to link with {peer}: {error}; try another worker, or retry later"
+                    ) from error
+                known.attempt = attempt  # its thread looks at neither without the lock
+                self._connecting.add(attempt)
         try:
             return attempt.result(self._connect_timeout_seconds)
         except FutureTimeoutError:
@@ -310,11 +360,13 @@ class LinkManager:
 
     @property
     def connecting_seconds(self) -> float:
-        """Age of the oldest initialization of NCCL that goes on, also for an attempt that was given up; 0 without one. It has no deadline,
-        abort does not reach it, and it holds the device. All other steps of connecting end at the deadline.
+        """For how long the oldest thread has been connecting since its peers met, also for an attempt that was given up; 0 without one.
+
+        To meet ends at the deadline, or when the attempt is given up. What the backend does then need not: gloo gives up after 30 s at most,
+        whatever its timeout. NCCL's initialization has no deadline, abort does not reach it, and it holds the device.
         """
         with self._lock:
-            oldest = min(self._holding.values(), default=None)
+            oldest = min((each.met_at for each in self._connecting if each.met_at is not None), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
     @contextmanager
@@ -327,9 +379,15 @@ class LinkManager:
             with self._lock:
                 dying, self._dying = self._dying, []
                 self._closing = {thread for thread in self._closing if thread.is_alive()}
-            closing = {link.kill(reason) for link, reason in dying}
-            with self._lock:
-                self._closing |= closing
+            for link, reason in dying:
+                try:
+                    closing = link.kill(reason)
+                except Exception:
+                    log.exception("the link to %s could not be closed (%s)", link.peer, reason)
+                    continue
+                if closing is not None:
+                    with self._lock:
+                        self._closing.add(closing)
 
     def _end(self, peer: str, reason: str) -> None:
         with self._changing():
@@ -370,17 +428,22 @@ class LinkManager:
             self._watch.remove(link.sentinel)
             self._dying.append((link, reason))
         elif attempt is not None and not attempt.done():
-            attempt.set_exception(LinkError(f"{reason}; {_OFFER_AGAIN}"))
+            attempt.give_up(reason)
+            self._rendezvous.look_again()
 
-    def _make_room(self) -> None:
-        """Evict the idle link that was used least recently when there are too many. An attempt that was given up takes room until its
-        thread has ended. Called inside `_changing`.
+    def _make_room(self, peer: str) -> None:
+        """Evict the idle link that was used least recently when there are too many. An attempt that was given up takes room only while it
+        holds the device, no link is evicted for it, and a peer may have only so many whose thread cannot be ended. Called inside `_changing`.
         """
+        lingering = [attempt for attempt in self._connecting if attempt.lingers]
+        if sum(attempt.pod == peer for attempt in lingering) >= MAX_GIVEN_UP:
+            raise OverloadedError(
+                f"{MAX_GIVEN_UP} earlier attempts to link with {peer} have not ended; try another worker, or retry later"
+            )
         taken = [known for known in self._peers.values() if known.attempt is not None]
-        given_up = self._connecting.difference(known.attempt for known in taken if known.attempt is not None)
-        if len(taken) + len(given_up) < self._max_links:
+        if len(taken) + sum(attempt.holds_device for attempt in lingering) < self._max_links:
             return
-        for known in taken:
+        for known in taken if len(taken) >= self._max_links else ():
             if known.link is not None and not known.link.in_use:
                 self._fail_up_to(known, known.failed_epoch + 1, "the idle link was evicted")
                 return
@@ -388,20 +451,15 @@ class LinkManager:
             f"all {self._max_links} KV links are in use; try another worker, or retry later"
         )
 
-    def _make(
-        self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
-    ) -> None:
+    def _make(self, attempt: _Attempt, known: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
         """Body of a connecting thread: make the channel and settle the attempt, unless it was given up meanwhile."""
         try:
             self._settle(attempt, known, peer, peer_endpoint, epoch)
         finally:
             with self._lock:
                 self._connecting.discard(attempt)
-                self._holding.pop(attempt, None)
 
-    def _settle(
-        self, attempt: Future[PairLink], known: _Peer, peer: str, peer_endpoint: str, epoch: int
-    ) -> None:
+    def _settle(self, attempt: _Attempt, known: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
         try:
             channel, sock = self._make_channel(attempt, (peer, known.incarnation), peer_endpoint, epoch)
         except Exception as error:
@@ -409,17 +467,26 @@ class LinkManager:
             if not isinstance(error, LinkError):
                 log.exception("%s", reason)
             with self._changing():
+                self._connecting.discard(attempt)
                 if known.attempt is attempt:
                     self._fail_up_to(known, epoch, reason)
             return
         on_dead = partial(self._on_dead, known, epoch)
         link = PairLink(peer, known.incarnation, epoch, self.device, channel, sock, on_dead)
         with self._changing():
-            if known.attempt is attempt:
-                attempt.set_result(link)
-                self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
-            else:
+            self._connecting.discard(attempt)
+            if known.attempt is not attempt:
                 self._dying.append((link, "abandoned while connecting"))
+                return
+            try:
+                self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
+            except Exception as error:
+                log.exception("the link to %s cannot be watched", peer)
+                reason = f"no link to {peer} at {peer_endpoint}: it cannot be watched ({error})"
+                self._dying.append((link, reason))
+                self._fail_up_to(known, epoch, reason)
+            else:
+                attempt.set_result(link)
 
     def _name(self, peer: tuple[str, str], epoch: int) -> str:
         """What both sides call a link."""
@@ -427,35 +494,37 @@ class LinkManager:
         return "/".join(("kv", self.backend, *first, *second, str(epoch)))
 
     def _make_channel(
-        self, attempt: Future[PairLink], peer: tuple[str, str], peer_endpoint: str, epoch: int
+        self, attempt: _Attempt, peer: tuple[str, str], peer_endpoint: str, epoch: int
     ) -> tuple[Channel, socket.socket]:
         """The backend's channel at this epoch and the sentinel connection next to it."""
         deadline = time.monotonic() + self._connect_timeout_seconds
         rank, name = 0 if self._self < peer else 1, self._name(peer, epoch)
         if rank == 0:
-            met = self._rendezvous.accept(name, deadline)
+            met = self._rendezvous.accept(name, deadline, attempt.given_up)
         else:
             met = rendezvous.call(peer_endpoint, name, deadline)
         store = rendezvous.PairStore(met, deadline)
+        attempt.meet(store)
         channel: Channel | None = None
+        sock: socket.socket | None = None
         try:
             channel = self._connected(attempt, store, rank, peer[0])
-            return channel, sentinel.keep_alive(store.finish())
+            sock = store.finish()
+            return channel, sentinel.keep_alive(sock)
         except BaseException:
             store.close()
+            if sock is not None:
+                sock.close()
             if channel is not None:
                 channel.close()
             raise
 
-    def _connected(
-        self, attempt: Future[PairLink], store: rendezvous.PairStore, rank: int, peer: str
-    ) -> Channel:
+    def _connected(self, attempt: _Attempt, store: rendezvous.PairStore, rank: int, peer: str) -> Channel:
         seconds = self._connect_timeout_seconds
         if self.backend == "Nccl":
             store.set(f"here-{rank}", "")
             store.get(f"here-{1 - rank}")  # what follows has no deadline: not for a peer that never came
-            with self._lock:
-                self._holding[attempt] = time.monotonic()
+            attempt.holds_device = True
             return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds)
         if self.backend == "Nixl":
             name = f"{self._self[0]}-to-{peer}"
