@@ -7,12 +7,12 @@ checked before vLLM takes it. An adapter changes linear layers of the language m
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import regex
 import torch
 from safetensors import safe_open
 from vllm import __version__
@@ -75,7 +75,7 @@ def _read(name: str, folder: Path) -> Lora:
         config.get_rank_and_scaling("")  # reads the patterns
         lora = Lora(name, folder, max([config.r, *config.rank_pattern.values()]))
         config.validate_legal(LoRAConfig(max_lora_rank=_served_rank(lora.rank)))
-    except (ValueError, TypeError, AttributeError, OSError, re.error) as error:
+    except (ValueError, TypeError, AttributeError, OSError, regex.error) as error:
         raise _refusal(name, error) from error
     return lora
 
