@@ -145,6 +145,52 @@ def test_a_layer_that_does_more_than_its_modules_show_is_found_at_the_start(capl
     )
 
 
+@pytest.mark.parametrize("original", [16, 8192])
+def test_a_layer_that_reads_its_positions_otherwise_stays_as_it_is(original, caplog):
+    """Ministral 3 has the modules of Mistral, and scales queries from the position `original` on; the check may see no such position."""
+    caplog.set_level(logging.INFO)
+    scaled = {"llama_4_scaling_beta": 1.0, "original_max_position_embeddings": original}
+
+    def make():
+        config = transformers.Ministral3Config(
+            **SMALL,
+            head_dim=16,
+            sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **scaled},
+        )
+        return vary(transformers.Ministral3ForCausalLM(config))
+
+    model = TextModel(make())
+    assert answers(model) == expected(make())
+    assert fused(model) == [False, False]
+    assert "run module by module: Ministral3DecoderLayer reads position_ids" in caplog.text
+
+
+def test_a_layer_that_takes_other_inputs_stays_as_it_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    own = transformers.models.llama.modeling_llama.LlamaAttention.forward
+
+    def forward(self, hidden_states, position_embeddings=None, per_layer_input=None, **kwargs):
+        return own(self, hidden_states, position_embeddings, **kwargs)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "forward", forward)
+    model = TextModel(TEXT_MODELS["llama"]())
+    make_engine(model)
+    assert fused(model) == [False, False]
+    assert "run module by module: LlamaAttention takes per_layer_input" in caplog.text
+
+
+def test_the_check_reaches_the_positions_of_a_full_context():
+    model, seen = TextModel(TEXT_MODELS["llama"]()), []
+    forward = model.forward
+    model.forward = lambda embeds, positions, extras: seen.append(positions) or forward(
+        embeds, positions, extras
+    )
+    make_engine(model)
+    assert max(int(positions.max()) for positions in seen) == model.max_model_len - 1
+    assert any(int(positions.min()) >= model.max_model_len // 2 for positions in seen)
+
+
 SHAPES = {
     "Olmo2": "Olmo2DecoderLayer consists of",
     "Phi3": "Phi3DecoderLayer consists of",

@@ -1,17 +1,19 @@
 """Lets the CPU kernels compute whole decoder layers, each after a check: its numbers must be those of the layer's own code.
 
-The decoder runs two small steps with its own code; what each layer got and returned there is compared with what the kernels make of it.
+The decoder runs two steps with its own code; what each layer got and returned there is compared with what the kernels make of it. A check
+on numbers cannot see what a layer does elsewhere, so a layer is also refused for what it is given and reads.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,6 +37,13 @@ ROUNDING = 1e-6
 BLOCK_TOKENS = 4
 STEPS = (((0, 21), (0, 6)), ((21, 22), (6, 11)))
 """The tokens [start, end) of two sequences in each step: two prompts, then a token of one beside a chunk of the other."""
+USED = frozenset({"hidden_states", "position_embeddings"})
+"""What the kernels take into account of what a layer is given."""
+GIVEN = USED | {
+    *("attention_mask", "position_ids", "cache_position", "past_key_value", "past_key_values", "use_cache"),
+    "output_attentions",
+}
+"""What a decoder may give a layer and its attention by name. Of what is not USED, the layer must read no tensor."""
 
 
 class FusedForward:
@@ -79,6 +88,7 @@ def is_fused(layer: torch.nn.Module) -> bool:
 class _Seen:
     """What one layer got and returned, step by step, and what it asked of attention."""
 
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     rotary: list[tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -209,23 +219,33 @@ def _observe(
 
     generator = torch.Generator().manual_seed(0)
     with _watched(layers, seen):
-        for batch, step in zip(batches(), STEPS, strict=True):
+        for number, (batch, step) in enumerate(zip(batches(), STEPS, strict=True)):
             ids = torch.randint(model.vocab_size, (batch.num_rows,), generator=generator)
             embeds, extras = model.embed(ids)
             # Not zeros: what a decoder adds between two layers must show.
             extras = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in extras.items()}
-            row = torch.cat([torch.arange(*ends) for ends in step])
-            # Axes differ, so that it matters which of them a dimension takes its position from.
-            positions = torch.stack([row * (axis + 1) for axis in range(model.position_axes)])
+            positions = _positions(model, number, [end - start for start, end in step])
             with attention.running(batch, kernel):
                 model.forward(embeds, positions, extras)
     return seen
+
+
+def _positions(model: LanguageModel, step: int, lengths: Items[int]) -> torch.Tensor:
+    """Rotary positions [axes, rows] of a step's rows. They need not be those of the rows' slots: the steps share the range up to the
+    model's maximum, the first its lower half, the last its upper.
+    """
+    low, high = (model.max_model_len * part // len(STEPS) for part in (step, step + 1))
+    last = max(low, high - 1)
+    spread = [low + (last - low) * torch.arange(1, length + 1) // length for length in lengths]
+    # Axes differ, so that it matters which of them a dimension takes its position from.
+    return torch.stack([(torch.cat(spread) - 3 * axis).clamp(min=low) for axis in range(model.position_axes)])
 
 
 @contextmanager
 def _watched(layers: list[torch.nn.Module], seen: list[_Seen]) -> Iterator[None]:
     def watch(own: _Seen) -> Callable[..., None]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            own.given.append((args, kwargs))
             own.inputs.append(args[0] if args else kwargs["hidden_states"])
             own.rotary.append(kwargs.get("position_embeddings"))
             own.outputs.append(output)
@@ -265,6 +285,7 @@ def _checked(
         )
     if not all(isinstance(output, torch.Tensor) for output in own.outputs):
         raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
+    _refuse_other_inputs(layer, own, batches)
     fused = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
     worst = 0.0
     for batch, given, rotary, expected in zip(batches(), own.inputs, own.rotary, own.outputs, strict=True):
@@ -278,6 +299,44 @@ def _checked(
             f"the kernels differ from {type(layer).__name__} by {worst:.1g} of what it adds"
         )
     return fused
+
+
+class _Unread(torch.Tensor):
+    """In the place of a tensor that must not be read: every operation on it, and the use of any attribute, is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse whatever is asked of it."""
+        raise _ReadError
+
+
+class _ReadError(Exception):
+    """A layer has read what it must not."""
+
+
+def _refuse_other_inputs(
+    layer: torch.nn.Module, own: _Seen, batches: Callable[[], Iterator[Batch]]
+) -> None:
+    """What a layer makes of other inputs than the kernels know shows in no comparison: it may set in at the thousandth position only.
+
+    Raises:
+        UnsuitedLayerError: a layer or its attention takes inputs of other names, or reads a tensor that the kernels do not.
+    """
+    for module in (layer, layer.self_attn):
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if other := sorted(named - GIVEN):
+            raise UnsuitedLayerError(f"{type(module).__name__} takes {', '.join(other)}")
+    *_, batch = batches()
+    args, kwargs = own.given[-1]
+    for name, value in kwargs.items():
+        if name in USED or not isinstance(value, torch.Tensor):
+            continue
+        with attention.running(batch, attention.torch_kernel):
+            try:
+                layer(*args, **kwargs | {name: torch.empty(0).as_subclass(_Unread)})
+            except _ReadError:
+                raise UnsuitedLayerError(f"{type(layer).__name__} reads {name}") from None
 
 
 def _root_mean_square(x: torch.Tensor) -> torch.Tensor:
