@@ -183,8 +183,8 @@ def test_a_layer_that_takes_other_inputs_stays_as_it_is(monkeypatch, caplog):
 def test_the_check_reaches_the_positions_of_a_full_context():
     model, seen = TextModel(TEXT_MODELS["llama"]()), []
     forward = model.forward
-    model.forward = lambda embeds, positions, extras: seen.append(positions) or forward(
-        embeds, positions, extras
+    model.forward = lambda embeds, positions, extras: (
+        seen.append(positions) or forward(embeds, positions, extras)
     )
     make_engine(model)
     assert max(int(positions.max()) for positions in seen) == model.max_model_len - 1

@@ -314,9 +314,7 @@ class _ReadError(Exception):
     """A layer has read what it must not."""
 
 
-def _refuse_other_inputs(
-    layer: torch.nn.Module, own: _Seen, batches: Callable[[], Iterator[Batch]]
-) -> None:
+def _refuse_other_inputs(layer: torch.nn.Module, own: _Seen, batches: Callable[[], Iterator[Batch]]) -> None:
     """What a layer makes of other inputs than the kernels know shows in no comparison: it may set in at the thousandth position only.
 
     Raises:
