@@ -191,6 +191,72 @@ def test_the_check_reaches_the_positions_of_a_full_context():
     assert any(int(positions.min()) >= model.max_model_len // 2 for positions in seen)
 
 
+MUTATIONS = {
+    "the feed-forward is lost where rows are many": (
+        "layer.h",
+        "for (int64_t r = 0; r < m; r++) add_to(to + r * size, one + r * size, l.after_mlp, size, to + r * size);",
+        "",
+    ),
+    "only the first tile of a context is seen": (
+        "attention.h",
+        "for (int64_t start = begin; start < end; start += TILE) {",
+        "for (int64_t start = begin; start < std::min<int64_t>(end, begin + TILE); start += TILE) {",
+    ),
+    "the sum of a context is not rescaled": ("attention.h", "if (moved)", "if (false)"),
+}
+
+
+@pytest.mark.parametrize("how", MUTATIONS)
+def test_kernels_that_are_wrong_in_long_contexts_or_many_rows_are_found_at_the_start(
+    how, monkeypatch, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    name, right, wrong = MUTATIONS[how]
+    for path in (library.SOURCE, *(library.SOURCE.with_name(header) for header in library.HEADERS)):
+        text = path.read_text()
+        if path.name == name:
+            assert text.count(right) == 1
+            text = text.replace(right, wrong)
+        (tmp_path / path.name).write_text(text)
+    monkeypatch.setattr(library, "SOURCE", tmp_path / library.SOURCE.name)
+    monkeypatch.setattr(library, "FLAGS", ["-O1", *library.FLAGS[1:]])
+    mutant = library.Library(library._build(library._compiler(), "native", tmp_path / "mutant.so"))
+    monkeypatch.setattr(library, "load", lambda: mutant)
+    model = TextModel(TEXT_MODELS["llama"]())
+    make_engine(model)
+    assert fused(model) == [False, False]
+    assert "run module by module: the kernels differ from LlamaDecoderLayer" in caplog.text
+
+
+def test_a_window_that_the_kernels_ignore_is_found_however_large_it_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    run_layer = cpu_layer.PackedLayers.run
+
+    def everything(self, x, rotary, pools, step, visible):
+        return run_layer(self, x, rotary, pools, step, lambda _: visible(None))
+
+    monkeypatch.setattr(cpu_layer.PackedLayers, "run", everything)
+    config = transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=1000)
+    model = TextModel(vary(transformers.MistralForCausalLM(config)))
+    make_engine(model)
+    assert fused(model) == [False, False]
+    assert "run module by module: the kernels differ from MistralDecoderLayer" in caplog.text
+
+
+def test_layers_that_are_wrong_only_when_joined_are_calls_of_their_own(monkeypatch, caplog):
+    run_layer = cpu_layer.PackedLayers.run
+
+    def broken(self, *given):
+        made = run_layer(self, *given)
+        return made.flip(-1) if len(self._layers) > 1 else made
+
+    monkeypatch.setattr(cpu_layer.PackedLayers, "run", broken)
+    model = TextModel(TEXT_MODELS["gemma2"]())
+    assert answers(model) == expected(TEXT_MODELS["gemma2"]())
+    assert [layer.forward.indices for layer in model.decoder.layers] == [[0], [1]]
+    assert "with all layers in one call the decoder returns something else" in caplog.text
+
+
 SHAPES = {
     "Olmo2": "Olmo2DecoderLayer consists of",
     "Phi3": "Phi3DecoderLayer consists of",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -34,9 +35,14 @@ TOLERANCE = 3e-4
 """How much of what a layer adds to a row (as root mean squares) the kernels may differ by. Rounding makes 1e-6 of it."""
 ROUNDING = 1e-6
 """Of the row itself, which may be much larger than what is added to it."""
-BLOCK_TOKENS = 4
-STEPS = (((0, 21), (0, 6)), ((21, 22), (6, 11)))
-"""The tokens [start, end) of two sequences in each step: two prompts, then a token of one beside a chunk of the other."""
+MODEL_TOLERANCE = 1e-2
+"""How much of a row that the whole decoder returns may differ: many layers add to what rounding makes of it."""
+BLOCK_TOKENS = 20
+"""More than the lanes of a vector, and no multiple of them."""
+LONG_CONTEXT = 150
+"""More than two of the tiles in which the kernels read a context."""
+SHORT_WINDOW = 70
+"""Windows are narrowed to this, more than a tile and less than the context, for the check."""
 USED = frozenset({"hidden_states", "position_embeddings"})
 """What the kernels take into account of what a layer is given."""
 GIVEN = USED | {
@@ -44,6 +50,17 @@ GIVEN = USED | {
     "output_attentions",
 }
 """What a decoder may give a layer and its attention by name. Of what is not USED, the layer must read no tensor."""
+
+
+Steps = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""The tokens [start, end) of two sequences in each step."""
+
+
+def check_steps(threads: int) -> Steps:
+    """Two prompts, of so many rows that the kernels split them by rows and in several blocks for each thread; then, split by columns, a
+    token of one beside a chunk of the other."""
+    many = max(LONG_CONTEXT, 16 * threads + 32)
+    return ((0, many), (0, 6)), ((many, many + 1), (6, 11))
 
 
 class FusedForward:
@@ -95,6 +112,31 @@ class _Seen:
     call: AttentionCall | None = None
 
 
+@dataclass(slots=True)
+class _Ran:
+    """What the decoder was given at one step and returned."""
+
+    given: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+    output: torch.Tensor
+
+
+class _CheckBatch(Batch):
+    """Within contexts as short as the check's, a window must end to be seen: both codes compute a narrower one."""
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        return super().visible(_narrow(window))
+
+    def single_mask(self, window: int | None) -> torch.Tensor:
+        return super().single_mask(_narrow(window))
+
+    def chunk_mask(self, number: int, window: int | None) -> torch.Tensor | None:
+        return super().chunk_mask(number, _narrow(window))
+
+
+def _narrow(window: int | None) -> int | None:
+    return None if window is None else min(window, SHORT_WINDOW)
+
+
 def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
     """Give a decoder the paged attention and, in float32 on a CPU, the kernels: for whole layers where they can and `fused_layers` is set,
     else for linear layers and norms. Once prepared, a decoder stays as it is.
@@ -125,8 +167,8 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
     if not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
         return 0
     with torch.inference_mode():
-        batches = _batches(model)
-        seen = _observe(model, list(layers), batches)
+        batches = _batches(model, check_steps(torch.get_num_threads()))
+        seen, ran = _observe(model, list(layers), batches)
         reasons: dict[str, list[int]] = {}
         for number, (layer, own) in enumerate(zip(layers, seen, strict=True)):
             try:
@@ -137,7 +179,7 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
             layer.forward = fused
             for name, _ in list(layer.named_children()):
                 delattr(layer, name)
-        _join(list(layers), seen, library)
+        _join_checked(list(layers), seen, library, partial(_compare, model, ran, batches))
     for reason, numbers in reasons.items():
         log.info("decoder layers %s run module by module: %s", _ranges(numbers), reason)
     count = len(layers) - sum(len(numbers) for numbers in reasons.values())
@@ -173,18 +215,49 @@ def _join(layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library) 
         run = [layer]
 
 
-def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
+def _join_checked(
+    layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library, difference: Callable[[], float]
+) -> None:
+    """Join layers, unless the whole decoder then returns something else than with its own code."""
+    alone = [layer.forward for layer in layers]
+    if not any(isinstance(forward, FusedForward) for forward in alone):
+        return
+    _join(layers, seen, library)
+    if (found := difference()) <= MODEL_TOLERANCE:
+        return
+    for layer, forward in zip(layers, alone, strict=True):
+        if isinstance(forward, FusedForward):
+            layer.forward = forward
+    log.warning(
+        "with all layers in one call the decoder returns something else (%.1g of it); each is a call of its own, which differs by %.1g",
+        found,
+        difference(),
+    )
+
+
+def _compare(model: LanguageModel, ran: Items[_Ran], batches: Callable[[], Iterator[Batch]]) -> float:
+    """By how much of a row what the decoder returns now differs from what it returned, at most."""
+    worst = 0.0
+    for batch, step in zip(batches(), ran, strict=True):
+        with attention.running(batch, attention.torch_kernel):
+            got = model.forward(*step.given)
+        error = _root_mean_square(got - step.output) / _root_mean_square(step.output)
+        worst = max(worst, _largest(error))
+    return worst
+
+
+def _batches(model: LanguageModel, steps: Steps) -> Callable[[], Iterator[Batch]]:
     """Makes the steps' batches, on an empty pool each time."""
 
     def make() -> Iterator[Batch]:
-        blocks = [-(-ends[-1][1] // BLOCK_TOKENS) for ends in zip(*STEPS, strict=True)]
+        blocks = [-(-ends[-1][1] // BLOCK_TOKENS) for ends in zip(*steps, strict=True)]
         pool = KvPool(model.kv_layout, sum(blocks), BLOCK_TOKENS, model.device)
         numbers = iter(reversed(range(sum(blocks))))
         sequences = [
             Sequence(
                 "",
                 0,
-                [0] * STEPS[-1][n][1],
+                [0] * steps[-1][n][1],
                 0,
                 0,
                 SamplingParams(1),
@@ -194,17 +267,18 @@ def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
             )
             for n, count in enumerate(blocks)
         ]
-        for step in STEPS:
+        for step in steps:
             work = [Work(s, *ends) for s, ends in zip(sequences, step, strict=True)]
-            yield Batch(pool, work)
+            yield _CheckBatch(pool, work)
 
     return make
 
 
 def _observe(
     model: LanguageModel, layers: list[torch.nn.Module], batches: Callable[[], Iterator[Batch]]
-) -> list[_Seen]:
+) -> tuple[list[_Seen], list[_Ran]]:
     """Run the steps with the decoder's own code."""
+    ran: list[_Ran] = []
     seen = [_Seen() for _ in layers]
     by_index = {
         index: own for layer, own in zip(layers, seen, strict=True) if (index := _index(layer)) is not None
@@ -219,23 +293,25 @@ def _observe(
 
     generator = torch.Generator().manual_seed(0)
     with _watched(layers, seen):
-        for number, (batch, step) in enumerate(zip(batches(), STEPS, strict=True)):
+        for number, batch in enumerate(batches()):
             ids = torch.randint(model.vocab_size, (batch.num_rows,), generator=generator)
             embeds, extras = model.embed(ids)
             # Not zeros: what a decoder adds between two layers must show.
             extras = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in extras.items()}
-            positions = _positions(model, number, [end - start for start, end in step])
+            positions = _positions(model, batch, number)
             with attention.running(batch, kernel):
-                model.forward(embeds, positions, extras)
-    return seen
+                output = model.forward(embeds, positions, extras)
+            ran.append(_Ran((embeds, positions, extras), output))
+    return seen, ran
 
 
-def _positions(model: LanguageModel, step: int, lengths: Items[int]) -> torch.Tensor:
-    """Rotary positions [axes, rows] of a step's rows. They need not be those of the rows' slots: the steps share the range up to the
-    model's maximum, the first its lower half, the last its upper.
+def _positions(model: LanguageModel, batch: Batch, step: int) -> torch.Tensor:
+    """Rotary positions [axes, rows] of a step's rows. They need not be those of the rows' slots: the first step has positions of the
+    lower half of the range up to the model's maximum, the other of the upper.
     """
-    low, high = (model.max_model_len * part // len(STEPS) for part in (step, step + 1))
+    low, high = (model.max_model_len * part // 2 for part in (step, step + 1))
     last = max(low, high - 1)
+    lengths = batch.query_starts.diff().tolist()
     spread = [low + (last - low) * torch.arange(1, length + 1) // length for length in lengths]
     # Axes differ, so that it matters which of them a dimension takes its position from.
     return torch.stack([(torch.cat(spread) - 3 * axis).clamp(min=low) for axis in range(model.position_axes)])
@@ -293,10 +369,10 @@ def _checked(
             got = fused(given, rotary)  # type: ignore[arg-type]
         rounding = ROUNDING * _root_mean_square(expected)
         error = (_root_mean_square(got - expected) - rounding) / _root_mean_square(expected - given)
-        worst = max(worst, float(error.max()) if bool(torch.isfinite(error).all()) else float("inf"))
+        worst = max(worst, _largest(error))
     if worst > TOLERANCE:
         raise UnsuitedLayerError(
-            f"the kernels differ from {type(layer).__name__} by {worst:.1g} of what it adds"
+            f"the kernels differ from {type(layer).__name__} by more than {TOLERANCE:.0e} of what it adds"
         )
     return fused
 
@@ -335,6 +411,10 @@ def _refuse_other_inputs(layer: torch.nn.Module, own: _Seen, batches: Callable[[
                 layer(*args, **kwargs | {name: torch.empty(0).as_subclass(_Unread)})
             except _ReadError:
                 raise UnsuitedLayerError(f"{type(layer).__name__} reads {name}") from None
+
+
+def _largest(errors: torch.Tensor) -> float:
+    return float(errors.max()) if bool(torch.isfinite(errors).all()) else float("inf")
 
 
 def _root_mean_square(x: torch.Tensor) -> torch.Tensor:
