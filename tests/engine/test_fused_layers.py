@@ -191,6 +191,50 @@ def test_the_check_reaches_the_positions_of_a_full_context():
     assert any(int(positions.min()) >= model.max_model_len // 2 for positions in seen)
 
 
+def test_a_layer_whose_check_fails_with_an_error_stays_as_it_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    pack = cpu_layer.PackedLayer.__init__
+
+    def broken(self, layer, kernels, call):
+        if layer.self_attn.layer_idx == 1:
+            raise ValueError("no such stride")
+        pack(self, layer, kernels, call)
+
+    monkeypatch.setattr(cpu_layer.PackedLayer, "__init__", broken)
+    model = TextModel(TEXT_MODELS["llama"]())
+    assert answers(model) == expected(TEXT_MODELS["llama"]())
+    assert fused(model) == [True, False]
+    assert "no such stride" in caplog.text
+    assert "decoder layers 1 run module by module: the check failed with ValueError" in caplog.text
+
+
+def test_a_layer_that_the_decoder_calls_otherwise_keeps_its_modules(monkeypatch, caplog):
+    """What the decoder gives it by position, the kernels' forward does not take."""
+    caplog.set_level(logging.INFO)
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    call = layer.__call__
+
+    def by_position(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
+        return call(self, hidden_states, attention_mask, position_ids, **kwargs)
+
+    monkeypatch.setattr(layer, "__call__", by_position)
+    model = TextModel(TEXT_MODELS["llama"]())
+    assert answers(model) == expected(TEXT_MODELS["llama"]())
+    assert fused(model) == [False, False]
+    assert "decoder layers 0-1 run module by module: the check failed with TypeError" in caplog.text
+
+
+def test_a_decoder_that_cannot_be_observed_stays_as_it_is(monkeypatch, caplog):
+    model = TextModel(TEXT_MODELS["llama"]())
+    forward = model.forward
+    model.forward = lambda *_: 1 // 0
+    make_engine(model)
+    model.forward = forward
+    assert answers(model) == expected(TEXT_MODELS["llama"]())
+    assert fused(model) == [False, False]
+    assert "decoder layers run module by module: they cannot be checked" in caplog.text
+
+
 MUTATIONS = {
     "the feed-forward is lost where rows are many": (
         "layer.h",

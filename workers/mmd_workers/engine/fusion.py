@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
@@ -168,15 +169,28 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
         return 0
     with torch.inference_mode():
         batches = _batches(model, check_steps(torch.get_num_threads()))
-        seen, ran = _observe(model, list(layers), batches)
+        try:
+            seen, ran = _observe(model, list(layers), batches)
+        except UnsupportedModelError:
+            raise
+        except Exception:
+            log.warning("decoder layers run module by module: they cannot be checked", exc_info=True)
+            return 0
         reasons: dict[str, list[int]] = {}
         for number, (layer, own) in enumerate(zip(layers, seen, strict=True)):
+            before = vars(layer).get("forward")
             try:
-                fused = _checked(layer, own, library, batches)
-            except UnsuitedLayerError as error:
-                reasons.setdefault(str(error), []).append(number)
+                _fuse(layer, own, library, batches)
+            except Exception as error:
+                vars(layer).pop("forward", None)
+                if before is not None:
+                    layer.forward = before
+                known = isinstance(error, UnsuitedLayerError)
+                if not known:
+                    log.warning("decoder layer %d cannot be checked", number, exc_info=True)
+                reason = str(error) if known else f"the check failed with {type(error).__name__}"
+                reasons.setdefault(reason, []).append(number)
                 continue
-            layer.forward = fused
             for name, _ in list(layer.named_children()):
                 delattr(layer, name)
         _join_checked(list(layers), seen, library, partial(_compare, model, ran, batches))
@@ -344,10 +358,10 @@ def _index(layer: torch.nn.Module) -> int | None:
     return getattr(getattr(layer, "self_attn", None), "layer_idx", None)
 
 
-def _checked(
+def _fuse(
     layer: torch.nn.Module, own: _Seen, library: Library, batches: Callable[[], Iterator[Batch]]
-) -> FusedForward:
-    """The kernels' form of a layer.
+) -> None:
+    """Give a layer the kernels' forward, and call it as the decoder called the layer's own. Its modules stay.
 
     Raises:
         UnsuitedLayerError: they do not compute this layer, or not these numbers.
@@ -362,11 +376,13 @@ def _checked(
     if not all(isinstance(output, torch.Tensor) for output in own.outputs):
         raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
     _refuse_other_inputs(layer, own, batches)
-    fused = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
+    layer.forward = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
     worst = 0.0
-    for batch, given, rotary, expected in zip(batches(), own.inputs, own.rotary, own.outputs, strict=True):
+    for batch, (args, kwargs), given, expected in zip(
+        batches(), own.given, own.inputs, own.outputs, strict=True
+    ):
         with attention.running(batch, attention.torch_kernel):
-            got = fused(given, rotary)  # type: ignore[arg-type]
+            got = layer(*args, **kwargs)
         rounding = ROUNDING * _root_mean_square(expected)
         error = (_root_mean_square(got - expected) - rounding) / _root_mean_square(expected - given)
         worst = max(worst, _largest(error))
@@ -374,7 +390,6 @@ def _checked(
         raise UnsuitedLayerError(
             f"the kernels differ from {type(layer).__name__} by more than {TOLERANCE:.0e} of what it adds"
         )
-    return fused
 
 
 class _Unread(torch.Tensor):
