@@ -15,6 +15,7 @@ from mmd_workers.engine import fusion
 from mmd_workers.engine.cpu import layer as cpu_layer
 from mmd_workers.engine.cpu import library
 from mmd_workers.engine.profile import activation_bytes
+from mmd_workers.model.prompt import KvLayout
 from tests.support.engine_oracle import (
     SMALL,
     TEXT_MODELS,
@@ -233,6 +234,82 @@ def test_a_decoder_that_cannot_be_observed_stays_as_it_is(monkeypatch, caplog):
     assert answers(model) == expected(TEXT_MODELS["llama"]())
     assert fused(model) == [False, False]
     assert "decoder layers run module by module: they cannot be checked" in caplog.text
+
+
+def other_sizes(name, outputs, inputs):
+    def change(layer):
+        parent = layer.self_attn if name in cpu_layer.PROJECTIONS else layer.mlp
+        setattr(parent, name, torch.nn.Linear(inputs, outputs, bias=False))
+
+    return change
+
+
+SIZES = {
+    "q_proj": other_sizes("q_proj", 128, 64),
+    "k_proj": other_sizes("k_proj", 24, 64),
+    "v_proj": other_sizes("v_proj", 16, 64),
+    "o_proj": other_sizes("o_proj", 64, 32),
+    "up_proj": other_sizes("up_proj", 96, 64),
+    "down_proj": other_sizes("down_proj", 64, 96),
+    "bias": lambda layer: setattr(
+        layer.mlp.gate_proj, "bias", torch.nn.Parameter(torch.zeros(128, dtype=torch.float64))
+    ),
+    "norm": lambda layer: layer.input_layernorm.double(),
+}
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_weights_whose_sizes_do_not_fit_each_other_are_refused(what):
+    """The kernels would read beyond them."""
+    layer = TextModel(TEXT_MODELS["llama"]()).decoder.layers[0]
+    kernels, call = library.load(), cpu_layer.AttentionCall(4, 16, 0.25, None, None)
+    cpu_layer.PackedLayer(layer, kernels, call)
+    SIZES[what](layer)
+    with pytest.raises(cpu_layer.UnsuitedLayerError):
+        cpu_layer.PackedLayer(layer, kernels, call)
+
+
+@pytest.mark.parametrize("what", ["rank", "dtype"])
+def test_rotary_positions_of_another_shape_are_refused(what, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    own = rotary.forward
+
+    def other(self, x, position_ids):
+        cos, sin = own(self, x, position_ids)
+        return (cos.double(), sin.double()) if what == "dtype" else (cos[0, :, :], sin[0, :, :])
+
+    monkeypatch.setattr(rotary, "forward", other)
+    llama = transformers.models.llama.modeling_llama
+    apply = llama.apply_rotary_pos_emb
+    shape = (1, -1, 16)
+    monkeypatch.setattr(
+        llama,
+        "apply_rotary_pos_emb",
+        lambda q, k, cos, sin: apply(q, k, cos.float().view(shape), sin.float().view(shape)),
+    )
+    model = TextModel(TEXT_MODELS["llama"]())
+    make_engine(model)
+    assert fused(model) == [False, False]
+    assert "decoder layers 0-1 run module by module: it is given torch.float" in caplog.text
+
+
+def test_a_pool_of_other_heads_is_refused(caplog):
+    """Of a layer whose code repeats its keys before attention."""
+    caplog.set_level(logging.INFO)
+    model = TextModel(TEXT_MODELS["llama"]())
+    model.kv_layout = KvLayout(2, [4, 4], [16, 16], "float32")
+    paged = fusion.attention.paged_attention
+    make = lambda module, q, k, v, *a, **more: paged(  # noqa: E731
+        module, q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), *a, **more
+    )
+    transformers.AttentionInterface.register(fusion.attention.NAME, make)
+    try:
+        make_engine(model)
+    finally:
+        transformers.AttentionInterface.register(fusion.attention.NAME, paged)
+    assert fused(model) == [False, False]
+    assert "its pool has heads [4, 16], not [2, 16]" in caplog.text
 
 
 MUTATIONS = {

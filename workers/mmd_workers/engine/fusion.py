@@ -376,7 +376,9 @@ def _fuse(
     if not all(isinstance(output, torch.Tensor) for output in own.outputs):
         raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
     _refuse_other_inputs(layer, own, batches)
-    layer.forward = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
+    packed = PackedLayer(layer, library, own.call)
+    _refuse_other_shapes(packed, index, own, next(batches()).pool)
+    layer.forward = FusedForward([packed], [index], library)
     worst = 0.0
     for batch, (args, kwargs), given, expected in zip(
         batches(), own.given, own.inputs, own.outputs, strict=True
@@ -390,6 +392,26 @@ def _fuse(
         raise UnsuitedLayerError(
             f"the kernels differ from {type(layer).__name__} by more than {TOLERANCE:.0e} of what it adds"
         )
+
+
+def _refuse_other_shapes(packed: PackedLayer, index: int, own: _Seen, pool: KvPool) -> None:
+    """The kernels read memory by the layer's sizes.
+
+    Raises:
+        UnsuitedLayerError: the pool, hidden states or rotary positions have others.
+    """
+    hidden, _, kv_heads, dim, _ = packed.geometry
+    for tensor in (pool.keys[index], pool.values[index]):
+        if tensor.shape[2:] != (kv_heads, dim) or tensor.dtype is not torch.float32:
+            raise UnsuitedLayerError(f"its pool has heads {list(tensor.shape[2:])}, not {[kv_heads, dim]}")
+    for rows, rotary in zip(own.inputs, own.rotary, strict=True):
+        assert rotary is not None
+        expected = [(rows, (1, rows.shape[1], hidden)), *((part, (1, rows.shape[1], dim)) for part in rotary)]
+        for tensor, shape in expected:
+            if tensor.shape != shape or tensor.dtype is not torch.float32:
+                raise UnsuitedLayerError(
+                    f"it is given {tensor.dtype} {list(tensor.shape)}, not float32 {list(shape)}"
+                )
 
 
 class _Unread(torch.Tensor):
