@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_workers import memory
 from mmd_workers.engine import profile
+from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
+from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
-from tests.support.engine_oracle import TextModel, llama
+from tests.support.engine_oracle import SMALL, TextModel, llama, vary
 
 GIB = 1024 * MEBIBYTE
 POOL = {
@@ -90,6 +93,33 @@ def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch)
     small = activation_bytes(real, chunk_tokens=16, max_sequences=4, **sizes)
     assert activation_bytes(real, chunk_tokens=128, max_sequences=4, **sizes) > 2 * small
     assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small
+
+
+MIXES = {
+    "temperature": [{}],
+    "top_k": [{"top_k": 20}],
+    "top_p": [{"top_p": 0.8}],
+    "mixed": [{}, {"top_k": 20, "top_p": 0.8}],
+    "one uncut": [{}, *[{"top_p": 0.8}] * 15],
+    "one greedy": [{"temperature": 0.0}, {}, *[{"top_p": 0.8}] * 14],
+    "log probabilities": [{}, *[{"top_p": 0.8, "logprobs": 20}] * 15],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measured(mix, device):
+    vocab, rows = 5000, 16
+    model = TextModel(vary(LlamaForCausalLM(LlamaConfig(**(SMALL | {"vocab_size": vocab})))).to(device))
+    sizes = {"chunk_tokens": 1, "max_sequences": rows, "block_tokens": 8, "max_model_len": 16}
+    measured = activation_bytes(model, **sizes, kernel=fused_kernel)
+    asked = [
+        SamplingParams(1, **({"temperature": 1.0} | MIXES[mix][i % len(MIXES[mix])])) for i in range(rows)
+    ]
+    logits = torch.randn(rows, vocab, device=device)
+    with torch.no_grad(), LiveBytes() as live:
+        compute(logits, [Draw(sampling, 0) for sampling in asked])
+    assert measured >= live.peak + logits.nbytes
 
 
 class Cuda:

@@ -121,6 +121,7 @@ class TextModel:
         self.loaded_bytes = 0
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_position_embeddings
         self.position_axes = 1
         self.eos_token_ids: frozenset[int] = frozenset()
         self.suppress_token_ids: tuple[int, ...] = ()

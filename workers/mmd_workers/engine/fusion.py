@@ -1,20 +1,24 @@
 """Lets the CPU kernels compute whole decoder layers, each after a check: its numbers must be those of the layer's own code.
 
-The decoder runs two small steps with its own code; what each layer got and returned there is compared with what the kernels make of it.
+The decoder runs two steps with its own code; what each layer got and returned there is compared with what the kernels make of it. A check
+on numbers cannot see what a layer does elsewhere, so a layer is also refused for what it is given and reads.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
+from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
@@ -32,9 +36,32 @@ TOLERANCE = 3e-4
 """How much of what a layer adds to a row (as root mean squares) the kernels may differ by. Rounding makes 1e-6 of it."""
 ROUNDING = 1e-6
 """Of the row itself, which may be much larger than what is added to it."""
-BLOCK_TOKENS = 4
-STEPS = (((0, 21), (0, 6)), ((21, 22), (6, 11)))
-"""The tokens [start, end) of two sequences in each step: two prompts, then a token of one beside a chunk of the other."""
+MODEL_TOLERANCE = 1e-2
+"""How much of a row that the whole decoder returns may differ: many layers add to what rounding makes of it."""
+BLOCK_TOKENS = 20
+"""More than the lanes of a vector, and no multiple of them."""
+LONG_CONTEXT = 150
+"""More than two of the tiles in which the kernels read a context."""
+SHORT_WINDOW = 70
+"""Windows are narrowed to this, more than a tile and less than the context, for the check."""
+USED = frozenset({"hidden_states", "position_embeddings"})
+"""What the kernels take into account of what a layer is given."""
+GIVEN = USED | {
+    *("attention_mask", "position_ids", "cache_position", "past_key_value", "past_key_values", "use_cache"),
+    "output_attentions",
+}
+"""What a decoder may give a layer and its attention by name. Of what is not USED, the layer must read no tensor."""
+
+
+Steps = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""The tokens [start, end) of two sequences in each step."""
+
+
+def check_steps(threads: int) -> Steps:
+    """Two prompts, of so many rows that the kernels split them by rows and in several blocks for each thread; then, split by columns, a
+    token of one beside a chunk of the other."""
+    many = max(LONG_CONTEXT, 16 * threads + 32)
+    return ((0, many), (0, 6)), ((many, many + 1), (6, 11))
 
 
 class FusedForward:
@@ -79,10 +106,36 @@ def is_fused(layer: torch.nn.Module) -> bool:
 class _Seen:
     """What one layer got and returned, step by step, and what it asked of attention."""
 
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     rotary: list[tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     call: AttentionCall | None = None
+
+
+@dataclass(slots=True)
+class _Ran:
+    """What the decoder was given at one step and returned."""
+
+    given: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+    output: torch.Tensor
+
+
+class _CheckBatch(Batch):
+    """Within contexts as short as the check's, a window must end to be seen: both codes compute a narrower one."""
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        return super().visible(_narrow(window))
+
+    def single_mask(self, window: int | None) -> torch.Tensor:
+        return super().single_mask(_narrow(window))
+
+    def chunk_mask(self, number: int, window: int | None) -> torch.Tensor | None:
+        return super().chunk_mask(number, _narrow(window))
+
+
+def _narrow(window: int | None) -> int | None:
+    return None if window is None else min(window, SHORT_WINDOW)
 
 
 def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
@@ -115,19 +168,32 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
     if not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
         return 0
     with torch.inference_mode():
-        batches = _batches(model)
-        seen = _observe(model, list(layers), batches)
+        batches = _batches(model, check_steps(torch.get_num_threads()))
+        try:
+            seen, ran = _observe(model, list(layers), batches)
+        except UnsupportedModelError:
+            raise
+        except Exception:
+            log.warning("decoder layers run module by module: they cannot be checked", exc_info=True)
+            return 0
         reasons: dict[str, list[int]] = {}
         for number, (layer, own) in enumerate(zip(layers, seen, strict=True)):
+            before = vars(layer).get("forward")
             try:
-                fused = _checked(layer, own, library, batches)
-            except UnsuitedLayerError as error:
-                reasons.setdefault(str(error), []).append(number)
+                _fuse(layer, own, library, batches)
+            except Exception as error:
+                vars(layer).pop("forward", None)
+                if before is not None:
+                    layer.forward = before
+                known = isinstance(error, UnsuitedLayerError)
+                if not known:
+                    log.warning("decoder layer %d cannot be checked", number, exc_info=True)
+                reason = str(error) if known else f"the check failed with {type(error).__name__}"
+                reasons.setdefault(reason, []).append(number)
                 continue
-            layer.forward = fused
             for name, _ in list(layer.named_children()):
                 delattr(layer, name)
-        _join(list(layers), seen, library)
+        _join_checked(list(layers), seen, library, partial(_compare, model, ran, batches))
     for reason, numbers in reasons.items():
         log.info("decoder layers %s run module by module: %s", _ranges(numbers), reason)
     count = len(layers) - sum(len(numbers) for numbers in reasons.values())
@@ -163,18 +229,49 @@ def _join(layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library) 
         run = [layer]
 
 
-def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
+def _join_checked(
+    layers: Items[torch.nn.Module], seen: Items[_Seen], library: Library, difference: Callable[[], float]
+) -> None:
+    """Join layers, unless the whole decoder then returns something else than with its own code."""
+    alone = [layer.forward for layer in layers]
+    if not any(isinstance(forward, FusedForward) for forward in alone):
+        return
+    _join(layers, seen, library)
+    if (found := difference()) <= MODEL_TOLERANCE:
+        return
+    for layer, forward in zip(layers, alone, strict=True):
+        if isinstance(forward, FusedForward):
+            layer.forward = forward
+    log.warning(
+        "with all layers in one call the decoder returns something else (%.1g of it); each is a call of its own, which differs by %.1g",
+        found,
+        difference(),
+    )
+
+
+def _compare(model: LanguageModel, ran: Items[_Ran], batches: Callable[[], Iterator[Batch]]) -> float:
+    """By how much of a row what the decoder returns now differs from what it returned, at most."""
+    worst = 0.0
+    for batch, step in zip(batches(), ran, strict=True):
+        with attention.running(batch, attention.torch_kernel):
+            got = model.forward(*step.given)
+        error = _root_mean_square(got - step.output) / _root_mean_square(step.output)
+        worst = max(worst, _largest(error))
+    return worst
+
+
+def _batches(model: LanguageModel, steps: Steps) -> Callable[[], Iterator[Batch]]:
     """Makes the steps' batches, on an empty pool each time."""
 
     def make() -> Iterator[Batch]:
-        blocks = [-(-ends[-1][1] // BLOCK_TOKENS) for ends in zip(*STEPS, strict=True)]
+        blocks = [-(-ends[-1][1] // BLOCK_TOKENS) for ends in zip(*steps, strict=True)]
         pool = KvPool(model.kv_layout, sum(blocks), BLOCK_TOKENS, model.device)
         numbers = iter(reversed(range(sum(blocks))))
         sequences = [
             Sequence(
                 "",
                 0,
-                [0] * STEPS[-1][n][1],
+                [0] * steps[-1][n][1],
                 0,
                 0,
                 SamplingParams(1),
@@ -184,17 +281,18 @@ def _batches(model: LanguageModel) -> Callable[[], Iterator[Batch]]:
             )
             for n, count in enumerate(blocks)
         ]
-        for step in STEPS:
+        for step in steps:
             work = [Work(s, *ends) for s, ends in zip(sequences, step, strict=True)]
-            yield Batch(pool, work)
+            yield _CheckBatch(pool, work)
 
     return make
 
 
 def _observe(
     model: LanguageModel, layers: list[torch.nn.Module], batches: Callable[[], Iterator[Batch]]
-) -> list[_Seen]:
+) -> tuple[list[_Seen], list[_Ran]]:
     """Run the steps with the decoder's own code."""
+    ran: list[_Ran] = []
     seen = [_Seen() for _ in layers]
     by_index = {
         index: own for layer, own in zip(layers, seen, strict=True) if (index := _index(layer)) is not None
@@ -209,23 +307,35 @@ def _observe(
 
     generator = torch.Generator().manual_seed(0)
     with _watched(layers, seen):
-        for batch, step in zip(batches(), STEPS, strict=True):
+        for number, batch in enumerate(batches()):
             ids = torch.randint(model.vocab_size, (batch.num_rows,), generator=generator)
             embeds, extras = model.embed(ids)
             # Not zeros: what a decoder adds between two layers must show.
             extras = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in extras.items()}
-            row = torch.cat([torch.arange(*ends) for ends in step])
-            # Axes differ, so that it matters which of them a dimension takes its position from.
-            positions = torch.stack([row * (axis + 1) for axis in range(model.position_axes)])
+            positions = _positions(model, batch, number)
             with attention.running(batch, kernel):
-                model.forward(embeds, positions, extras)
-    return seen
+                output = model.forward(embeds, positions, extras)
+            ran.append(_Ran((embeds, positions, extras), output))
+    return seen, ran
+
+
+def _positions(model: LanguageModel, batch: Batch, step: int) -> torch.Tensor:
+    """Rotary positions [axes, rows] of a step's rows. They need not be those of the rows' slots: the first step has positions of the
+    lower half of the range up to the model's maximum, the other of the upper.
+    """
+    low, high = (model.max_model_len * part // 2 for part in (step, step + 1))
+    last = max(low, high - 1)
+    lengths = batch.query_starts.diff().tolist()
+    spread = [low + (last - low) * torch.arange(1, length + 1) // length for length in lengths]
+    # Axes differ, so that it matters which of them a dimension takes its position from.
+    return torch.stack([(torch.cat(spread) - 3 * axis).clamp(min=low) for axis in range(model.position_axes)])
 
 
 @contextmanager
 def _watched(layers: list[torch.nn.Module], seen: list[_Seen]) -> Iterator[None]:
     def watch(own: _Seen) -> Callable[..., None]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            own.given.append((args, kwargs))
             own.inputs.append(args[0] if args else kwargs["hidden_states"])
             own.rotary.append(kwargs.get("position_embeddings"))
             own.outputs.append(output)
@@ -248,10 +358,10 @@ def _index(layer: torch.nn.Module) -> int | None:
     return getattr(getattr(layer, "self_attn", None), "layer_idx", None)
 
 
-def _checked(
+def _fuse(
     layer: torch.nn.Module, own: _Seen, library: Library, batches: Callable[[], Iterator[Batch]]
-) -> FusedForward:
-    """The kernels' form of a layer.
+) -> None:
+    """Give a layer the kernels' forward, and call it as the decoder called the layer's own. Its modules stay.
 
     Raises:
         UnsuitedLayerError: they do not compute this layer, or not these numbers.
@@ -265,19 +375,83 @@ def _checked(
         )
     if not all(isinstance(output, torch.Tensor) for output in own.outputs):
         raise UnsuitedLayerError(f"{type(layer).__name__} returns more than hidden states")
-    fused = FusedForward([PackedLayer(layer, library, own.call)], [index], library)
+    _refuse_other_inputs(layer, own, batches)
+    packed = PackedLayer(layer, library, own.call)
+    _refuse_other_shapes(packed, index, own, next(batches()).pool)
+    layer.forward = FusedForward([packed], [index], library)
     worst = 0.0
-    for batch, given, rotary, expected in zip(batches(), own.inputs, own.rotary, own.outputs, strict=True):
+    for batch, (args, kwargs), given, expected in zip(
+        batches(), own.given, own.inputs, own.outputs, strict=True
+    ):
         with attention.running(batch, attention.torch_kernel):
-            got = fused(given, rotary)  # type: ignore[arg-type]
+            got = layer(*args, **kwargs)
         rounding = ROUNDING * _root_mean_square(expected)
         error = (_root_mean_square(got - expected) - rounding) / _root_mean_square(expected - given)
-        worst = max(worst, float(error.max()) if bool(torch.isfinite(error).all()) else float("inf"))
+        worst = max(worst, _largest(error))
     if worst > TOLERANCE:
         raise UnsuitedLayerError(
-            f"the kernels differ from {type(layer).__name__} by {worst:.1g} of what it adds"
+            f"the kernels differ from {type(layer).__name__} by more than {TOLERANCE:.0e} of what it adds"
         )
-    return fused
+
+
+def _refuse_other_shapes(packed: PackedLayer, index: int, own: _Seen, pool: KvPool) -> None:
+    """The kernels read memory by the layer's sizes.
+
+    Raises:
+        UnsuitedLayerError: the pool, hidden states or rotary positions have others.
+    """
+    hidden, _, kv_heads, dim, _ = packed.geometry
+    for tensor in (pool.keys[index], pool.values[index]):
+        if tensor.shape[2:] != (kv_heads, dim) or tensor.dtype is not torch.float32:
+            raise UnsuitedLayerError(f"its pool has heads {list(tensor.shape[2:])}, not {[kv_heads, dim]}")
+    for rows, rotary in zip(own.inputs, own.rotary, strict=True):
+        assert rotary is not None
+        expected = [(rows, (1, rows.shape[1], hidden)), *((part, (1, rows.shape[1], dim)) for part in rotary)]
+        for tensor, shape in expected:
+            if tensor.shape != shape or tensor.dtype is not torch.float32:
+                raise UnsuitedLayerError(
+                    f"it is given {tensor.dtype} {list(tensor.shape)}, not float32 {list(shape)}"
+                )
+
+
+class _Unread(torch.Tensor):
+    """In the place of a tensor that must not be read: every operation on it, and the use of any attribute, is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse whatever is asked of it."""
+        raise _ReadError
+
+
+class _ReadError(Exception):
+    """A layer has read what it must not."""
+
+
+def _refuse_other_inputs(layer: torch.nn.Module, own: _Seen, batches: Callable[[], Iterator[Batch]]) -> None:
+    """What a layer makes of other inputs than the kernels know shows in no comparison: it may set in at the thousandth position only.
+
+    Raises:
+        UnsuitedLayerError: a layer or its attention takes inputs of other names, or reads a tensor that the kernels do not.
+    """
+    for module in (layer, layer.self_attn):
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if other := sorted(named - GIVEN):
+            raise UnsuitedLayerError(f"{type(module).__name__} takes {', '.join(other)}")
+    *_, batch = batches()
+    args, kwargs = own.given[-1]
+    for name, value in kwargs.items():
+        if name in USED or not isinstance(value, torch.Tensor):
+            continue
+        with attention.running(batch, attention.torch_kernel):
+            try:
+                layer(*args, **kwargs | {name: torch.empty(0).as_subclass(_Unread)})
+            except _ReadError:
+                raise UnsuitedLayerError(f"{type(layer).__name__} reads {name}") from None
+
+
+def _largest(errors: torch.Tensor) -> float:
+    return float(errors.max()) if bool(torch.isfinite(errors).all()) else float("inf")
 
 
 def _root_mean_square(x: torch.Tensor) -> torch.Tensor:

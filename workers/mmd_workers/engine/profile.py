@@ -20,10 +20,14 @@ from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.fusion import fused_indices, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.sampler import Draw, choose
+from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
+
+
+MOST_LOGPROBS = 20
+"""That a request may ask for at each token."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,7 +153,15 @@ def _run_largest_step(
                 "architecture"
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]
-        choose(model.logits(last), [Draw(SamplingParams(max_tokens=1, temperature=1.0), 0)] * len(work))
+        compute(model.logits(last), _costliest_draws(model, len(work)))
+
+
+def _costliest_draws(model: LanguageModel, count: int) -> list[Draw]:
+    """What takes most memory to sample: rows that are cut are sorted, beside one that is not they are copied, and log probabilities are
+    of all."""
+    cut = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, logprobs=MOST_LOGPROBS)
+    whole = SamplingParams(max_tokens=1, temperature=1.0, logprobs=MOST_LOGPROBS)
+    return [Draw(whole if row == 0 < count - 1 else cut, 0, model.suppress_token_ids) for row in range(count)]
 
 
 def _sequence(tokens: int, block_tokens: int) -> Sequence:

@@ -44,6 +44,17 @@ def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
     of the cumulative distribution at `uniform(seed, index)`: tokens in order of falling probability where top-k or top-p cuts,
     else in order of their ids, which needs no sorting. What is returned comes from the device in one copy.
     """
+    tokens, logprobs = compute(logits, draws)
+    if logprobs is None:
+        token_ids: list[int] = tokens.tolist()
+        return [Sampled(token) if token >= 0 else None for token in token_ids]
+    return _with_logprobs(tokens, logprobs, draws)
+
+
+def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `sample` does on the device: tokens [n], -1 for none; and for each row that wants log probabilities its token, that token's, the
+    most likely ones' and their ids (float64 [wanted, 2 + 2 * most]; None: no row does).
+    """
     _suppress(logits, draws)
     best, tokens = logits.max(dim=-1)
     finite = torch.isfinite(best)
@@ -52,14 +63,16 @@ def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
         # Broken rows are drawn from as zeros and discarded below: from NaN the draw would compute an index outside the row,
         # which on CUDA is an assertion that takes the device from every request.
         every = len(drawn) == len(draws)
-        rows, broken = (logits, ~finite) if every else (logits[drawn], ~finite[drawn])
-        tokens[drawn] = choose(rows.masked_fill(broken[:, None], 0.0), [draws[row] for row in drawn])
+        rows = (
+            logits.masked_fill(~finite[:, None], 0.0)
+            if every
+            else logits[drawn].masked_fill_(~finite[drawn][:, None], 0.0)
+        )
+        tokens[drawn] = choose(rows, [draws[row] for row in drawn])
+        del rows
     tokens = torch.where(finite, tokens, -1)
     wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    if not wanted:
-        token_ids: list[int] = tokens.tolist()
-        return [Sampled(token) if token >= 0 else None for token in token_ids]
-    return _with_logprobs(logits, tokens, draws, wanted)
+    return tokens, _logprobs(logits, tokens, draws, wanted) if wanted else None
 
 
 def _suppress(logits: torch.Tensor, draws: Items[Draw]) -> None:
@@ -100,8 +113,11 @@ def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
     top_p = column([draws[row].sampling.top_p for row in cut])
     if len(cut) == len(draws):
         return _choose_cut(logits, temperature, points, top_k, top_p)
+    inside = set(cut)
     rows = torch.tensor(cut, device=device)
-    tokens = _invert(_probabilities(logits, temperature), points)
+    whole = torch.tensor([row for row in range(len(draws)) if row not in inside], device=device)
+    tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
+    tokens[whole] = _invert(_probabilities(logits[whole], temperature[whole]), points[whole])
     tokens[rows] = _choose_cut(logits[rows], temperature[rows], points[rows], top_k, top_p)
     return tokens
 
@@ -137,17 +153,22 @@ def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _with_logprobs(
+def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
-) -> list[Sampled | None]:
-    """Tokens [n] (-1: none), those of the `wanted` rows with log probabilities."""
+) -> torch.Tensor:
+    """Of the `wanted` rows, in float64, in which ids and log probabilities are exact."""
     table = torch.log_softmax(logits[wanted], dim=-1)
     own = table.gather(-1, tokens[wanted].clamp(min=0)[:, None])
     count = min(max(draws[row].sampling.logprobs or 0 for row in wanted), table.shape[-1])
     values, ids = table.topk(count, dim=-1)
-    # One copy of all in float64, in which ids and log probabilities are exact.
-    found = torch.cat([tokens[wanted][:, None].double(), own.double(), values.double(), ids.double()], dim=1)
-    flat: list[float] = torch.cat([tokens.double(), found.flatten()]).tolist()
+    return torch.cat([tokens[wanted][:, None].double(), own.double(), values.double(), ids.double()], dim=1)
+
+
+def _with_logprobs(tokens: torch.Tensor, logprobs: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
+    """Copied from the device at once."""
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    count = (logprobs.shape[1] - 2) // 2
+    flat: list[float] = torch.cat([tokens.double(), logprobs.flatten()]).tolist()
     sampled = [Sampled(int(token)) if token >= 0 else None for token in flat[: len(draws)]]
     width = 2 + 2 * count
     for number, row in enumerate(wanted):

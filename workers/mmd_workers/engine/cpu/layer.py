@@ -107,6 +107,7 @@ class PackedLayer:
                 strict=True,
             )
         )
+        _same_sizes(call, (q, k, v, o), (gate, up, down))
         weights = {
             "qkv": (library.pack(torch.cat([p.weight.detach() for p in (q, k, v)])), _biases([q, k, v])),
             "out": (library.pack(o.weight.detach()), _biases([o])),
@@ -164,9 +165,12 @@ class PackedLayer:
         return padded.view(2, -1, panel).transpose(0, 1).contiguous()
 
     def _norm(self, norm: torch.nn.Module, size: int) -> NormStruct:
-        found = norm_scale(norm)
+        plain = all(parameter.dtype is torch.float32 for parameter in norm.parameters())
+        found = norm_scale(norm) if plain else None
         if found is None or found[0].numel() != size:
-            raise UnsuitedLayerError(f"{type(norm).__name__} is not an RMS norm over {size} dimensions")
+            raise UnsuitedLayerError(
+                f"{type(norm).__name__} is not an RMS norm over {size} dimensions in float32"
+            )
         scale, eps = found
         return NormStruct(self._keep(scale.contiguous()), eps)
 
@@ -198,9 +202,31 @@ class PackedLayers:
 
 
 def _linear(name: str, module: torch.nn.Module) -> torch.nn.Linear:
-    if type(module) is not torch.nn.Linear or module.weight.dtype is not torch.float32:
+    plain = type(module) is torch.nn.Linear and all(p.dtype is torch.float32 for p in module.parameters())
+    if not plain:
         raise UnsuitedLayerError(f"its {name} is not a linear layer in float32")
+    assert isinstance(module, torch.nn.Linear)
     return module
+
+
+def _same_sizes(
+    call: AttentionCall, projections: Sequence[torch.nn.Linear], feed_forward: Sequence[torch.nn.Linear]
+) -> None:
+    """The kernels read sizes once and trust them for all weights.
+
+    Raises:
+        UnsuitedLayerError: a weight has another size than the others make it.
+    """
+    (q, k, v, o), (gate, up, down) = projections, feed_forward
+    hidden, queries, keys, inner = q.in_features, call.heads * call.dim, k.out_features, gate.out_features
+    expected = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    expected |= {"o_proj": (hidden, queries), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    expected |= {"down_proj": (hidden, inner)}
+    for (name, shape), linear in zip(expected.items(), (q, k, v, o, gate, up, down), strict=True):
+        if linear.weight.shape != shape:
+            raise UnsuitedLayerError(f"its {name} is {list(linear.weight.shape)}, not {list(shape)}")
+    if keys % call.dim or not keys or call.heads % (keys // call.dim):
+        raise UnsuitedLayerError(f"its {keys} outputs of k_proj are no heads of {call.dim} for {call.heads}")
 
 
 def _biases(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
