@@ -25,7 +25,6 @@ from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 
-
 MOST_LOGPROBS = 20
 """That a request may ask for at each token."""
 
