@@ -433,7 +433,8 @@ def _refuse_other_inputs(layer: torch.nn.Module, own: _Seen, batches: Callable[[
     Raises:
         UnsuitedLayerError: a layer or its attention takes inputs of other names, or reads a tensor that the kernels do not.
     """
-    for module in (layer, layer.self_attn):
+    parts: tuple[Any, ...] = (layer, layer.self_attn)
+    for module in parts:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         if other := sorted(named - GIVEN):
