@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_workers import memory
-from mmd_workers.engine import profile
+from mmd_workers.engine import attention, profile
+from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
 from mmd_workers.engine.sampler import Draw, compute
@@ -80,8 +81,6 @@ def test_live_bytes_count_what_lives_at_once_and_not_what_was_there_before(devic
 
 def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch):
     """The figure of `plan-memory` (meta device) and that of a worker at its start."""
-    from mmd_workers.engine import attention
-
     monkeypatch.setattr(attention.cpu_library, "load", lambda: None)  # the same kernels on both devices
     sizes = {"block_tokens": 8, "max_model_len": 256}
     real, planned = TextModel(llama()), TextModel(llama().to("meta"))
@@ -120,6 +119,18 @@ def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measur
     with torch.no_grad(), LiveBytes() as live:
         compute(logits, [Draw(sampling, 0) for sampling in asked])
     assert measured >= live.peak + logits.nbytes
+
+
+@pytest.mark.skipif(attention.cpu_library.load() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize("fused_layers", [True, False])
+def test_scores_that_the_threads_of_the_cpu_kernels_keep_are_measured(fused_layers, monkeypatch):
+    model = TextModel(llama())
+    prepare(model, fused_layers=fused_layers)
+    sizes = {"chunk_tokens": 1, "max_sequences": 2, "block_tokens": 8, "max_model_len": 100_000}
+    one = activation_bytes(model, **sizes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    heads = 4
+    assert activation_bytes(model, **sizes) - one >= heads * 100_000 * 4
 
 
 class Cuda:

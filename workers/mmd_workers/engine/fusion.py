@@ -154,10 +154,15 @@ def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
         fuse_norms(model.decoder)
 
 
-def fused_indices(decoder: torch.nn.Module) -> set[int]:
-    """The layers of the pool whose attention the kernels compute with the rest of the layer."""
+def fused_heads(decoder: torch.nn.Module) -> dict[int, int]:
+    """The layers of the pool whose attention the kernels compute with the rest of the layer: how many heads each has."""
     forwards = [module.forward for module in decoder.modules()]
-    return {index for forward in forwards if isinstance(forward, FusedForward) for index in forward.indices}
+    return {
+        index: packed.call.heads
+        for forward in forwards
+        if isinstance(forward, FusedForward)
+        for index, packed in zip(forward.indices, forward.packed, strict=True)
+    }
 
 
 def fuse_layers(model: LanguageModel, library: Library) -> int:

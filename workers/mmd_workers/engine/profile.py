@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
-from mmd_workers.engine.fusion import fused_indices, prepare
+from mmd_workers.engine.fusion import fused_heads, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.sampler import Draw, compute
@@ -110,8 +110,12 @@ def activation_bytes(
     # On the meta device a mask's rows cannot be counted; those of this run are all set.
     assume_set = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with assume_set, LiveBytes() as live:
-        step()
-    return int(live.peak)
+        heads = step()
+    scores = 0
+    if kernel is None and attention.cpu_kernels(device, model.dtype) is not None:
+        # of a row alone, which every thread of the CPU kernels keeps for all heads, and never returns
+        scores = torch.get_num_threads() * heads * max_model_len * torch.float32.itemsize
+    return int(live.peak) + scores
 
 
 def _run_largest_step(
@@ -121,16 +125,16 @@ def _run_largest_step(
     block_tokens: int,
     max_model_len: int,
     kernel: attention.Kernel | None,
-) -> None:
-    """All sequences share one block: only the amount that they read matters, not its content."""
+) -> int:
+    """All sequences share one block: only the amount that they read matters, not its content. Returns the most heads of a layer."""
     device = model.device
     pool = KvPool(model.kv_layout, 1, block_tokens, device)
-    chosen, ran = kernel or attention.select_kernel(model.kv_layout, block_tokens, device), set[int]()
+    chosen, ran = kernel or attention.select_kernel(model.kv_layout, block_tokens, device), dict[int, int]()
 
     def noting(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
-        ran.add(layer)
+        ran[layer] = query.shape[1]
         return chosen(batch, layer, query, scale, window, softcap)
 
     context = min(max_model_len, max(2, max_model_len // max_sequences))
@@ -145,7 +149,7 @@ def _run_largest_step(
         positions = torch.zeros(rows, dtype=torch.int64, device=device).expand(model.position_axes, -1)
         with attention.running(batch, noting):
             hidden = model.forward(embeds, positions, extras)
-        ran |= fused_indices(model.decoder)
+        ran |= fused_heads(model.decoder)
         if len(ran) != model.kv_layout.num_layers:
             raise UnsupportedModelError(
                 f"spec.model.id: only {len(ran)} of {model.kv_layout.num_layers} layers allow replacing their attention; choose another "
@@ -153,6 +157,7 @@ def _run_largest_step(
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]
         compute(model.logits(last), _costliest_draws(model, len(work)))
+    return max(ran.values())
 
 
 def _costliest_draws(model: LanguageModel, count: int) -> list[Draw]:
