@@ -1,6 +1,8 @@
 """The compiled CPU kernels equal PyTorch's operators, and PyTorch serves exactly where they cannot be built."""
 
+import ctypes
 import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,10 +171,42 @@ def test_without_a_compiler_pytorch_serves_the_same_tokens(name, monkeypatch):
     assert run(engine).tokens == {str(n): generate(reference, p, 12) for n, p in enumerate(prompts)}
 
 
-def test_a_compiler_that_fails_leaves_pytorch_to_serve(monkeypatch, tmp_path):
+@pytest.mark.parametrize("what", ["truncated", "foreign", "text"])
+def test_a_file_in_the_cache_that_cannot_be_loaded_is_built_again(what, tmp_path, monkeypatch, caplog):
+    if library.load() is None:
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(library, "BUILT", tmp_path / "none")
+    monkeypatch.setattr(library, "FLAGS", ["-O1", *library.FLAGS[1:]])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    assert library.load.__wrapped__() is not None
+    (first,) = tmp_path.rglob("*.so")
+    whole = first.read_bytes()
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "second")
+    )  # what is loaded from a path is not loaded again
+    built = library._cache(first.name) / first.name
+    other = Path(ctypes.__file__).with_name("__init__.py").read_bytes()
+    foreign = next(Path(torch.__file__).parent.glob("_C*.so")).read_bytes()
+    built.write_bytes({"truncated": whole[: len(whole) // 2], "foreign": foreign, "text": other}[what])
+    assert library.load.__wrapped__() is not None
+    assert "cannot be loaded" in caplog.text
+    assert len(built.read_bytes()) == len(whole)
+
+
+def test_a_user_without_a_home_has_the_kernels_too(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(library.Path, "home", home)
+    assert library._cache("x.so").is_dir()
+
+
+def test_a_compiler_that_fails_leaves_pytorch_to_serve(monkeypatch, tmp_path, caplog):
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho broken; [ $# -eq 1 ]\n")
+    broken.write_text("#!/bin/sh\necho first >&2; echo no room left >&2; exit 1\n")
     broken.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert library.load.__wrapped__() is None
+    assert ": no room left); using PyTorch" in caplog.text

@@ -14,6 +14,7 @@ import transformers
 from mmd_workers.engine import fusion
 from mmd_workers.engine.cpu import layer as cpu_layer
 from mmd_workers.engine.cpu import library
+from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.model.prompt import KvLayout
 from tests.support.engine_oracle import (
@@ -310,6 +311,27 @@ def test_a_pool_of_other_heads_is_refused(caplog):
         transformers.AttentionInterface.register(fusion.attention.NAME, paged)
     assert fused(model) == [False, False]
     assert "its pool has heads [4, 16], not [2, 16]" in caplog.text
+
+
+def test_a_model_does_not_keep_the_pool_of_an_engine_that_is_gone():
+    model = TextModel(TEXT_MODELS["llama"]())
+    engine = make_engine(model)
+    engine.add(text_input(model, "a", prompt_of(5, 1), 2))
+    run(engine)
+    pools = [weakref.ref(thing) for thing in gc.get_objects() if isinstance(thing, KvPool)]
+    del engine
+    gc.collect()
+    assert [pool() for pool in pools if pool() is not None] == []
+
+
+def test_a_second_engine_of_a_model_that_is_not_fused_gives_no_other_reason(caplog):
+    caplog.set_level(logging.INFO)
+    config = transformers.Olmo2Config(**SMALL)
+    model = TextModel(vary(transformers.Olmo2ForCausalLM(config)))
+    make_engine(model)
+    caplog.clear()
+    make_engine(model)
+    assert "decoder layers" not in caplog.text
 
 
 MUTATIONS = {

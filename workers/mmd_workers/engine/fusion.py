@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
 from mmd_workers.engine.cpu.library import Library, PoolStruct
-from mmd_workers.engine.cpu.modules import fuse_norms, pack_linears
+from mmd_workers.engine.cpu.modules import PackedLinear, fuse_norms, pack_linears
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.scheduler import Work
@@ -72,7 +73,7 @@ class FusedForward:
         self.packed = packed
         self.indices = indices
         self._layers = PackedLayers(packed, library)
-        self._of: KvPool | None = None
+        self._of: weakref.ref[KvPool] | None = None  # an engine's pool is not kept alive by its model
         self._pools = (PoolStruct * len(indices))()
 
     def __call__(
@@ -83,8 +84,8 @@ class FusedForward:
     ) -> torch.Tensor:
         """Hidden states [1, rows, hidden] of the batch that is running, and cos and sin [1, rows, dim]."""
         batch = attention.current()
-        if self._of is not batch.pool:
-            self._of = batch.pool
+        if self._of is None or self._of() is not batch.pool:
+            self._of = weakref.ref(batch.pool)
             structs = (PoolStruct.of(batch.pool.keys[i], batch.pool.values[i]) for i in self.indices)
             self._pools = (PoolStruct * len(self.indices))(*structs)
         cos, sin = position_embeddings
@@ -170,7 +171,8 @@ def fuse_layers(model: LanguageModel, library: Library) -> int:
     Returns how many. A fused layer's own weights are gone.
     """
     layers = getattr(model.decoder, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
+    prepared = any(isinstance(module, PackedLinear) for module in model.decoder.modules())
+    if prepared or not isinstance(layers, torch.nn.ModuleList) or any(map(is_fused, layers)):
         return 0
     with torch.inference_mode():
         batches = _batches(model, check_steps(torch.get_num_threads()))
@@ -438,8 +440,7 @@ def _refuse_other_inputs(layer: torch.nn.Module, own: _Seen, batches: Callable[[
     Raises:
         UnsuitedLayerError: a layer or its attention takes inputs of other names, or reads a tensor that the kernels do not.
     """
-    parts: tuple[Any, ...] = (layer, layer.self_attn)
-    for module in parts:
+    for module in (layer, layer.get_submodule("self_attn")):
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         if other := sorted(named - GIVEN):

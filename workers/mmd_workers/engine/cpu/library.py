@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -211,10 +212,45 @@ def load() -> Library | None:
         if (compiler := _compiler()) is None:
             log.info("no C++ compiler found; using PyTorch's operators on the CPU")
             return None
-        return Library(_build(compiler, target, _cache(name) / name))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels could not be built (%s); using PyTorch's operators", error)
+        path = _cache(name) / name
+        if path.exists():
+            try:
+                return _loaded(path)
+            except (OSError, AttributeError) as error:
+                log.warning("the CPU kernels in %s cannot be loaded (%s); building them again", path, error)
+                path.unlink()
+        return _loaded(_build(compiler, target, path))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        log.warning("the CPU kernels could not be built (%s); using PyTorch's operators", _reason(error))
         return None
+
+
+def _loaded(path: Path) -> Library:
+    """The library in a file.
+
+    Raises:
+        OSError: it is not, or not wholly, such a library.
+        AttributeError: it is of another version.
+    """
+    data = path.read_bytes()
+    if (
+        b"mmd_layers_floats" not in data
+    ):  # looked for here, as a library once loaded hides what replaces its file
+        raise OSError("it is something else")
+    head = data[:64]
+    if head[:5] == b"\x7fELF\x02" and len(head) == 64:
+        # Its last part is the table of sections; loading a file that lacks some would end the process.
+        (table,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+        if len(data) < table + size * count:
+            raise OSError("it is truncated")
+    return Library(path)
+
+
+def _reason(error: Exception) -> str:
+    """With the last line of what the compiler said."""
+    said = getattr(error, "stderr", None) or b""
+    lines = said.decode(errors="replace").strip().splitlines()
+    return f"{error}: {lines[-1]}" if lines else str(error)
 
 
 def _compiler() -> str | None:
@@ -223,12 +259,13 @@ def _compiler() -> str | None:
 
 def _cache(name: str) -> Path:
     """The user's cache; where that cannot be written and has no such file, a folder of this process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimodal-operator"
     try:
+        # A user without an entry in the system's list has no home: RuntimeError.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimodal-operator"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK) and not (folder / name).exists():
             raise PermissionError(folder)
-    except OSError:
+    except (OSError, RuntimeError):
         return Path(tempfile.mkdtemp(prefix="multimodal-operator-"))
     return folder
 
