@@ -24,22 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import keep
+from bench.versus_vllm import SIZE
 from examples import random_model
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
 
-SIZE = random_model.Size(
-    hidden=512,
-    layers=14,
-    heads=8,
-    kv_heads=8,
-    feed_forward_ratio=3,
-    vision_hidden=256,
-    vision_layers=6,
-    image_pixels=224,
-)
 PATHS = {"modules": False, "fused layers": True}
 console = Console(width=120)
 

@@ -53,8 +53,9 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
 
     Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and
     format, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
-    adapters) and `WIRE_VERSION`; how KV travels from prefill to decode pods, if there are both; and into how many pods a replica is divided, so that groups
-    of another size are brought up next to those that serve. Sizes, limits, timeouts, placement and scaling leave it unchanged: pods that differ in those may pair.
+    adapters) and `WIRE_VERSION`; how KV travels from prefill to decode pods, if there are both; and into how many pods a replica is
+    divided, so that groups of another size are brought up next to those that serve. Sizes, limits, timeouts, placement and scaling leave
+    it unchanged: pods that differ in those may pair.
     """
     video = spec.gateway.media.video
     meaning = {

@@ -25,6 +25,7 @@ from mmd_operator.problems import Problem, contested, not_ours, not_served, refu
 from mmd_operator.resources.naming import (
     APPLIED_ANNOTATION,
     BUILT_ANNOTATION,
+    COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     INPUTS_ANNOTATION,
     REVISION_LABEL,
@@ -115,7 +116,7 @@ class Applier:
             return "Refused", not_ours(*key)
         except RefusedError as error:
             labels = manifest["metadata"]["labels"]
-            component = labels.get("app.kubernetes.io/component", manifest["kind"])
+            component = labels.get(COMPONENT_LABEL, manifest["kind"])
             revision = labels.get(REVISION_LABEL)
             if isinstance(error, NotServedError):
                 return "Refused", not_served(component, kind, revision)
@@ -132,7 +133,7 @@ class Applier:
         kind, name = key = manifest_key(manifest)
         rival = self._repairs.against(key, now)
         labels = manifest["metadata"]["labels"]
-        component = labels.get("app.kubernetes.io/component", kind)
+        component = labels.get(COMPONENT_LABEL, kind)
         return contested(component, f"{kind} {name}", rival) if rival else None
 
     async def keep_secret(self, secret: Manifest, now: float) -> tuple[ApplyResult, Problem | None]:

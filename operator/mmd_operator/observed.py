@@ -19,6 +19,7 @@ from mmd_operator.resources.naming import (
     ADMIN_PORT_NAME,
     APPLIED_ANNOTATION,
     BUILT_ANNOTATION,
+    COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     INPUTS_ANNOTATION,
     REVISION_LABEL,
@@ -31,7 +32,6 @@ SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
 SURGE_FIELD_MANAGER = "multimodal-operator-surge"
 """Alone owns the size of a pool that has one pod more while its only pod is replaced."""
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
-COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
 FAILING_RESTARTS = 3

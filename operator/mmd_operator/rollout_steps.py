@@ -18,7 +18,7 @@ from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth, manife
 from mmd_operator.pool_sizes import pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, outdated_pods, replacement
 from mmd_operator.replicas import next_size
-from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
+from mmd_operator.resources.naming import COMPONENT_LABEL, DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
 from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
 
@@ -224,7 +224,7 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
     """
     found = {}
     for manifest in state.planned:
-        component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
+        component = manifest["metadata"]["labels"].get(COMPONENT_LABEL)
         child = state.observed.children.get(manifest_key(manifest))
         if (
             manifest["kind"] in WORKLOADS
@@ -320,10 +320,10 @@ def _created(state: RolloutState) -> dict[str, PoolGrowth]:
     created = {}
     for manifest in state.apply:
         labels = manifest["metadata"]["labels"]
-        pool = pool_in(state.spec, labels.get("app.kubernetes.io/component"))
+        pool = pool_in(state.spec, labels.get(COMPONENT_LABEL))
         if pool is not None and _is_new_pool(manifest, state):
             size = manifest["spec"]["replicas"]
-            gpus = state.spec.replica_gpus(labels["app.kubernetes.io/component"])
+            gpus = state.spec.replica_gpus(labels[COMPONENT_LABEL])
             created[manifest["metadata"]["name"]] = PoolGrowth(size, gpus, labels[REVISION_LABEL], None)
     return created
 
@@ -340,7 +340,7 @@ def _sized(name: str, replicas: int) -> str:
 
 
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:
-    component = manifest["metadata"]["labels"].get("app.kubernetes.io/component")
+    component = manifest["metadata"]["labels"].get(COMPONENT_LABEL)
     absent = manifest_key(manifest) not in state.observed.children
     return manifest["kind"] in POOL_KINDS and absent and pool_in(state.spec, component) is not None
 
@@ -357,7 +357,7 @@ def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
 def _starting_size(manifest: Manifest, state: RolloutState) -> int:
     """Replicas that a pool has before its revision serves."""
     labels = manifest["metadata"]["labels"]
-    component = labels.get("app.kubernetes.io/component")
+    component = labels.get(COMPONENT_LABEL)
     pool = pool_in(state.spec, component)
     planned: int = manifest["spec"]["replicas"]
     if pool is None or labels[REVISION_LABEL] == state.serving:

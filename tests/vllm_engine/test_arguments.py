@@ -96,7 +96,7 @@ def test_an_argument_with_two_values_is_refused():
 
 
 def test_pods_that_share_a_gpu_take_the_kv_that_their_spec_says_or_a_part_of_the_share(llava):
-    """vLLM refuses to start where less is free than the share, even if it is told the size of its KV pool."""
+    """vLLM refuses to start when less memory than that share is free, even when its KV pool has a fixed size."""
     pod = cores.pod_of(llava)
     pod.settings.memory_fraction = 0.25
     adapter = adapter_for(load_config(llava))

@@ -18,6 +18,7 @@ Manifest = dict[str, Any]
 
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 REVISION_LABEL = f"{GROUP}/revision"
+COMPONENT_LABEL = "app.kubernetes.io/component"
 BUILT_ANNOTATION = f"{GROUP}/built"
 """On workloads whose controller replaces pods when the template changes (the gateway's Deployment, LeaderWorkerSets): digest of the
 template as the operator that wrote it built it."""
@@ -82,7 +83,7 @@ class RevisionScope:
     def selector(self, component: Component | None = None) -> dict[str, str]:
         """Labels that select this deployment's pods, or those of one component, over all revisions."""
         labels = {DEPLOYMENT_LABEL: self.name}
-        return labels if component is None else {**labels, "app.kubernetes.io/component": component}
+        return labels if component is None else {**labels, COMPONENT_LABEL: component}
 
     def pool_selector(self, pool: PoolName) -> dict[str, str]:
         """Labels that select a pool's pods of this revision."""

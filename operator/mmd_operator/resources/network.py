@@ -4,15 +4,16 @@ decode pods, where KV and vLLM's ranks trust what they receive, for such pods al
 
 from __future__ import annotations
 
-from mmd_operator.resources.naming import ADMIN_PORT, GATEWAY_PORT, Manifest, RevisionScope
+from mmd_operator.resources.naming import ADMIN_PORT, COMPONENT_LABEL, GATEWAY_PORT, Manifest, RevisionScope
 
-COMPONENT_LABEL = "app.kubernetes.io/component"
 KV_POOLS = ["prefill", "decode"]
 """Whichever of them a deployment has, of one pod or of groups; a rollout may have pods of both layouts."""
 
 
 def network_policies(scope: RevisionScope) -> list[Manifest]:
-    """One policy for the pods that hold KV, with a name that no deployment can have, one for all others. Egress stays open: media are fetched from where the spec allows."""
+    """One policy for the pods that hold KV, with a name that no deployment can have, one for all others. Egress stays open: media are
+    fetched from where the spec allows.
+    """
     kv_pods, others = _component(scope, "In"), _component(scope, "NotIn")
     own_pods = {"matchLabels": scope.selector()}
     return [

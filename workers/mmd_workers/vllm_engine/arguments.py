@@ -23,7 +23,7 @@ CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of thi
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
 RENDEZVOUS_SECONDS = 600  # NCCL's own limit
 LEAST_UTILIZATION = 0.01
-"""vLLM does not start unless this share of a GPU is free, also where it is told the size of its KV pool: other pods may share the GPU."""
+"""vLLM refuses to start when less than this share of a GPU is free, even when its KV pool has a fixed size; other pods may share the GPU."""
 KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
 TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
