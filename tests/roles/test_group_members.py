@@ -270,6 +270,8 @@ async def test_a_thread_that_outlives_its_ranks_is_given_up(monkeypatch: pytest.
         ("[Rank 1] Watchdog caught collective operation timeout", 0),
         ("NCCL error: remote process exited or there was a network error", 0),
         ("[..] Connection reset by peer", 0),
+        ("Connection was likely closed. Did the remote server shutdown or crash?", 0),
+        ("The client socket has failed to connect to any network address of (10.0.0.1, 29500)", 0),
         ("rank 1 of vLLM was killed (SIGKILL), perhaps for its memory", 1),
         ("its process ended without a reason; if it was killed for its memory, give the pod more", 1),
         ("nothing was heard of it for 15 s", 1),

@@ -8,8 +8,8 @@ import traceback
 from pydantic import ValidationError
 
 _OF_ANOTHER = re.compile(
-    r"connection (was |has been )?(closed|reset|refused|aborted)|broken pipe|closed by (peer|remote)|peer closed|remote (process|error)"
-    r"|timed out|timeout",
+    r"connection (was |has been )?(likely )?(closed|reset|refused|aborted)|broken pipe|closed by (peer|remote)|peer closed"
+    r"|remote (process|error|server)|failed to connect|communicator was aborted|timed out|timeout",
     re.IGNORECASE,
 )
 """What processes that compute together report when one of them has gone."""

@@ -14,7 +14,7 @@ from mmd_workers.pod import Pod
 from mmd_workers.vllm_engine.reasons import weight
 
 LEAST_JOIN_SECONDS = 60.0
-OWN_FAILURE_SECONDS = 2.0
+OWN_FAILURE_SECONDS = 5.0
 """How long a pod may take to fail by itself when another one has: the same fault may be about to show here, with its reason."""
 END_AGAIN_SECONDS = 0.2
 END_SECONDS = 10.0
