@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from tests.support.waiting import until
 
 LIMIT = 3
 ADDRESS = "127.0.0.1"
+BUFFER_BYTES = 8192
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -110,14 +112,14 @@ class _Drip:
         self._socket.sendall(f"GET /large HTTP/1.1\r\nHost: {ADDRESS}\r\n\r\n".encode())
         self._socket.settimeout(30)
 
-    def read(self, seconds: float) -> bool:
+    def read(self, seconds: float, pause_seconds: float = 0.01) -> bool:
         """Whether the server has ended the connection meanwhile."""
         end = time.monotonic() + seconds
         with self._socket, contextlib.suppress(ConnectionResetError):
             while time.monotonic() < end:
                 if not self._socket.recv(16_384):
                     return True
-                time.sleep(0.01)
+                time.sleep(pause_seconds)
             return False
         return True
 
@@ -125,8 +127,43 @@ class _Drip:
 def _listen_with_small_buffers(host: str, port: int) -> socket.socket:
     """So that the kernel does not take seconds of an answer at once; connections inherit it."""
     listening = socket.create_server((host, port))
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     return listening
+
+
+@contextlib.asynccontextmanager
+async def endless(monkeypatch: pytest.MonkeyPatch, answer_seconds: float) -> AsyncIterator[_Endless]:
+    one = _Endless()
+    server = HttpServer(one.answer, ADDRESS, 0, answer_seconds=lambda: answer_seconds)
+    monkeypatch.setattr(module, "_listen", _listen_with_small_buffers)
+    await server.start()
+    one.port = server.port
+    try:
+        yield one
+    finally:
+        await server.stop()
+
+
+class _Endless:
+    """Answers without end. `gone`: the client is known to have gone."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.gone = asyncio.Event()
+
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        writing = asyncio.create_task(self._write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        await asyncio.wait([writing])
+        self.gone.set()
+
+    async def _write(self, send: Any) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
+            await asyncio.sleep(0)
 
 
 async def test_a_client_that_reads_slowly_is_cut_off_at_the_deadline_of_the_whole_answer(
@@ -134,33 +171,35 @@ async def test_a_client_that_reads_slowly_is_cut_off_at_the_deadline_of_the_whol
 ) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 2.0)
     monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
-    gone = asyncio.Event()
-
-    async def large(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-        async def write() -> None:
-            while True:
-                await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
-                await asyncio.sleep(0)
-
-        writing = asyncio.create_task(write())
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        writing.cancel()
-        await asyncio.wait([writing])
-        gone.set()
-
-    server = HttpServer(large, ADDRESS, 0, answer_seconds=lambda: 1.0)
-    monkeypatch.setattr(module, "_listen", _listen_with_small_buffers)
-    await server.start()
-    try:
+    async with endless(monkeypatch, answer_seconds=1.0) as server:
         client = await asyncio.to_thread(_Drip, server.port)
         assert await asyncio.to_thread(client.read, 20.0)
         async with asyncio.timeout(20):
-            await gone.wait()
-    finally:
-        await server.stop()
+            await server.gone.wait()
+
+
+async def test_a_client_that_reads_on_is_not_cut_off_while_the_kernel_has_much_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its reading shows in the kernel's buffer alone, until a third of that is free."""
+    monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr(sys.modules[__name__], "BUFFER_BYTES", 1 << 18)
+    async with endless(monkeypatch, answer_seconds=600.0) as server:
+        client = await asyncio.to_thread(_Drip, server.port)
+        reading = asyncio.create_task(asyncio.to_thread(client.read, 6.0, 0.2))
+        await asyncio.sleep(5.0)
+        assert not server.gone.is_set()
+        await reading
+
+
+async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+    async with endless(monkeypatch, answer_seconds=600.0) as server:
+        await asyncio.to_thread(_Drip, server.port)
+        async with asyncio.timeout(20):
+            await server.gone.wait()
 
 
 async def test_unfinished_heads_take_no_more_memory_than_a_connection_is_counted_for(held: Held) -> None:

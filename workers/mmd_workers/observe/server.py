@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import logging
 import math
 import socket
+import termios
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -192,16 +195,34 @@ class _Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The client has stopped reading, or is slower than the answer comes.
 
-        Its patience starts anew with each pause, but the whole answer has a deadline too: the longest that it may take to make it, and
-        what it takes to read it at the lowest rate.
+        Its patience starts anew with each pause and with whatever it reads, but the whole answer has a deadline too: the longest that it
+        may take to make it, and what it takes to read it at the lowest rate.
         """
         super().pause_writing()
-        unread = self.transport.get_write_buffer_size()
-        self._unread_bytes += unread
-        due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND
-        patience = min(WRITE_SECONDS + unread / MIN_READ_BYTES_PER_SECOND, due - time.monotonic())
+        self._unread_bytes += self.transport.get_write_buffer_size()
+        self._wait_for_reader()
+
+    def _wait_for_reader(self, unread_before: float = math.inf) -> None:
+        """Give it time to read on, unless it has read nothing since `unread_before` were left."""
+        unread = self._undelivered_bytes()
+        due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND - time.monotonic()
+        if unread >= unread_before or due <= 0:
+            self.abort()
+            return
+        patience = min(
+            WRITE_SECONDS + self.transport.get_write_buffer_size() / MIN_READ_BYTES_PER_SECOND, due
+        )
         _cancel(self._reading)
-        self._reading = self.loop.call_later(max(0.0, patience), self.abort)
+        self._reading = self.loop.call_later(patience, self._wait_for_reader, unread)
+
+    def _undelivered_bytes(self) -> int:
+        """Sent, and not yet received. The kernel's share is often minutes of a stream, and it takes more only when much of it is gone."""
+        size = int(self.transport.get_write_buffer_size())
+        sent = self.transport.get_extra_info("socket")
+        queued = array("i", [0])
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or a kernel that does not tell
+            fcntl.ioctl(sent.fileno(), termios.TIOCOUTQ, queued)
+        return size + queued[0]
 
     def resume_writing(self) -> None:
         """The client has read what was there."""
