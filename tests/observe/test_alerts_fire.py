@@ -146,7 +146,7 @@ def test_a_drain_without_a_peer_that_takes_over(prometheus: Prometheus, observed
     begun = time.time()
     with clients(observed) as submit:
         with frozen(observed.pid(other)):
-            stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(12)]
+            stories = [submit(f"Tell story {number}.", max_tokens=3900, **STORY) for number in range(12)]
             until(lambda: running(leaving) >= 8, 60, "stories are written there")
             observed.terminate(leaving)
             assert until_firing(prometheus, "MmdDrainTakesLong", begun)["pod"] == leaving.name
