@@ -116,13 +116,19 @@ async def test_requests_in_flight_end_while_nats_is_disconnected_and_its_buffer_
     cut_off: Callable[[Bus], Awaitable[None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
     bus = await connect("gateway-0")
     beat = Heartbeat("gateway-0", "gateway", [], "i", "r1", "draining", "127.0.0.1:1", time.time(), PodLoad())
     heartbeater = Heartbeater(bus, lambda: beat, 1.0)
     await cut_off(bus)
-    gateway = SimpleNamespace(running=1, last_request=-math.inf, drained_at=math.inf, draining=False)
-    draining = asyncio.create_task(service._drain(gateway, heartbeater, 600, 0))
+    gateway = SimpleNamespace(
+        pod="gateway-0",
+        directory=SimpleNamespace(pods=lambda: []),
+        running=1,
+        last_request=-math.inf,
+        drained_at=math.inf,
+        draining=False,
+    )
+    draining = asyncio.create_task(service._drain(gateway, heartbeater, 600, 0, alone_seconds=0))
     done, _ = await asyncio.wait({draining}, timeout=5 * service.DRAIN_CHECK_SECONDS)
     assert not done, draining.result()
     assert gateway.draining

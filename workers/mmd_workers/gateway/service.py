@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine
 from functools import partial
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
 QUEUE_PERIOD_SECONDS = 0.5
 QUIET_SECONDS = 2.0  # without a new request: then clients have found another gateway
+ALONE_SECONDS = 15.0  # the same where no other is heard of: its replacement may still start, and nodes route to this one until it is Ready
 ANSWER_SECONDS = 0.5  # from a request's deadline to the end of its answer
 DRAIN_CHECK_SECONDS = 0.05
-DELIVERY_CHECK_SECONDS = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +166,11 @@ class GatewayProcess:
         try:
             await self.start()
             await self._stop.wait()
-            await _drain(self._gateway, self._heartbeater, self._settings.grace_seconds, self._server.port)
+            # On one machine nothing replaces it: who stops it does not wait for clients that may come.
+            local = ip_address(self._settings.pod_ip).is_loopback
+            alone_seconds = QUIET_SECONDS if local else ALONE_SECONDS
+            grace_seconds, port = self._settings.grace_seconds, self._server.port
+            await _drain(self._gateway, self._heartbeater, grace_seconds, port, alone_seconds)
         finally:
             ended = await self.stop()
         for error in ended:
@@ -356,24 +361,34 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 
-async def _drain(gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float, port: int) -> None:
-    """Finish the requests in flight, and those that clients still send over kept connections: none is refused while draining. Then wait
-    until clients have received their answers.
+async def _drain(
+    gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float, port: int, alone_seconds: float
+) -> None:
+    """Finish the requests in flight, and those that clients still send: none is refused while draining. Then wait until clients have
+    received their answers; nodes may route new requests here meanwhile, because no other gateway is Ready.
 
     A request that comes now gets what is left of the grace period as its deadline, so that it ends with an answer and is not cut off.
+    `alone_seconds`: how long to wait for requests where no other gateway is ready.
     """
     seconds = max(1.0, grace_seconds - DRAIN_RESERVE_SECONDS)
+    began = time.monotonic()
     gateway.drained_at = time.time() + seconds - ANSWER_SECONDS
     gateway.draining = True
     await heartbeater.announce()
     if gateway.running:
         _log.info("draining: %d requests in flight", gateway.running)
+
+    def wanted() -> bool:
+        if gateway.running:
+            return True
+        if any(beat.pool == "gateway" and beat.pod != gateway.pod for beat in gateway.directory.pods()):
+            return time.monotonic() - gateway.last_request < QUIET_SECONDS
+        return time.monotonic() - max(gateway.last_request, began) < alone_seconds
+
     try:
         async with asyncio.timeout(seconds):
-            while gateway.running or time.monotonic() - gateway.last_request < QUIET_SECONDS:
+            while wanted() or undelivered_bytes(port):
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
-            while undelivered_bytes(port):
-                await asyncio.sleep(DELIVERY_CHECK_SECONDS)
     except TimeoutError:
         _log.warning(
             "grace period expired with %d requests in flight and %d bytes that clients have not received; aborting them",
