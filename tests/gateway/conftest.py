@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import free_port
-from mmd_workers.gateway import service
+from mmd_workers.gateway import leave, service
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
@@ -80,7 +80,7 @@ async def launch(
         return one
 
     yield start
-    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(leave, "QUIET_SECONDS", 0.0)
     for one in running:
         one.stop.set()
         if not one.end_awaited:

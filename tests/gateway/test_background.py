@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +18,7 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import MultimodalDeployment
 from mmd_cli.local.pods import free_port
-from mmd_workers.gateway import service
+from mmd_workers.gateway import leave, service
 from mmd_workers.live import LiveConfig
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.metrics import Metrics
@@ -49,7 +50,7 @@ async def test_a_part_that_fails_ends_the_gateway_with_its_error_in_the_log(
         raise LookupError("no such thing")
 
     monkeypatch.setattr(owner, function, fails)
-    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(leave, "QUIET_SECONDS", 0.0)
     body = {
         "apiVersion": "serving.multimodal.dev/v1alpha1",
         "kind": "MultimodalDeployment",
@@ -128,7 +129,8 @@ async def test_requests_in_flight_end_while_nats_is_disconnected_and_its_buffer_
         drained_at=math.inf,
         draining=False,
     )
-    draining = asyncio.create_task(service._drain(gateway, heartbeater, 600, 0, alone_seconds=0))
+    leaving = leave.Leave(cast(Any, gateway), lambda: 0, expects_another=False)
+    draining = asyncio.create_task(service._drain(cast(Any, gateway), heartbeater, leaving, 600))
     done, _ = await asyncio.wait({draining}, timeout=5 * service.DRAIN_CHECK_SECONDS)
     assert not done, draining.result()
     assert gateway.draining

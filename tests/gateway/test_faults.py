@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mmd_api.contract.load import PodLoad
-from mmd_workers.gateway import choices, lifecycle, service
+from mmd_workers.gateway import choices, leave, lifecycle, service
 from mmd_workers.wire import bus, parts
 from mmd_workers.wire.codec import MAX_REQUEST_BYTES, pack
 from mmd_workers.wire.messages import GenerateRequest, HeldSequence, KvCommit, Placed, Sampling
@@ -383,7 +383,7 @@ async def test_a_gateway_that_drains_because_a_part_of_it_failed_takes_no_more_r
     assert seen.json()["reason"] == "watch-bus has failed"
     go.set()
     assert await asking == TEXT
-    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(leave, "QUIET_SECONDS", 0.0)
     gateway.end_awaited = True
     with pytest.raises(RuntimeError, match="no more of this"):
         await asyncio.wait_for(gateway.task, DEADLINE_SECONDS)

@@ -14,7 +14,7 @@ import pytest
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import MultimodalDeployment
 from mmd_cli.local.pods import free_port
-from mmd_workers.gateway import service
+from mmd_workers.gateway import leave, service
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
 
@@ -36,7 +36,7 @@ async def gateway(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Path]]:
     """A gateway, and the file that it follows."""
     monkeypatch.setattr("mmd_workers.live.CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(service, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(leave, "QUIET_SECONDS", 0.0)
     level = logging.getLogger().level
     file = tmp_path / "gateway.json"
     file.write_text(text())

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from mmd_workers.gateway import service
 from mmd_workers.gateway.undelivered import undelivered_bytes
 from tests.support.waiting import until
 
@@ -50,68 +46,3 @@ async def test_what_was_sent_on_a_closed_connection_counts_until_it_is_received(
     assert undelivered_bytes(port + 1) == 0
     assert await asyncio.to_thread(received, client) == len(SENT)
     await until(lambda: undelivered_bytes(port) == 0)
-
-
-async def test_a_gateway_that_leaves_waits_until_clients_have_received_their_answers(
-    connection: tuple[socket.socket, socket.socket, int],
-) -> None:
-    accepted, client, port = connection
-    accepted.sendall(SENT)
-    accepted.close()
-    leaving = leave(leaving_gateway(), port)
-    await asyncio.sleep(0.6)
-    assert not leaving.done()
-    await asyncio.to_thread(received, client)
-    async with asyncio.timeout(30):
-        await leaving
-
-
-async def test_a_request_that_comes_while_a_slow_client_still_reads_is_finished_too(
-    connection: tuple[socket.socket, socket.socket, int],
-) -> None:
-    """Where all gateways were deleted at once, nodes route new requests to those that still end."""
-    accepted, client, port = connection
-    accepted.sendall(SENT)
-    accepted.close()
-    gateway = leaving_gateway()
-    leaving = leave(gateway, port)
-    await asyncio.sleep(0.2)
-    gateway.running = 1
-    await asyncio.to_thread(received, client)
-    await asyncio.sleep(0.6)
-    assert not leaving.done()
-    gateway.running = 0
-    async with asyncio.timeout(30):
-        await leaving
-
-
-async def test_a_gateway_that_leaves_waits_longer_for_requests_where_no_other_is_ready() -> None:
-    gateway = leaving_gateway()
-    leaving = leave(gateway, 1, alone_seconds=30)
-    await asyncio.sleep(0.6)
-    assert not leaving.done()
-    gateway.others.append(SimpleNamespace(pod="gateway-1", pool="gateway"))
-    async with asyncio.timeout(10):
-        await leaving
-
-
-def leaving_gateway() -> SimpleNamespace:
-    """What `_drain` sees of a gateway; `others`: the pods that are ready."""
-    others: list[SimpleNamespace] = [SimpleNamespace(pod="decode-0", pool="decode")]
-    return SimpleNamespace(
-        pod="gateway-0",
-        others=others,
-        directory=SimpleNamespace(pods=lambda: others),
-        running=0,
-        last_request=-math.inf,
-        draining=False,
-        drained_at=0.0,
-    )
-
-
-def leave(gateway: SimpleNamespace, port: int, alone_seconds: float = 0.0) -> asyncio.Task[None]:
-    async def announce() -> None:
-        pass
-
-    heartbeater = cast(Any, SimpleNamespace(announce=announce))
-    return asyncio.create_task(service._drain(cast(Any, gateway), heartbeater, 600, port, alone_seconds))

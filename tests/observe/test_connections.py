@@ -112,6 +112,14 @@ class _Drip:
         self._socket.sendall(f"GET /large HTTP/1.1\r\nHost: {ADDRESS}\r\n\r\n".encode())
         self._socket.settimeout(30)
 
+    def read_at(self, bytes_per_second: int, gone: asyncio.Event) -> None:
+        """Read at this rate until the server has ended the connection."""
+        with self._socket, contextlib.suppress(ConnectionResetError):
+            while not gone.is_set():
+                if bytes_per_second:
+                    self._socket.recv(bytes_per_second // 10)
+                time.sleep(0.1)
+
     def read(self, seconds: float, pause_seconds: float = 0.01) -> bool:
         """Whether the server has ended the connection meanwhile."""
         end = time.monotonic() + seconds
@@ -193,13 +201,19 @@ async def test_a_client_that_reads_on_is_not_cut_off_while_the_kernel_has_much_f
         await reading
 
 
-async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
-    monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
+@pytest.mark.parametrize("bytes_per_second", [0, 400])
+async def test_a_client_that_stops_reading_or_hardly_reads_is_cut_off_in_time(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_second: int
+) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 3.0)
     async with endless(monkeypatch, answer_seconds=600.0) as server:
-        await asyncio.to_thread(_Drip, server.port)
-        async with asyncio.timeout(20):
+        client = await asyncio.to_thread(_Drip, server.port)
+        begun = time.monotonic()
+        reading = asyncio.create_task(asyncio.to_thread(client.read_at, bytes_per_second, server.gone))
+        async with asyncio.timeout(60):
             await server.gone.wait()
+        assert time.monotonic() - begun > 2.5
+        await reading
 
 
 async def test_unfinished_heads_take_no_more_memory_than_a_connection_is_counted_for(held: Held) -> None:

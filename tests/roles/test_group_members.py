@@ -166,6 +166,16 @@ async def test_the_reason_of_the_leader_wins_over_the_lost_connection_of_a_follo
             await group.serving
 
 
+async def test_a_follower_waits_for_a_leader_that_waits_for_its_own_failure(monkeypatch: pytest.MonkeyPatch):
+    async with running(failing(GONE), monkeypatch) as group:
+        while not group.lost:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(together.OWN_FAILURE_SECONDS + 0.5)
+        await group.leader.close(CAUSE)
+        with pytest.raises(EngineDeadError, match=f"the leader of the group ended: {CAUSE}"):
+            await group.serving
+
+
 async def test_a_thread_of_a_follower_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(together, "OWN_FAILURE_SECONDS", 0.1)
     monkeypatch.setattr(together, "END_SECONDS", 0.3)
@@ -277,6 +287,7 @@ async def test_a_thread_that_outlives_its_ranks_is_given_up(monkeypatch: pytest.
         ("nothing was heard of it for 15 s", 1),
         ("rank 1 of vLLM exited with code 1", 1),
         (CAUSE, 2),
+        ("CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server", 2),
         ("spec.decode.gpus is 1, but torch found no CUDA device in this pod", 2),
     ],
 )

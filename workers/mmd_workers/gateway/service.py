@@ -32,6 +32,7 @@ from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.hold import ALLOWANCE_BYTES, MediaHold
 from mmd_workers.gateway.intake import Intake
+from mmd_workers.gateway.leave import Leave
 from mmd_workers.gateway.lifecycle import Dispatcher
 from mmd_workers.gateway.router import Router
 from mmd_workers.gateway.undelivered import undelivered_bytes
@@ -63,10 +64,8 @@ MIN_HOLD_BYTES = 64 << 20
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
 QUEUE_PERIOD_SECONDS = 0.5
-QUIET_SECONDS = 2.0  # without a new request: then clients have found another gateway
-ALONE_SECONDS = 15.0  # the same where no other is heard of: its replacement may still start, and nodes route to this one until it is Ready
 ANSWER_SECONDS = 0.5  # from a request's deadline to the end of its answer
-DRAIN_CHECK_SECONDS = 0.05
+DRAIN_CHECK_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -166,11 +165,11 @@ class GatewayProcess:
         try:
             await self.start()
             await self._stop.wait()
-            # On one machine nothing replaces it: who stops it does not wait for clients that may come.
+            # Nothing replaces it on one machine, and one that failed has left the Service.
             local = ip_address(self._settings.pod_ip).is_loopback
-            alone_seconds = QUIET_SECONDS if local else ALONE_SECONDS
-            grace_seconds, port = self._settings.grace_seconds, self._server.port
-            await _drain(self._gateway, self._heartbeater, grace_seconds, port, alone_seconds)
+            expects_another = not (local or self._gateway.failed)
+            leave = Leave(self._gateway, partial(undelivered_bytes, self._server.port), expects_another)
+            await _drain(self._gateway, self._heartbeater, leave, self._settings.grace_seconds)
         finally:
             ended = await self.stop()
         for error in ended:
@@ -361,40 +360,23 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
         await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
 
-async def _drain(
-    gateway: Gateway, heartbeater: Heartbeater, grace_seconds: float, port: int, alone_seconds: float
-) -> None:
-    """Finish the requests in flight, and those that clients still send: none is refused while draining. Then wait until clients have
-    received their answers; nodes may route new requests here meanwhile, because no other gateway is Ready.
+async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace_seconds: float) -> None:
+    """Finish the requests in flight, and those that clients still send: none is refused while draining.
 
     A request that comes now gets what is left of the grace period as its deadline, so that it ends with an answer and is not cut off.
-    `alone_seconds`: how long to wait for requests where no other gateway is ready.
     """
     seconds = max(1.0, grace_seconds - DRAIN_RESERVE_SECONDS)
-    began = time.monotonic()
     gateway.drained_at = time.time() + seconds - ANSWER_SECONDS
     gateway.draining = True
     await heartbeater.announce()
     if gateway.running:
         _log.info("draining: %d requests in flight", gateway.running)
-
-    def wanted() -> bool:
-        if gateway.running:
-            return True
-        if any(beat.pool == "gateway" and beat.pod != gateway.pod for beat in gateway.directory.pods()):
-            return time.monotonic() - gateway.last_request < QUIET_SECONDS
-        return time.monotonic() - max(gateway.last_request, began) < alone_seconds
-
     try:
         async with asyncio.timeout(seconds):
-            while wanted() or undelivered_bytes(port):
+            while not leave.may_end():
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
     except TimeoutError:
-        _log.warning(
-            "grace period expired with %d requests in flight and %d bytes that clients have not received; aborting them",
-            gateway.running,
-            undelivered_bytes(port),
-        )
+        _log.warning("the grace period is over: ending with %d requests in flight", gateway.running)
 
 
 def _stop_on_signals() -> asyncio.Event:

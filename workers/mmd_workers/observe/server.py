@@ -15,6 +15,7 @@ import socket
 import termios
 import time
 from array import array
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +40,11 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 3.0
 HEAD_SECONDS = 30.0  # until a request's head is complete
-WRITE_SECONDS = 30.0  # for a client that does not read; more for what is buffered, at this rate:
+WRITE_SECONDS = 30.0  # over which a client must read at this rate, while the answer waits for it:
+LEAST_READ_BYTES_PER_SECOND = 1024  # a stream of three or four tokens a second
+READER_LOOKS = 10  # in that time
+ANSWER_SECONDS = 60.0  # for a whole answer; more for its size, at this rate:
 MIN_READ_BYTES_PER_SECOND = 128 << 10
-ANSWER_SECONDS = 60.0  # for a whole answer; more for its size, at the same rate
 MAX_HEAD_BYTES = 16 << 10  # of a request; a connection may hold one that is not complete
 CONNECTION_BYTES = 40 << 10  # of memory that one connection may hold: such a head, and what surrounds it
 MAX_CONNECTIONS = 8192  # of one server, and no more than fit this share of the memory:
@@ -162,6 +165,7 @@ class _Connection(H11Protocol):
         super().__init__(**options)
         self._others = connections
         self._answer_seconds = answer_seconds
+        self._looks: deque[int] = deque(maxlen=READER_LOOKS + 1)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is due."""
@@ -195,25 +199,28 @@ class _Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The client has stopped reading, or is slower than the answer comes.
 
-        Its patience starts anew with each pause and with whatever it reads, but the whole answer has a deadline too: the longest that it
-        may take to make it, and what it takes to read it at the lowest rate.
+        It must read on at the least rate, over the last `WRITE_SECONDS`. The whole answer has a deadline too: the longest that it may
+        take to make it, and what it takes to read it at the lowest rate.
         """
         super().pause_writing()
         self._unread_bytes += self.transport.get_write_buffer_size()
-        self._wait_for_reader()
+        self._looks.clear()
+        self._look_at_reader()
 
-    def _wait_for_reader(self, unread_before: float = math.inf) -> None:
-        """Give it time to read on, unless it has read nothing since `unread_before` were left."""
-        unread = self._undelivered_bytes()
-        due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND - time.monotonic()
-        if unread >= unread_before or due <= 0:
+    def _look_at_reader(self) -> None:
+        """Abort where the client has read too little since the oldest of the looks, or the answer's deadline has come."""
+        self._looks.append(self._undelivered_bytes())
+        read, seconds = self._looks[0] - self._looks[-1], WRITE_SECONDS
+        due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND
+        stalled = len(self._looks) == self._looks.maxlen and read < min(
+            LEAST_READ_BYTES_PER_SECOND * seconds, self._looks[0]
+        )
+        if stalled or time.monotonic() >= due:
             self.abort()
             return
-        patience = min(
-            WRITE_SECONDS + self.transport.get_write_buffer_size() / MIN_READ_BYTES_PER_SECOND, due
-        )
+        pause = min(seconds / READER_LOOKS, due - time.monotonic())
         _cancel(self._reading)
-        self._reading = self.loop.call_later(patience, self._wait_for_reader, unread)
+        self._reading = self.loop.call_later(max(0.0, pause), self._look_at_reader)
 
     def _undelivered_bytes(self) -> int:
         """Sent, and not yet received. The kernel's share is often minutes of a stream, and it takes more only when much of it is gone."""

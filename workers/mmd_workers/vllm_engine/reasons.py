@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 _OF_ANOTHER = re.compile(
     r"connection (was |has been )?(likely )?(closed|reset|refused|aborted)|broken pipe|closed by (peer|remote)|peer closed"
-    r"|remote (process|error|server)|failed to connect|communicator was aborted|timed out|timeout",
+    r"|remote (process|error)|did the remote server shutdown|client socket has failed to connect|communicator was aborted"
+    r"|timed out|timeout",
     re.IGNORECASE,
 )
 """What processes that compute together report when one of them has gone."""

@@ -18,8 +18,8 @@ OWN_FAILURE_SECONDS = 5.0
 """How long a pod may take to fail by itself when another one has: the same fault may be about to show here, with its reason."""
 END_AGAIN_SECONDS = 0.2
 END_SECONDS = 10.0
-SETTLE_SECONDS = 3.0
-"""How long a failure that may be a consequence waits for the reason of another pod."""
+SETTLE_SECONDS = OWN_FAILURE_SECONDS + 2.0
+"""How long a failure that may be a consequence waits for the reason of another pod, which may wait for its own failure first."""
 T = TypeVar("T")
 
 
