@@ -13,6 +13,8 @@ import pytest
 import pytest_asyncio
 
 from mmd_api.contract.errors import PeerLostError
+from mmd_api.spec.engine import EngineSpec
+from mmd_cli.local.engines import EngineMissingError, interpreter_for
 from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
@@ -53,6 +55,21 @@ async def test_a_process_has_its_own_environment_group_and_weight(server: ForkSe
 async def test_a_process_may_run_only_where_no_other_would(server: ForkServer) -> None:
     code = "import os; print(os.sched_getscheduler(0) == os.SCHED_IDLE)"
     assert await ended(await python(server, code, nice=IDLE_NICE)) == ("True\n", 0)
+
+
+async def test_a_process_of_vllms_interpreter_may_run_on_every_core() -> None:
+    """Intel's OpenMP, which vLLM needs on CPUs, pins what is forked from a process that has loaded it to one core."""
+    try:
+        interpreter = interpreter_for(EngineSpec(type="VLLM"))
+    except EngineMissingError as error:
+        pytest.skip(str(error))
+    server = ForkServer(interpreter.environment, interpreter.python, interpreter.imported)
+    try:
+        process = await server.start(["mmd", "worker", "--pool", "none", "--roles", "encode"], {}, 0, 16_384)
+        assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0)
+        await ended(process)
+    finally:
+        await server.close()
 
 
 async def test_how_a_process_ended_is_known(server: ForkServer) -> None:

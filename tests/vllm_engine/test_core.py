@@ -20,6 +20,7 @@ from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature
+from mmd_workers.vllm_engine.features import LEAST_AHEAD_TOKENS
 from tests.support import engine_oracle
 from tests.support import model_zoo as zoo
 
@@ -204,20 +205,35 @@ def test_draws_of_one_request_do_not_depend_on_the_others(core, asked, llava):
 # --- features -----------------------------------------------------------------------------------------------------
 
 
-def test_a_late_feature_delays_nobody_else_and_text_before_it_is_computed(core, asked, answer, llava):
+def test_a_late_feature_delays_nobody_else_and_text_before_it_is_computed(core, llava):
     text = question(llava, LONG)
+    asked = question(llava, *[LONG] * 4, zoo.image(100, 64, 1), LONG)
     core.add("late", asked.request, stop_after_prefill=False)
     core.add("text", text.request, stop_after_prefill=False)
     outcome = step(core, until=lambda o: len(o.tokens.get("text", ())) == TOKENS)
     assert outcome.tokens["text"] == text.answer(TOKENS)
     start = asked.request.features[0].ranges[0][0]
+    assert start >= LEAST_AHEAD_TOKENS
     assert core._sequences["late"].request.num_computed_tokens == start
     stats = core.stats()
     assert stats.waiting_tokens == stats.blocked_tokens == len(asked.request.token_ids) - start
     supply(core, "late", asked)
     assert core.stats().blocked_tokens == 0
-    assert step(core).tokens["late"] == answer
+    assert step(core).tokens["late"] == asked.answer(TOKENS)
     assert_empty(core)
+
+
+def test_little_text_before_a_late_feature_is_computed_with_it(core, llava):
+    """A step for it alone would take as long as any, and cores from the tower."""
+    asked = question(llava, "what is this?", zoo.image(100, 64, 1), LONG)
+    assert 0 < asked.request.features[0].ranges[0][0] < LEAST_AHEAD_TOKENS
+    core.add("late", asked.request, stop_after_prefill=False)
+    for _ in range(3):
+        assert not core.step().prefill_tokens
+    supply(core, "late", asked)
+    assert core.step().prefill_tokens == CHUNK
+    outcome = step(core)
+    assert outcome.tokens["late"] == asked.answer(TOKENS)[-len(outcome.tokens["late"]) :]
 
 
 def test_a_step_is_empty_while_all_wait_for_features(core, asked):

@@ -13,6 +13,7 @@ ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "KMP_BLOCKTIME": "1",
+    "KMP_AFFINITY": "none",  # else Intel's OpenMP pins every forked process to one core, the same for all
     "TOKENIZERS_PARALLELISM": "false",
 }
 

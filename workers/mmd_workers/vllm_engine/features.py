@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+LEAST_AHEAD_TOKENS = 64
+"""Fewer between two media are not computed ahead of the second's feature: a step for them takes as long as one for none, and the feature
+may come meanwhile."""
+
 
 class Shelf:
     """Features of the requests that an engine has, by identity, until none of these is there any longer.
@@ -99,12 +103,15 @@ class FeatureConnector(ECConnectorBase):
         return identifier in self._shelf
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a token of the request can be computed now: one that stands before its first medium without a feature."""
+        """Whether tokens can be computed now: enough that stand before the request's first medium without a feature."""
+        before = 0
         for feature in request.mm_features:
             place = feature.mm_position
             if place.offset + place.length > num_computed_tokens and feature.identifier not in self._shelf:
                 self._shelf.short[request.request_id] = num_computed_tokens
-                return bool(place.offset > num_computed_tokens)
+                enough = place.offset - before >= LEAST_AHEAD_TOKENS
+                return bool(num_computed_tokens < (place.offset if enough else before))
+            before = place.offset + place.length
         return True
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
