@@ -52,8 +52,15 @@ def gpu() -> dict[str, Any]:
         "count": torch.cuda.device_count(),
         "memory_gib": round(card.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn(),
     }
+
+
+def _cudnn() -> int | str | None:
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:  # it is older than torch wants, which these measurements may not need
+        return str(error).splitlines()[0]
 
 
 def percentiles(values: list[float], points: tuple[int, ...] = (50, 90, 99)) -> dict[str, float]:
