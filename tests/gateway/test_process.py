@@ -7,13 +7,16 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from mmd_api.contract.load import PodLoad
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
@@ -21,9 +24,12 @@ from mmd_api.spec.model import ModelSpec
 from mmd_cli.local.pods import free_port, local_pods
 from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.local.up import objects_of
+from mmd_workers.gateway import service
 from mmd_workers.identity import of_model
 from mmd_workers.model.frontend import HfFrontend
-from mmd_workers.wire.messages import GenerateRequest
+from mmd_workers.settings import WorkerSettings
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import GenerateRequest, Heartbeat
 from mmd_workers.wire.server import NatsServer
 
 from .running import pipeline_config
@@ -206,3 +212,36 @@ async def test_it_continues_after_its_nats_server_was_restarted(
     assert response.json()["choices"][0]["message"]["content"] == TEXT
     assert child.returncode is None
     await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("pod_ip", "failed", "is_replaced"),
+    [("127.0.0.1", "", False), ("10.0.0.9", "", True), ("10.0.0.9", "x", False)],
+)
+async def test_what_decides_when_a_gateway_leaves_is_told_of_its_clients_and_of_other_gateways(
+    own_nats_server: NatsServer, frontend: HfFrontend, pod_ip: str, failed: str, is_replaced: bool
+) -> None:
+    """In a cluster another gateway takes its place, unless a part of it has failed: then its container is started again."""
+    settings = WorkerSettings(
+        pipeline_config("leaves", {}), "gateway-0", pod_ip, free_port(), own_nats_server.url, 1
+    )
+    bus = await Bus.connect(own_nats_server.url, "gateway-0", Subjects("test", "leaves", "r1"))
+    gateway = service.GatewayProcess(settings, frontend, bus, asyncio.Event())
+    gateway._gateway.failed = failed
+    leave = gateway._leave()
+    assert leave._is_replaced == is_replaced
+    await gateway._gateway.directory.start()
+    beat = Heartbeat("gateway-1", "gateway", [], "i", "r1", "ready", "127.0.0.1:1", time.time(), PodLoad())
+    await bus.publish(bus.subjects.heartbeat("gateway-1"), beat)
+    async with asyncio.timeout(30):
+        while not leave._others._since:
+            await asyncio.sleep(0.01)
+    with socket.create_server(("127.0.0.1", settings.http_port)) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        accepted.sendall(b"x" * 200_000)
+        assert leave._undelivered_bytes() > 100_000
+        accepted.close()
+    await gateway._gateway.directory.close()
+    await bus.close()

@@ -236,6 +236,21 @@ def test_little_text_before_a_late_feature_is_computed_with_it(core, llava):
     assert outcome.tokens["late"] == asked.answer(TOKENS)[-len(outcome.tokens["late"]) :]
 
 
+def test_a_few_tokens_between_a_cached_prefix_and_a_late_feature_are_computed_with_it(
+    core, llava, asked, answer
+):
+    assert ask(core, asked) == answer
+    other = question(llava, "what is this? " + LONG, zoo.image(100, 64, 2), LONG)
+    cached = core.cached_tokens(other.request)
+    assert 0 < other.request.features[0].ranges[0][0] - cached < LEAST_AHEAD_TOKENS
+    core.add("late", other.request, stop_after_prefill=False)
+    for _ in range(3):
+        assert not core.step().prefill_tokens
+    supply(core, "late", other)
+    outcome = step(core)
+    assert outcome.tokens["late"] == other.answer(TOKENS)
+
+
 def test_a_step_is_empty_while_all_wait_for_features(core, asked):
     core.add("a", asked.request, stop_after_prefill=False)
     core.add("b", asked.request, stop_after_prefill=False)

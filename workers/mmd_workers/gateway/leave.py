@@ -7,67 +7,83 @@ import time
 from collections.abc import Callable
 
 from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.wire.peers import PeerEvent
 
 QUIET_SECONDS = 2.0
-"""Without a new request, and since the gateway was asked where another serves: then clients have found that one."""
+"""Without a new request: then clients have found another gateway."""
 ALONE_SECONDS = 15.0
 """The same where no other gateway serves: its replacement may still start, and nodes send requests here until that is Ready."""
-MOST_ALONE_SECONDS = 60.0
+MOST_ALONE_SECONDS = 300.0
 """Afterwards no replacement is expected: the deployment may be about to be deleted."""
 TAKEOVER_SECONDS = 8.0
 """From another gateway's first heartbeat until nodes send requests there: its probes, and what nodes take to learn of it."""
-STALLED_SECONDS = 30.0
-"""A client that reads nothing of a finished answer for so long will not."""
+STALLED_SECONDS = 60.0
+"""A client that has read less than this of finished answers for so long will not read the rest."""
+STALLED_BYTES = 30 << 10
+
+
+class OtherGateways:
+    """Those that are ready, and since when. To be given every event of the pods from this process's start."""
+
+    def __init__(self, own: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._own, self._clock = own, clock
+        self._since: dict[str, float] = {}
+
+    def note(self, event: PeerEvent) -> None:
+        """A pod has appeared, changed or gone."""
+        beat = event.heartbeat
+        if beat.pool != "gateway" or beat.pod == self._own:
+            return
+        if event.kind == "lost" or beat.state != "ready":
+            self._since.pop(beat.pod, None)
+        else:
+            self._since[beat.pod] = self._clock()
+
+    def serve(self) -> bool:
+        """Whether nodes send requests to one."""
+        return any(self._clock() - since >= TAKEOVER_SECONDS for since in self._since.values())
 
 
 class Leave:
     """Asked again and again from the moment at which the gateway was asked to go.
 
-    `undelivered_bytes`: what clients have not received of finished answers. `expects_another`: whether something replaces this gateway.
+    `undelivered_bytes`: what clients have not received of finished answers. `is_replaced`: whether another gateway is to take its place.
     """
 
     def __init__(
         self,
         gateway: Gateway,
+        others: OtherGateways,
         undelivered_bytes: Callable[[], int],
-        expects_another: bool,
+        is_replaced: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._gateway, self._undelivered_bytes = gateway, undelivered_bytes
-        self._expects_another, self._clock = expects_another, clock
-        self._began = clock() if expects_another else -math.inf
-        self._another_since: float | None = -math.inf if self._sees_another() else None
-        self._left: int | None = None
+        self._gateway, self._others, self._undelivered_bytes = gateway, others, undelivered_bytes
+        self._is_replaced, self._clock = is_replaced, clock
+        self._began = clock() if is_replaced else -math.inf
+        self._lowest: int | None = None
         self._fell = 0.0
 
     def may_end(self) -> bool:
         """Whether nothing is left to do, and nobody seems to count on this gateway."""
         now = self._clock()
         since_request = now - max(self._gateway.last_request, self._began)
-        wanted = since_request < self._patience(now) or self._gateway.running
-        if wanted:
-            self._left = None
+        if since_request < self._patience(now) or self._gateway.running:
+            self._lowest = None
             return False
         return self._is_delivered(now)
 
     def _patience(self, now: float) -> float:
         """Seconds without a request that show that clients do not need this gateway."""
-        if not self._sees_another():
-            self._another_since = None
-        elif self._another_since is None:
-            self._another_since = now
-        taken_over = self._another_since is not None and now - self._another_since >= TAKEOVER_SECONDS
-        if taken_over or not self._expects_another or now - self._began >= MOST_ALONE_SECONDS:
+        if not self._is_replaced:
             return QUIET_SECONDS
-        return ALONE_SECONDS
-
-    def _sees_another(self) -> bool:
-        own, ready = self._gateway.pod, self._gateway.directory.pods()
-        return any(beat.pool == "gateway" and beat.pod != own for beat in ready)
+        if not self._others.serve() and now - self._began < MOST_ALONE_SECONDS:
+            return ALONE_SECONDS
+        # Another that was killed counts as ready until its heartbeats are missed.
+        return max(QUIET_SECONDS, min(ALONE_SECONDS, self._gateway.directory.timeout_seconds + 0.5))
 
     def _is_delivered(self, now: float) -> bool:
         left = self._undelivered_bytes()
-        if self._left is None or left < self._left:
-            self._fell = now
-        self._left = left
+        if self._lowest is None or left <= self._lowest - STALLED_BYTES:
+            self._lowest, self._fell = left, now
         return not left or now - self._fell >= STALLED_SECONDS

@@ -32,7 +32,7 @@ from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.hold import ALLOWANCE_BYTES, MediaHold
 from mmd_workers.gateway.intake import Intake
-from mmd_workers.gateway.leave import Leave
+from mmd_workers.gateway.leave import Leave, OtherGateways
 from mmd_workers.gateway.lifecycle import Dispatcher
 from mmd_workers.gateway.router import Router
 from mmd_workers.gateway.undelivered import undelivered_bytes
@@ -116,6 +116,8 @@ class GatewayProcess:
             random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
         )
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
+        self._others = OtherGateways(settings.pod)
+        directory.on_event(self._others.note)
         max_body_bytes = spec.gateway.max_body_mebibytes << 20
         self._gateway = Gateway(
             pod=settings.pod,
@@ -165,16 +167,21 @@ class GatewayProcess:
         try:
             await self.start()
             await self._stop.wait()
-            # Nothing replaces it on one machine, and one that failed has left the Service.
-            local = ip_address(self._settings.pod_ip).is_loopback
-            expects_another = not (local or self._gateway.failed)
-            leave = Leave(self._gateway, partial(undelivered_bytes, self._server.port), expects_another)
+            leave = self._leave()
             await _drain(self._gateway, self._heartbeater, leave, self._settings.grace_seconds)
+            if left := undelivered_bytes(self._server.port):
+                _log.warning("ending although clients have not received %d bytes of their answers", left)
         finally:
             ended = await self.stop()
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+    def _leave(self) -> Leave:
+        """Nothing takes its place on one machine, and one of which a part has failed is started again at once."""
+        is_replaced = not (ip_address(self._settings.pod_ip).is_loopback or self._gateway.failed)
+        undelivered = partial(undelivered_bytes, self._server.port)
+        return Leave(self._gateway, self._others, undelivered, is_replaced)
 
     async def start(self) -> None:
         """Warm up what computes, then take requests."""

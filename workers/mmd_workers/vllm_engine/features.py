@@ -18,6 +18,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,8 +110,9 @@ class FeatureConnector(ECConnectorBase):
             place = feature.mm_position
             if place.offset + place.length > num_computed_tokens and feature.identifier not in self._shelf:
                 self._shelf.short[request.request_id] = num_computed_tokens
-                enough = place.offset - before >= LEAST_AHEAD_TOKENS
-                return bool(num_computed_tokens < (place.offset if enough else before))
+                cached = num_computed_tokens if request.status != RequestStatus.RUNNING else 0
+                enough = place.offset - max(before, cached) >= LEAST_AHEAD_TOKENS
+                return bool(num_computed_tokens < (place.offset if enough else min(before, place.offset)))
             before = place.offset + place.length
         return True
 
