@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from mmd_workers.gateway import service
+from mmd_workers.gateway.leave import Leave, OtherGateways
 from mmd_workers.gateway.undelivered import undelivered_bytes
 from tests.support.waiting import until
 
@@ -46,3 +52,24 @@ async def test_what_was_sent_on_a_closed_connection_counts_until_it_is_received(
     assert undelivered_bytes(port + 1) == 0
     assert await asyncio.to_thread(received, client) == len(SENT)
     await until(lambda: undelivered_bytes(port) == 0)
+
+
+async def test_a_gateway_that_leaves_waits_until_clients_have_received_their_answers(
+    connection: tuple[socket.socket, socket.socket, int],
+) -> None:
+    accepted, client, port = connection
+    accepted.sendall(SENT)
+    accepted.close()
+
+    async def announce() -> None:
+        pass
+
+    gateway: Any = SimpleNamespace(running=0, last_request=-math.inf, draining=False, drained_at=0.0)
+    leave = Leave(gateway, OtherGateways("gateway-0"), partial(undelivered_bytes, port), is_replaced=False)
+    heartbeater = cast(Any, SimpleNamespace(announce=announce))
+    leaving = asyncio.create_task(service._drain(gateway, heartbeater, leave, 600))
+    await asyncio.sleep(0.6)
+    assert not leaving.done()
+    await asyncio.to_thread(received, client)
+    async with asyncio.timeout(30):
+        await leaving

@@ -11,7 +11,6 @@ import time
 from collections.abc import Coroutine
 from functools import partial
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.observe.server import HttpServer, listen_address, most_connections
+from mmd_workers.observe.server import HttpServer, is_loopback, listen_address, most_connections
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
@@ -179,7 +178,7 @@ class GatewayProcess:
 
     def _leave(self) -> Leave:
         """Nothing takes its place on one machine, and one of which a part has failed is started again at once."""
-        is_replaced = not (ip_address(self._settings.pod_ip).is_loopback or self._gateway.failed)
+        is_replaced = not (is_loopback(self._settings.pod_ip) or self._gateway.failed)
         undelivered = partial(undelivered_bytes, self._server.port)
         return Leave(self._gateway, self._others, undelivered, is_replaced)
 

@@ -210,15 +210,13 @@ class _Connection(H11Protocol):
     def _look_at_reader(self) -> None:
         """Abort where the client has read too little since the oldest of the looks, or the answer's deadline has come."""
         self._looks.append(self._undelivered_bytes())
-        read, seconds = self._looks[0] - self._looks[-1], WRITE_SECONDS
         due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND
-        stalled = len(self._looks) == self._looks.maxlen and read < min(
-            LEAST_READ_BYTES_PER_SECOND * seconds, self._looks[0]
-        )
+        least = min(LEAST_READ_BYTES_PER_SECOND * WRITE_SECONDS, self._looks[0])
+        stalled = len(self._looks) == self._looks.maxlen and self._looks[0] - self._looks[-1] < least
         if stalled or time.monotonic() >= due:
             self.abort()
             return
-        pause = min(seconds / READER_LOOKS, due - time.monotonic())
+        pause = min(WRITE_SECONDS / READER_LOOKS, due - time.monotonic())
         _cancel(self._reading)
         self._reading = self.loop.call_later(max(0.0, pause), self._look_at_reader)
 
@@ -307,12 +305,13 @@ def _foreign(headers: Headers) -> str:
 
 def _of_loopback(url: str) -> bool:
     try:
-        return _is_loopback((urlsplit(url).hostname or "").rstrip("."))
+        return is_loopback((urlsplit(url).hostname or "").rstrip("."))
     except ValueError:
         return False
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address or name stands for this machine alone."""
     try:
         return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -340,7 +339,7 @@ class HttpServer:
         max_connections: Callable[[], int] = most_connections,
         answer_seconds: Callable[[], float] = lambda: ANSWER_SECONDS,
     ) -> None:
-        self._application = _LoopbackGuard(application) if _is_loopback(host) else application
+        self._application = _LoopbackGuard(application) if is_loopback(host) else application
         self._address = (host, port)
         self._connections = _Connections(max_connections)
         self._answer_seconds = answer_seconds
