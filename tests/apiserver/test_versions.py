@@ -107,7 +107,9 @@ def test_an_object_from_before_a_field_was_there_works_with_the_fields_default(
     namespace.apply(SPEC)
 
     eventually(lambda: is_without_it(namespace))
-    namespace.change({"encoder": {FIELD: 64}})  # what the API server pruned on reading may still be stored; this is not
+    namespace.change(
+        {"encoder": {FIELD: 64}}
+    )  # what the API server pruned on reading may still be stored; this is not
     encoder_schema(true_properties())
     eventually(lambda: has_the_default(namespace))
     request.getfixturevalue("operator")
