@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mmd_api.contract.environment import TURNS
 from mmd_api.spec.pods import Resources
 from mmd_cli.commands.up import StartProgress
 from mmd_cli.local import pods, up
@@ -55,6 +56,23 @@ def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(
             name: value for name, value in pod.environment.items() if value.startswith(("/var/cache", "/etc"))
         }
         assert not gone, f"{pod.name}: {gone}"
+
+
+def test_pods_with_a_thread_for_each_core_take_turns_unless_they_request_cpu(tmp_path: Path) -> None:
+    deployment = up.load(EXAMPLES / "demo.yaml")
+    prefill = deployment.spec.prefill
+    assert prefill is not None
+    limited = prefill.model_copy(update={"resources": Resources(cpu="1")})
+    deployment = deployment.model_copy(
+        update={"spec": deployment.spec.model_copy(update={"prefill": limited})}
+    )
+    cores = os.cpu_count() or 1
+    objects = up.objects_of(deployment)
+    for threads in range(1, cores + 1):
+        pods = local_pods(objects, tmp_path, "nats://127.0.0.1:1", 0, threads, 0.5)
+        found = {pod.component: pod.environment.get(TURNS) for pod in pods}
+        one = str(tmp_path / "turns") if threads == cores else None
+        assert (found["prefill"], found["decode"], found["encoder"]) == (None, one, one)
 
 
 def test_a_secret_is_what_our_own_environment_has_for_it(

@@ -37,6 +37,7 @@ class WorkerSettings:
     `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
     `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
     `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
+    `turns`: a file that pods share which compute with all cores of one machine, one at a time; empty: this one has its cores to itself.
     `identity`, `commit`, `adapter_commits`: see `mmd_workers.identity`; empty until it has looked.
     """
 
@@ -53,6 +54,7 @@ class WorkerSettings:
     config_file: str = ""
     gpus: int = 0
     memory_fraction: float = 1.0
+    turns: str = ""
     identity: str = ""
     commit: str = ""
     adapter_commits: dict[str, str] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class WorkerSettings:
             grace_seconds=float(os.environ.get(environment.GRACE_SECONDS, "120")),
             gpus=int(os.environ.get(environment.GPUS, "0")),
             memory_fraction=float(os.environ.get(environment.MEMORY_FRACTION, "1")),
+            turns=os.environ.get(environment.TURNS, ""),
             group=_group(need) if int(os.environ.get(LWS_GROUP_SIZE, "1")) > 1 else None,
         )
 

@@ -150,6 +150,8 @@ def _local_pod(
         env.MEMORY_FRACTION: f"{memory_fraction:.6f}",
         env.POD_ANNOTATIONS: str(directory / "annotations" / name),
     }
+    if threads >= (os.cpu_count() or 1) and not _cores(workload):  # else cores are shared as requested
+        environment[env.TURNS] = str(directory / "turns")
     return LocalPod(
         name=name,
         component=component_of(workload),

@@ -16,6 +16,7 @@ import torch
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
 from mmd_workers.device import check_device
 from mmd_workers.engine.interface import StepOutput
+from mmd_workers.engine.turns import Turns
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class EngineRunner(Generic[E]):
 
     `on_output` runs on the loop, in order, for every step that did something, and its consumer calls `taken` after each;
     while 256 are pending, the engine waits. `on_dead` runs once, when the thread ends by an error.
+    `turns`: where others compute with the same cores; `step` runs in a turn, commands do not wait for one.
     `last_progress` (time.monotonic) moves with every command, step and idle turn: a stuck model stops it.
     """
 
@@ -58,10 +60,12 @@ class EngineRunner(Generic[E]):
         engine: E,
         on_output: Callable[[StepOutput], None],
         on_dead: Callable[[BaseException], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._engine = engine
         self._on_output = on_output
         self._on_dead = on_dead
+        self._turns = turns
         self._commands: deque[tuple[Callable[[E], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -148,11 +152,18 @@ class EngineRunner(Generic[E]):
 
     def _main(self) -> None:
         try:
-            standing = False
-            while self._next_turn(wait=standing or not self._engine.has_work()):
+            standing = waiting = False
+            while self._obey_all(self._wait_seconds(standing=standing, waiting=waiting)):
                 if not self._engine.has_work():
+                    if self._turns is not None and waiting:
+                        self._turns.give()
+                        waiting = False
+                    continue
+                if waiting := self._turns is not None and not self._turns.take():
                     continue
                 output = self._engine.step()
+                if self._turns is not None:
+                    self._turns.give()
                 # An empty step means that every sequence waits for a feature or for blocks: only a command changes that.
                 idle = not (output.prefill_tokens or output.decode_sequences)
                 standing = idle and not output.changed
@@ -167,13 +178,21 @@ class EngineRunner(Generic[E]):
             if self._on_dead is not None and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._on_dead, error)
         finally:
+            if self._turns is not None:
+                self._turns.close()
             self._fail_commands()
 
-    def _next_turn(self, *, wait: bool) -> bool:
-        """Run all waiting commands, after waiting for one if told so. False: stop now."""
+    def _wait_seconds(self, *, standing: bool, waiting: bool) -> float:
+        """How long to wait for a command, where there is none."""
+        if waiting and self._turns is not None:
+            return self._turns.poll_seconds
+        return IDLE_SECONDS if standing or not self._engine.has_work() else 0.0
+
+    def _obey_all(self, wait_seconds: float) -> bool:
+        """Run all waiting commands, after waiting for the first. False: stop now."""
         with self._wake:
-            if wait and not self._commands and not self._stopping:
-                self._wake.wait(IDLE_SECONDS)
+            if wait_seconds and not self._commands and not self._stopping:
+                self._wake.wait(wait_seconds)
             if self._stopping:
                 return False
             waiting = len(self._commands)
