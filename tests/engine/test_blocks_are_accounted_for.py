@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mmd_api.contract.errors import CapacityError, LeaseError, OverloadedError, PreemptedError
+from mmd_api.contract.errors import (
+    CapacityError,
+    CountMismatchError,
+    LeaseError,
+    OverloadedError,
+    PreemptedError,
+)
+from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.kv.leases import LeaseTable
 from tests.support.engine_oracle import TextModel, greedy, llama, make_engine, prompt_of, text_input
 
@@ -67,26 +75,31 @@ class Blocks(RuleBasedStateMachine):
             self.travelling.add(name)
         return name
 
-    @rule(target=offers, length=lengths, limit=outputs, arrived=st.integers(0, 9))
-    def offer(self, length, limit, arrived):
-        name = self.name()
-        before = self.engine.blocks.available
+    @rule(target=offers, length=lengths, limit=outputs, seed=prompts, arrived=st.integers(0, 9))
+    def offer(self, length, limit, seed, arrived):
+        name, tokens, prefix = self.name(), prompt_of(40, seed)[:length], list[bytes]()
+        extend_identities(prefix, tokens, [], BLOCK_TOKENS, length // BLOCK_TOKENS)
+        pool = self.engine.blocks
+        before, found = pool.available, pool.find(prefix)
+        in_use = sum(pool._references[block] > 0 for block in found)
         try:
-            self.engine.reserve(name, length, limit)
+            cached = self.engine.reserve(name, length, limit, prefix)
         except CapacityError:
             assert length + limit > BLOCKS * BLOCK_TOKENS
         except OverloadedError:
             assert self.engine.blocks.available == before
         else:
-            assert before - self.engine.blocks.available == -(-(length + 1) // BLOCK_TOKENS), (
+            assert cached == len(found) * BLOCK_TOKENS
+            assert before - pool.available == -(-(length + 1) // BLOCK_TOKENS) - in_use, (
                 "the output is reserved too"
             )
             self.leases.grant(name, "prefill-0", "i1", name, (), self.now, LEASE_SECONDS)
-        return name, length, limit, float(arrived)
+        return name, tokens, limit, float(arrived)
 
     @rule(target=sequences, offer=consumes(offers))
     def commit(self, offer):
-        name, length, limit, arrived = offer
+        name, tokens, limit, arrived = offer
+        length = len(tokens)
         try:
             self.leases.commit(name, self.now)
         except LeaseError:
@@ -94,12 +107,15 @@ class Blocks(RuleBasedStateMachine):
             self.leases.release(name)
             return name
         layout = MODEL.kv_layout
+        cached = self.engine._reservations[name].cached_tokens
         kv = [
-            torch.zeros(2, length, heads, dim)
+            torch.zeros(2, length - cached, heads, dim)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
         ]
-        self.engine.write_kv(name, 0, kv)
-        tokens = prompt_of(length, self.count)
+        if cached:
+            with pytest.raises(CountMismatchError):
+                self.engine.write_kv(name, cached - 1, [layer[:, :1] for layer in kv])
+        self.engine.write_kv(name, cached, kv)
         self.engine.attach(name, tokens, greedy(limit + 1), [7], length, [], arrived)
         self.wanted[name] = limit
         return name
@@ -144,7 +160,8 @@ class Blocks(RuleBasedStateMachine):
         engine, pool = self.engine, self.engine.blocks
         held = Counter(block for sequence in engine._sequences.values() for block in sequence.blocks)
         for name, reservation in engine._reservations.items():
-            assert not held.keys() & set(reservation.blocks), "a reserved block belongs to somebody else"
+            own = reservation.blocks[reservation.cached_tokens // BLOCK_TOKENS :]
+            assert not held.keys() & set(own), "a reserved block belongs to somebody else"
             assert self.leases.get(name, self.now)
             held.update(reservation.blocks)
         assert [held[block] for block in range(BLOCKS)] == pool._references

@@ -18,7 +18,7 @@ from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill import handover
-from mmd_workers.prefill.handover import Finished, KvSender, Ranges
+from mmd_workers.prefill.handover import Finished, KvSender, Ranges, prefix_of
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
@@ -26,6 +26,7 @@ from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
+BLOCK_TOKENS = 4
 CHUNK_SECONDS = 0.4
 CPU = torch.device("cpu")
 
@@ -37,10 +38,14 @@ class BusyEngine:
 
     def __init__(self, step_seconds: float) -> None:
         self.log: list[str] = []
+        self.cached_tokens = 0
+        self.offered: list[bytes] = []
         self.step_seconds = {"": step_seconds}  # by the first word of the command; others
 
-    async def reserve(self, *_: object) -> None:
+    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: list[bytes]) -> int:
+        self.offered = prefix
         await self._run("reserve")
+        return self.cached_tokens
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
         return [torch.full((2, end - start, 1, 16), float(start))]
@@ -89,6 +94,7 @@ async def pair(
             60.0,
             lambda: {"decode-0": "i1", **(others or {})},
             Metrics(),
+            BLOCK_TOKENS,
         )
     )
     try:
@@ -166,6 +172,22 @@ async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_
         engine.step_seconds["attach"] = 1.5
         await sender.hand_over(wanted, "r#0", reservation, three_ranges())
         assert engine.log == HANDED_OVER
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "written"), [(0, [0, 4, 8]), (3, [3, 4, 8]), (4, [4, 8]), (9, [9]), (12, [])]
+)
+async def test_kv_that_the_decoder_has_cached_is_not_sent(
+    connect: Connect, cached_tokens: int, written: list[int]
+) -> None:
+    engine = BusyEngine(0.0)
+    engine.cached_tokens = cached_tokens
+    async with pair(connect, engine) as (sender, _):
+        wanted = request()
+        await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
+        assert engine.offered == prefix_of(wanted, BLOCK_TOKENS)
+        assert len(engine.offered) == 3
+        assert engine.log == ["reserve", *(f"write {start}" for start in written), "attach"]
 
 
 @pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 2.0, 60.0])

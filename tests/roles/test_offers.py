@@ -50,13 +50,14 @@ class BusyEngine:
         self.asked = asyncio.Event()
         self.error: MmdError | None = None
 
-    async def reserve(self, sequence: str, *_: int) -> None:
+    async def reserve(self, sequence: str, *_: object) -> int:
         await self._step()
         if self.error is not None:
             raise self.error
         if sequence in self.reserved:
             raise ValueError(f"sequence {sequence} already exists")
         self.reserved.append(sequence)
+        return 0
 
     async def attach(self, sequence: str, *_: object) -> None:
         await self._step()

@@ -26,6 +26,7 @@ from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutp
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
 from mmd_workers.model.source import load_config, resolve_dtype
 from mmd_workers.pod import Pod
+from mmd_workers.prefill.handover import prefix_of
 from mmd_workers.vllm_engine.environment import prepare_environment
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
 from tests.support import adapters, engine_oracle
@@ -112,6 +113,7 @@ def pod_of(
         memory_fraction=1.0,
         compute_threads=1,
         group=member,
+        turns="",
         pod_ip="127.0.0.1",
         ranks_port=member and member.port,
     )
@@ -325,10 +327,13 @@ def hand_over(
     request = asked.request
     source.add(name, request, stop_after_prefill=True)
     supply(source, name, asked)
-    target.reserve(name, len(request.token_ids), request.sampling.max_tokens)
+    prefix = prefix_of(request, IDENTITY)
+    cached = target.reserve(name, len(request.token_ids), request.sampling.max_tokens, prefix)
     outcome = outcome or Outcome()
     step(source, outcome, until=lambda o: o.tokens.get(name))
-    for start, end in outcome.ready[name]:
+    for first, end in outcome.ready[name]:
+        if (start := max(first, cached)) >= end:
+            continue
         read = source.read_kv(name, start, end)
         assert read is not None
         target.write_kv(name, start, read)

@@ -20,6 +20,7 @@ from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature
+from mmd_workers.prefill.handover import prefix_of
 from mmd_workers.vllm_engine.features import LEAST_AHEAD_TOKENS
 from tests.support import engine_oracle
 from tests.support import model_zoo as zoo
@@ -349,6 +350,43 @@ def test_kv_of_a_prompt_with_media_moves_whether_it_was_cached_or_not(core, othe
         forget(other)
     assert core.cached_tokens(asked.request) > CHUNK
     assert all(end - start <= CHUNK for start, end in outcome.ready["a"]), "a cached prefix travels in chunks"
+
+
+def test_kv_that_the_decoder_has_cached_is_not_sent_again(core, other, asked, answer):
+    tokens = len(asked.request.token_ids)
+    prefix = prefix_of(asked.request, IDENTITY)
+    assert hand_over(core, other, asked) == answer
+    cached = other.reserve("b", tokens, 5, prefix)
+    assert cached == min(tokens, len(prefix) * IDENTITY) // BLOCK * BLOCK > CHUNK
+    taken = other.reserve("c", tokens, 5, prefix)
+    assert taken == cached, "several sequences share it"
+    with pytest.raises(CountMismatchError):
+        other.write_kv("c", 0, other._kv.read([1], 0, 4))
+    for name in "bc":
+        other.abort(name)
+    assert_empty(other)
+    assert hand_over(core, other, asked, name="d") == answer
+    forget(other)
+    assert other.reserve("e", tokens, 5, prefix) == 0
+    other.abort("e")
+    assert_empty(other)
+
+
+@pytest.mark.parametrize("identity", [BLOCK // 4, BLOCK, 3 * BLOCK])
+def test_blocks_are_found_whatever_size_identities_have(core, other, llava, monkeypatch, identity):
+    one = question(llava, LONG, LONG)
+    monkeypatch.setattr(other, "_identity_tokens", identity)
+    tokens, prefix = len(one.request.token_ids), prefix_of(one.request, identity)
+    expected = hand_over(core, other, one)
+    whole = tokens // identity * identity // BLOCK
+    assert other.reserve("b", tokens, 5, prefix) == whole * BLOCK > 0
+    assert other.reserve("c", tokens, 5, prefix[:-1]) == (len(prefix) - 1) * identity // BLOCK * BLOCK
+    assert other.reserve("d", tokens, 5, [b"unknown", *prefix[1:]]) == 0
+    for name in "bcd":
+        other.abort(name)
+    assert_empty(other)
+    monkeypatch.undo()
+    assert hand_over(core, other, one, name="e") == expected
 
 
 def test_a_reservation_is_refused_by_what_is_missing(llava):

@@ -80,7 +80,7 @@ class Side:
             bus=None,
             name="decode-0",
             tracing=None,
-            settings=SimpleNamespace(group=None),
+            settings=SimpleNamespace(group=None, turns=""),
         )
         self.stepped, turns = stepped, Turns(stepped)
         self.engine: SequenceEngine = adapter(turns, *more)
@@ -164,7 +164,7 @@ async def test_both_engines_count_the_same_for_the_same_requests(llava: Path) ->
     for side in both:
         await side.engine.add("held", text_request(engine_oracle.prompt_of(40, 4)), stop_after_prefill=True)
         side.step()
-        await side.engine.reserve("reserved", 40, 5)
+        await side.engine.reserve("reserved", 40, 5, [])
     counted = await agreed(both)
     assert {state: counted["mmd_sequences", state] for state in ("held", "reserved")} == {
         "held": 1,

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, CountMismatchError, OverloadedError
+from mmd_workers.prefill.handover import prefix_of
 from mmd_workers.vllm_engine.core import VllmCore
 from tests.support import model_zoo as zoo
 
@@ -125,11 +126,12 @@ class Driver:
     def reserve(self, name, kind):
         if name in self.kinds:
             return
+        request = self.asked[kind].request
         try:
-            self.core.reserve(name, len(self.asked[kind].request.token_ids), 20)
+            cached = self.core.reserve(name, len(request.token_ids), 20, prefix_of(request, cores.IDENTITY))
         except (OverloadedError, CapacityError):
             return
-        self.kinds[name], self.written[name] = kind, 0
+        self.kinds[name], self.written[name] = kind, cached
 
     def write(self, name, tokens):
         if name in self.written:

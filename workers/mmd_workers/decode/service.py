@@ -63,6 +63,7 @@ class _Inbound:
     offer: KvOffer
     sequence: str
     epoch: int  # of its link
+    cached_tokens: int  # whose KV is here already
     received: int = 0
     first_byte: float = 0.0
     last_byte: float = 0.0
@@ -253,7 +254,7 @@ class DecodeService(SequenceOwner):
             self._queue.join(offer.request_id, offer.arrived, now)
             return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
         try:
-            await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens)
+            cached = await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens, offer.prefix)
         except MmdError as error:
             if error.retryable:
                 self._queue.join(offer.request_id, offer.arrived, time.monotonic())
@@ -262,7 +263,7 @@ class DecodeService(SequenceOwner):
         try:
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
             pump = await self._ensure_pump(offer, epoch)
-            inbound = _Inbound(offer, sequence, epoch)
+            inbound = _Inbound(offer, sequence, epoch, cached)
             if (link := pump.made) is not None:  # else held once it is made
                 inbound.held.enter_context(link.held())
         except MmdError as error:
@@ -284,6 +285,7 @@ class DecodeService(SequenceOwner):
             lease_id=lease_id,
             epoch=epoch,
             link_endpoint=self._links.endpoint,
+            cached_tokens=cached,
         )
 
     async def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
@@ -439,9 +441,10 @@ class DecodeService(SequenceOwner):
         now = time.time()
         first, last = inbound.first_byte or now, inbound.last_byte or now
         self._metrics.transfer.labels("kv").observe(last - first)
-        tokens = len(tracked.request.token_ids)
+        tokens = max(0, inbound.offer.prompt_tokens - inbound.cached_tokens)
         num_bytes = tokens * self._kv_layout.bytes_per_token()
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
+        self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
         """End a handover that is not committed, and free its blocks."""

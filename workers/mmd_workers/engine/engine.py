@@ -49,7 +49,8 @@ WARM_UP_TOKENS = 64
 class _Reservation:
     blocks: list[int]
     kv_tokens: int  # at most this many may be written
-    written: int = 0
+    cached_tokens: int  # of these, whose blocks other sequences may share
+    written: int  # with those
 
 
 class Engine:
@@ -182,9 +183,12 @@ class Engine:
         with torch.no_grad():
             return self.kv.read(sequence.blocks, start, end)
 
-    def reserve(self, sequence_id: str, prompt_tokens: int, max_tokens: int) -> None:
+    def reserve(
+        self, sequence_id: str, prompt_tokens: int, max_tokens: int, prefix: Items[bytes] = ()
+    ) -> int:
         """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv` and the first of `max_tokens` more; the rest
-        grows block by block, so an unlimited answer reserves no more than a short one.
+        grows block by block, so an unlimited answer reserves no more than a short one. `prefix`: identities of the leading whole blocks.
+        Returns how many tokens have their KV in the prefix cache: what is written begins there.
 
         Raises:
             CapacityError: this can never fit.
@@ -197,10 +201,20 @@ class Engine:
             raise OverloadedError(
                 f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
-        needed = self.blocks.blocks_for(prompt_tokens + 1)
+        size, pool = self.blocks.block_tokens, self.blocks
+        found = pool.find(prefix[: prompt_tokens // size]) if self.scheduler.prefix_cache else []
+        needed = pool.blocks_for(prompt_tokens + 1) - len(found)
         growing = len(self.scheduler.running) + len(self._reservations)
-        check_spare(needed, growing, self.blocks.available, self.blocks.num_blocks)
-        self._reservations[sequence_id] = _Reservation(self.blocks.allocate(needed), prompt_tokens)
+        check_spare(needed, growing, pool.available_beside(found), pool.num_blocks)
+        pool.share(found)
+        try:
+            blocks = [*found, *pool.allocate(needed)]
+        except OverloadedError:
+            pool.release(found)
+            raise
+        cached = len(found) * size
+        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, cached, cached)
+        return cached
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on (the layout of `read_kv`) to reserved blocks; ranges come in order.
@@ -211,7 +225,7 @@ class Engine:
         """
         reservation = self._reservations[sequence_id]
         end = start + int(tensors[0].shape[1])
-        if start > reservation.written or end > reservation.kv_tokens:
+        if not reservation.cached_tokens <= start <= reservation.written or end > reservation.kv_tokens:
             raise CountMismatchError(
                 f"KV of tokens [{start}, {end}) arrived after {reservation.written} of {reservation.kv_tokens}"
             )

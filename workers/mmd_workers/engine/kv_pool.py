@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -53,12 +54,16 @@ class KvPool:
         return [blocks[position // size] * size + position % size for position in range(start, end)]
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
-        """KV of the tokens [start, end) in the canonical layout, copied."""
+        """KV of the tokens [start, end) in the canonical layout, copied: the layers are neighbours in one buffer."""
         index = torch.tensor(self.slots(blocks, start, end), device=self.device)
-        return [
-            torch.stack((keys.flatten(0, 1)[index], values.flatten(0, 1)[index]))
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
+        shapes = [(2, end - start, *keys.shape[2:]) for keys in self.keys]
+        sizes = [prod(shape) for shape in shapes]
+        buffer = torch.empty(sum(sizes), dtype=self.keys[0].dtype, device=self.device)
+        read = [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
+        for keys, values, out in zip(self.keys, self.values, read, strict=True):
+            torch.index_select(keys.flatten(0, 1), 0, index, out=out[0])
+            torch.index_select(values.flatten(0, 1), 0, index, out=out[1])
+        return read
 
     def write(self, blocks: Sequence[int], start: int, tensors: Sequence[torch.Tensor]) -> int:
         """Write canonical tensors on this pool's device to the tokens from `start` on; returns how many tokens they held.

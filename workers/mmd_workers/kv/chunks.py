@@ -48,16 +48,32 @@ def empty_range(layout: Layout, num_tokens: int, device: torch.device) -> list[t
 
 
 def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order; those that span layers are copies.
-    Lazy: at most one copied piece lives at a time if the caller keeps none.
+    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order; those that span layers are copies, unless
+    the layers are neighbours in one buffer, as those of `empty_range`. Lazy: at most one copied piece lives at a time if the caller
+    keeps none.
 
     Raises:
         LinkError: a tensor is not contiguous.
     """
     flat = [bytes_of(tensor) for tensor in tensors]
+    if (whole := _joined(flat)) is not None:
+        yield from torch.split(whole, PIECE_BYTES)
+        return
     for segments in _plan(tuple(part.numel() for part in flat)):
         parts = [flat[layer][start:stop] for layer, start, stop in segments]
         yield parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of all parts, if each begins where the one before it ends."""
+    if not any(part.numel() for part in parts):
+        return None
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        if part.storage_offset() != end or part.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def send_range(link: KvLink, tensors: Sequence[torch.Tensor], first_tag: int) -> int:

@@ -206,6 +206,10 @@ class Metrics(MetricTable):
             SHORT_SECONDS,
             "link",
         )
+        self.kv_cached_tokens = counter(
+            "mmd_kv_cached_tokens_total",
+            "Tokens of handed over sequences whose KV was not sent, because the decoder had it",
+        )
         self.transfer_failures = counter(
             "mmd_transfer_failures_total",
             "Failed transfers",

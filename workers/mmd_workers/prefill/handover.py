@@ -26,6 +26,8 @@ from mmd_api.contract.errors import (
     PeerLostError,
 )
 from mmd_workers.backoff import Backoff
+from mmd_workers.engine.blocks import extend_identities, root_of
+from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.limited_log import RateLimitedLog
@@ -52,6 +54,7 @@ ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced
 ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
 LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
+MAX_OFFERED_BLOCKS = 1024  # of a prompt, by their identities
 MAX_TRIES = 5  # pairs that may fail during one handover
 
 
@@ -81,6 +84,14 @@ class KvReservation:
     link: asyncio.Task[PairLink]
 
 
+def prefix_of(request: GenerateRequest, block_tokens: int) -> list[bytes]:
+    """Identities of the leading whole blocks of all that has to travel."""
+    tokens, identities = [*request.token_ids, *request.output_token_ids], list[bytes]()
+    whole = min(len(tokens) // block_tokens, MAX_OFFERED_BLOCKS)
+    extend_identities(identities, tokens, media_spans(request), block_tokens, whole, root_of(request.adapter))
+    return identities
+
+
 class KvSender:
     """Hands sequences over to decode pods. One chunk at a time per link, announced before it is sent."""
 
@@ -94,8 +105,11 @@ class KvSender:
         lease_seconds: float,
         incarnations: Callable[[], Mapping[str, str]],
         metrics: Metrics,
+        block_tokens: int = 0,
     ) -> None:
-        """`incarnations()`: of the decode pods that are ready now, by name."""
+        """`incarnations()`: of the decode pods that are ready now, by name. `block_tokens`: of the blocks that decoders have cached; 0:
+        they cache none.
+        """
         self._bus = bus
         self._pod = pod
         self._incarnation = incarnation
@@ -106,6 +120,7 @@ class KvSender:
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
         self._metrics = metrics
+        self._block_tokens = block_tokens
         self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
         self._releases: set[asyncio.Task[None]] = set()
         self._log = RateLimitedLog(log)
@@ -135,6 +150,7 @@ class KvSender:
         """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         unable: dict[str, MmdError] = {}
+        prefix = prefix_of(request, self._block_tokens) if self._block_tokens else []
         while time.time() < request.deadline:
             there = self._incarnations()
             if not there:
@@ -148,9 +164,8 @@ class KvSender:
                     continue
                 alone = all(other == pod or other in unable for other in pods)
                 try:
-                    grant = await self._offer(
-                        request, pod, there[pod], LONGEST_STEP_SECONDS if alone else 0.0
-                    )
+                    patience = LONGEST_STEP_SECONDS if alone else 0.0
+                    grant = await self._offer(request, prefix, pod, there[pod], patience)
                 except asyncio.CancelledError:
                     queued.add(
                         pod
@@ -197,7 +212,7 @@ class KvSender:
             return
         self._linking += 1
         try:
-            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time())
+            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time(), [])
             if not grant.granted:
                 raise OverloadedError(f"{pod} refused the link: {grant.reason}")
             await self._connect(pod, incarnation, grant)
@@ -205,7 +220,12 @@ class KvSender:
             self._linking -= 1
 
     async def _offer(
-        self, request: GenerateRequest, pod: str, incarnation: str, patience_seconds: float
+        self,
+        request: GenerateRequest,
+        prefix: list[bytes],
+        pod: str,
+        incarnation: str,
+        patience_seconds: float,
     ) -> KvGrant:
         """Ask a pod, and again for `patience_seconds` while it is alive: its engine may be in a long step. A repeated offer gets the
         grant in progress, also after other pods were asked meanwhile.
@@ -221,7 +241,7 @@ class KvSender:
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
-                return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived)
+                return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived, prefix)
             except (DeadlineError, OverloadedError) as error:
                 if time.time() > end or self._incarnations().get(pod) != incarnation:
                     raise
@@ -237,6 +257,7 @@ class KvSender:
         prompt_tokens: int,
         max_tokens: int,
         arrived: float,
+        prefix: list[bytes],
     ) -> KvGrant:
         offer = KvOffer(
             request_id=request_id,
@@ -251,6 +272,7 @@ class KvSender:
             lease_seconds=self._lease_seconds,
             arrived=arrived,
             failed_epoch=self._links.failed_epoch(pod, incarnation),
+            prefix=prefix,
         )
         return await self._bus.request(
             self._bus.subjects.kv_offer(pod), offer, KvGrant, timeout=OFFER_SECONDS
@@ -319,16 +341,19 @@ class KvSender:
         try:
             link = await reservation.link
             with link.held():
-                sent = 0
-                while sent < len(ranges.ready) or ranges.finished is None:
-                    if sent == len(ranges.ready):
+                seen = sent = 0
+                while seen < len(ranges.ready) or ranges.finished is None:
+                    if seen == len(ranges.ready):
                         ranges.changed.clear()
                         async with asyncio.timeout(max(0.0, request.deadline - time.time())):
                             await ranges.changed.wait()
                         continue
-                    start, end = ranges.ready[sent]
-                    await self._send(link, reservation, sequence, sent, start, end)
-                    sent += 1
+                    start, end = ranges.ready[seen]
+                    seen += 1
+                    start = max(start, reservation.grant.cached_tokens)
+                    if start < end:
+                        await self._send(link, reservation, sequence, sent, start, end)
+                        sent += 1
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
             raise DeadlineError("request deadline exceeded while its KV was being sent") from error

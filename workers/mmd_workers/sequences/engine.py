@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +77,11 @@ class SequenceEngine(ABC):
         """KV of the tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim]."""
 
     @abstractmethod
-    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and for the first of `max_tokens` more.
+    async def reserve(
+        self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes]
+    ) -> int:
+        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and for the first of `max_tokens` more. `prefix`:
+        identities of the leading whole blocks. Returns how many tokens have their KV in the prefix cache: the rest has to arrive.
 
         Raises:
             CapacityError: this can never fit.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
+from mmd_workers.engine.turns import Turns
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
@@ -55,9 +58,14 @@ class SteppedEngine(SequenceEngine):
         )
         return read
 
-    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Take blocks from the pool."""
-        await self._runner.call(lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens))
+    async def reserve(
+        self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes]
+    ) -> int:
+        """Take blocks from the pool, and share those of the prefix cache."""
+        cached: int = await self._runner.call(
+            lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens, prefix)
+        )
+        return cached
 
     async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write to the reserved blocks."""
@@ -74,7 +82,9 @@ class SteppedHost(EngineHost):
 
     def _run(self, engine: Reporting) -> EngineRunner[Any]:
         """Start the thread."""
-        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed)
+        file = self._pod.settings.turns if self._device.type == "cpu" else ""
+        turns = Turns(Path(file)) if file else None
+        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed, turns)
         self._runner.start()
         return self._runner
 

@@ -73,7 +73,8 @@ class _Sequence:
 class _Reservation:
     blocks: list[KVCacheBlock]
     prompt_tokens: int
-    written: int = 0
+    shared: int  # leading blocks, of the prefix cache
+    written: int
 
 
 def _bad_logits(adapter: str) -> BadLogitsError:
@@ -128,9 +129,8 @@ class VllmCore:
         self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's own
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
-        self._prefixes: OrderedDict[bytes, BlockHash] = (
-            OrderedDict()
-        )  # identity -> vLLM's hash of the block that ends it
+        self._prefixes: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
+        """By identity vLLM's hashes of the blocks that have its tokens, in order."""
         self._failure: Exception | None = None  # of the step that ended this engine
         self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
@@ -313,8 +313,9 @@ class VllmCore:
             return None
         return self._kv.read([block.block_id for block in sequence.blocks], start, end)
 
-    def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts.
+    def reserve(self, name: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes] = ()) -> int:
+        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts. `prefix`: identities of the leading
+        whole blocks. Returns how many tokens have their KV in the prefix cache: what is written begins there.
 
         Raises:
             CapacityError: this can never fit.
@@ -327,20 +328,42 @@ class VllmCore:
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
         first_step = min(prompt_tokens + 1 + self._num_drafts, self.max_model_len)
-        needed = blocks_for(first_step, self._block_tokens)
-        free = self._pool.get_num_free_blocks()
+        shared = self._cached_blocks(prefix, prompt_tokens)
+        needed = blocks_for(first_step, self._block_tokens) - len(shared)
+        free = self._pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in shared)
         check_spare(needed, there, free, self._num_blocks)
         if needed > free:
             raise OverloadedError(
                 f"{needed} KV blocks are needed, {free} are available; try another decode worker, or give the pool more memory"
             )
-        blocks = self._pool.get_new_blocks(needed)
-        self._reservations[name] = _Reservation(blocks, prompt_tokens)
+        self._pool.touch(shared)
+        blocks = [*shared, *self._pool.get_new_blocks(needed)]
+        cached = len(shared) * self._block_tokens
+        self._reservations[name] = _Reservation(blocks, prompt_tokens, len(shared), cached)
         try:
-            self._kv.clear([block.block_id for block in blocks])
+            written = (
+                prompt_tokens // self._block_tokens
+            )  # of these every token is, before attention reads them
+            self._kv.clear([block.block_id for block in blocks[written:]])
         except BaseException:
             self.abort(name)
             raise
+        return cached
+
+    def _cached_blocks(self, prefix: Sequence[bytes], prompt_tokens: int) -> list[KVCacheBlock]:
+        """vLLM's leading blocks that hold the KV of these identities' tokens, as far as they are cached."""
+        size, found = self._identity_tokens, list[KVCacheBlock]()
+        for number, identity in enumerate(prefix):
+            hashes = self._prefixes.get(identity, ())
+            most = min(prompt_tokens, (number + 1) * size) // self._block_tokens
+            for block, known in enumerate(hashes, number * size // self._block_tokens):
+                if len(found) <= block < most:
+                    if block > len(found) or (there := self._pool.get_cached_block(known, [0])) is None:
+                        return found
+                    found.extend(there)
+            if not hashes:
+                break
+        return found
 
     def write_kv(self, name: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on to reserved blocks; ranges come in order.
@@ -382,21 +405,23 @@ class VllmCore:
         left = request.sampling.max_tokens - len(output_token_ids)
         made = self._builder.build(name, request, output_token_ids, left)
         self._check_runs(made)
-        self._adopt(made, reservation.blocks, known - 1)
+        self._adopt(made, reservation, known - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)
         self._begin(made)
 
-    def _adopt(self, request: Request, blocks: list[KVCacheBlock], tokens: int) -> None:
+    def _adopt(self, request: Request, reservation: _Reservation, tokens: int) -> None:
         """Make blocks that hold the KV of a request's first tokens its own, as if it had computed them."""
         (manager,) = self._manager.coordinator.single_type_managers
-        manager.req_to_blocks[request.request_id] = list(blocks)
-        manager.num_cached_block[request.request_id] = 0
+        manager.req_to_blocks[request.request_id] = list(reservation.blocks)
+        manager.num_cached_block[request.request_id] = reservation.shared
         self._manager.cache_blocks(request, tokens)
         request.num_computed_tokens = tokens
         if request.prefill_stats is not None:
             request.prefill_stats.set(
-                request.num_prompt_tokens, num_local_cached_tokens=0, num_external_cached_tokens=tokens
+                request.num_prompt_tokens,
+                num_local_cached_tokens=(cached := reservation.shared * self._block_tokens),
+                num_external_cached_tokens=tokens - cached,
             )
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -524,7 +549,7 @@ class VllmCore:
                 SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top)
             )
             sequence.made += 1
-            if sequence.made == 1 and not sequence.attached:
+            if sequence.made == 1:
                 self._note_prefix(sequence)
         ended = made.finish_reason is not None
         if ended and not made.new_token_ids:
@@ -573,8 +598,9 @@ class VllmCore:
         spans, root = media_spans(sequence.source), root_of(sequence.source.adapter)
         extend_identities(identities, tokens, spans, size, covered // size, root)
         for number, identity in enumerate(identities):
-            last_token = (number + 1) * size - 1
-            self._prefixes[identity] = request.block_hashes[last_token // self._block_tokens]
+            first, last = number * size, (number + 1) * size - 1
+            blocks = request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1]
+            self._prefixes[identity] = tuple(blocks)
             self._prefixes.move_to_end(identity)
         while len(self._prefixes) > MAX_PREFIXES:
             self._prefixes.popitem(last=False)
@@ -585,7 +611,7 @@ class VllmCore:
         for identity in reversed(self._prefixes):
             if len(found) == limit:
                 break
-            if self._pool.get_cached_block(self._prefixes[identity], [0]) is not None:
+            if self._pool.get_cached_block(self._prefixes[identity][-1], [0]) is not None:
                 found.append(identity.hex())
         return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmd_api.contract.errors import UnsupportedModelError
+from mmd_workers.kv.chunks import empty_range
 from mmd_workers.model.prompt import KvLayout
 
 DIGIT = 128  # numbers below it are exact in every floating-point type of 16 bits
@@ -178,17 +179,16 @@ class PagedKv:
         """KV of tokens [start, end) of a sequence whose blocks these are; copies."""
         rows, skipped = self._rows(block_ids, start, end)
         slots = self._slots(rows, skipped, end - start)
-        read = []
-        for layer, halves, views in zip(self.layers, self._halves, self._views, strict=True):
+        read = empty_range(self.layout, end - start, self._device) if self.layers else []
+        for layer, halves, views, out in zip(self.layers, self._halves, self._views, read, strict=True):
             if views is not None:
-                read.append(torch.stack([view[slots] for view in views]))
+                for view, target in zip(views, out, strict=True):
+                    torch.ops.aten.index.Tensor_out(view, slots, out=target)
                 continue
             blocks = self._blocks(layer, rows)
-            out = layer.cache.new_empty(2, end - start, layer.num_kv_heads, layer.head_dim)
             for half, target in zip(halves, out, strict=True):
                 tokens = half.of(blocks).reshape(-1, layer.num_kv_heads, layer.head_dim)
                 target.copy_(tokens[skipped : skipped + end - start])
-            read.append(out)
         return read
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
@@ -211,7 +211,7 @@ class PagedKv:
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks: what attention reads behind the last token must at least be finite."""
-        blocks = torch.tensor(block_ids, device=self._device)
+        blocks = torch.tensor(block_ids, dtype=torch.long, device=self._device)
         for layer in self.layers:
             layer.cache[blocks] = 0
 

@@ -355,7 +355,7 @@ class KvOffer:
     `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` and `backend` must equal the decoder's own.
     `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
     what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
-    seconds) get room first. An offer of 0 prompt tokens is for the link alone, before a request needs it: it is granted
+    seconds) get room first. `prefix`: identities of the prompt's leading whole blocks. An offer of 0 prompt tokens is for the link alone, before a request needs it: it is granted
     without a lease.
     """
 
@@ -371,11 +371,13 @@ class KvOffer:
     lease_seconds: float
     arrived: float
     failed_epoch: int = -1
+    prefix: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGrant:
-    """Reply to a KvOffer. `lease_id` names the granted blocks until commit or the end of the lease.
+    """Reply to a KvOffer. `lease_id` names the granted blocks until commit or the end of the lease. The decoder has the KV of the first
+    `cached_tokens` already: what is sent begins there.
 
     Not granted: `code` and `reason` say why; `too_large` means never, at this pod.
     """
@@ -385,6 +387,7 @@ class KvGrant:
     lease_id: str = ""
     epoch: int = 0
     link_endpoint: str = ""
+    cached_tokens: int = 0
     code: str = ""
     reason: str = ""
 
