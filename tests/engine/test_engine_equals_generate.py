@@ -5,11 +5,13 @@ import functools
 import pytest
 
 from mmd_api.contract.errors import CapacityError, OverloadedError, PreemptedError
+from mmd_workers.engine.blocks import extend_identities
 from tests.support.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,
     generate,
+    greedy,
     make_engine,
     prompt_of,
     run,
@@ -226,3 +228,45 @@ def test_a_reservation_takes_the_prompt_and_not_the_longest_answer():
     assert engine.stats().blocks_reserved == 3 * 9
     with pytest.raises(CapacityError, match="give the pool more memory"):
         make_engine(model, blocks=39, block_tokens=8, max_model_len=320).reserve("never", 64, 256)
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_what_the_decoder_has_cached_is_not_moved_again(name):
+    model, prompts, answers = model_and_answers(name)
+    prefill = make_engine(model, block_tokens=16, chunk_tokens=32, prefix_cache=False)
+    decode = make_engine(model, block_tokens=8)
+
+    def hand_over(sequence, prompt):
+        item, outcome = text_input(model, sequence, prompt, NEW_TOKENS, stop_after_prefill=True), Outcome()
+        prefill.add(item)
+        while not outcome.tokens.get(sequence):
+            outcome.take(prefill.step())
+        identities: list[bytes] = []
+        extend_identities(identities, prompt, [], 8, len(prompt) // 8)
+        cached = decode.reserve(sequence, len(prompt), NEW_TOKENS, identities)
+        move_kv(prefill, decode, sequence, cached, len(prompt), 7)
+        first, position = outcome.tokens[sequence], item.prompt.next_position
+        decode.attach(sequence, item.prompt.token_ids, item.sampling, first, position, [])
+        prefill.abort(sequence)
+        return cached, run(decode, outcome).tokens[sequence]
+
+    prompt, answer = prompts[3], answers[3]
+    assert hand_over("first", prompt) == (0, answer)
+    assert hand_over("again", prompt) == (64, answer)
+    assert hand_over("half", prompt[:37]) == (32, generate(TEXT_MODELS[name](), prompt[:37], NEW_TOKENS))
+    turn = [*prompt, *answer, *prompts[0]]
+    assert hand_over("next turn", turn) == (72, generate(TEXT_MODELS[name](), turn, NEW_TOKENS))
+    assert decode.stats().blocks_free == decode.stats().blocks_total
+
+
+def test_cached_kv_that_is_forgotten_is_not_found_again_through_those_that_share_it():
+    model, prompts, _ = model_and_answers(next(iter(TEXT_MODELS)))
+    engine, prompt = make_engine(model, block_tokens=8), prompts[3]
+    engine.add(text_input(model, "a", prompt, 30))
+    engine.step()
+    identities: list[bytes] = []
+    extend_identities(identities, prompt, [], 8, len(prompt) // 8)
+    assert engine.reserve("b", len(prompt), 5, identities) == 64
+    engine.blocks.forget(engine._sequences["a"].blocks)
+    engine.attach("b", prompt, greedy(5), [7], len(prompt), [])
+    assert engine.blocks.find(identities) == []

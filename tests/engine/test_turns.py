@@ -32,6 +32,7 @@ while not turns.take():
 print("computes", flush=True)
 sys.stdin.readline()
 turns.give()
+turns.leave()
 print("done", flush=True)
 sys.stdin.readline()
 """
@@ -88,7 +89,7 @@ def until_taken(own: Turns) -> float:
     """Ask as an engine's thread does; how long it took."""
     begun = time.monotonic()
     while not own.take():
-        time.sleep(own.poll_seconds)
+        time.sleep(turns.POLL_SECONDS)
     return time.monotonic() - begun
 
 
@@ -131,7 +132,7 @@ def test_a_process_that_is_frozen_in_its_turn_delays_another_once(
     for _ in range(3):
         own.give()
         assert own.take(), "it computes beside the other"
-    own.give()
+    own.leave()
     first.process.send_signal(signal.SIGCONT)
     first.end_step()
     assert first.says() == "done"
@@ -145,10 +146,41 @@ def test_who_has_nothing_to_compute_any_more_leaves_the_queue(
     first = other()
     assert first.says() == "computes"
     assert not own.take()
-    own.give()
+    own.leave()
     first.end_step()
     assert first.says() == "done"
     assert other().says() == "computes"
+
+
+BUSY = """
+import sys, time
+from pathlib import Path
+from mmd_workers.engine.turns import POLL_SECONDS, Turns
+
+turns, steps, end = Turns(Path(sys.argv[1])), [float(s) for s in sys.argv[3].split(",")], time.monotonic() + float(sys.argv[2])
+taken = vain = 0
+while time.monotonic() < end:
+    while not turns.take():
+        time.sleep(POLL_SECONDS)
+    taken, vain = taken + 1, vain + (not turns._holds)
+    time.sleep(steps[taken - 1] if taken <= len(steps) else steps[-1])
+    turns.give()
+print(taken, vain, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [["0.02", "0.1,0.1,0.7,0.1"], ["0.02", "0.1", "0.1"], ["0.03"] * 4],
+    ids=["one step takes long", "three", "four"],
+)
+def test_busy_processes_keep_taking_turns(file: Path, steps: list[str]) -> None:
+    command = [sys.executable, "-c", BUSY, str(file), "4"]
+    running = [subprocess.Popen([*command, own], stdout=subprocess.PIPE, text=True) for own in steps]
+    for process in running:
+        taken, vain = map(int, process.communicate(timeout=60)[0].split())
+        assert vain <= taken / 4 + 2, f"{vain} of {taken} steps ran beside another"
+        assert taken >= 3
 
 
 async def test_an_engine_obeys_while_it_waits_for_its_turn_and_steps_in_it(

@@ -72,6 +72,7 @@ async def pair(
     chunk_seconds: float = CHUNK_SECONDS,
     max_links: int = 64,
     others: dict[str, str] | None = None,
+    lease_seconds: float = 60.0,
 ) -> AsyncIterator[tuple[KvSender, list[LinkManager]]]:
     """The sender of prefill-0, the only peer of decode-0, which has this engine; and the links of both."""
     decode, prefill = await connect("decode-0"), await connect("prefill-0")
@@ -81,7 +82,9 @@ async def pair(
     ]
     book = SequenceBook(decode, "decode-0", Metrics(), Tracing("test", "test", "test", None))
     parts: tuple[Any, ...] = (decode, "decode-0", engine, links[0], book, Metrics())
-    await cast(Any, DecodeService)(*parts).start()
+    service = cast(Any, DecodeService)(*parts)
+    await service.start()
+    expiring = asyncio.create_task(service.run())
     await decode.flush()
     reader = cast(Any, BusyEngine(0.0))
     sender = KvSender(
@@ -91,7 +94,7 @@ async def pair(
             "i1",
             reader,
             links[1],
-            60.0,
+            lease_seconds,
             lambda: {"decode-0": "i1", **(others or {})},
             Metrics(),
             BLOCK_TOKENS,
@@ -100,6 +103,7 @@ async def pair(
     try:
         yield sender, links
     finally:
+        expiring.cancel()
         for manager in links:
             manager.close()
 
@@ -188,6 +192,26 @@ async def test_kv_that_the_decoder_has_cached_is_not_sent(
         assert engine.offered == prefix_of(wanted, BLOCK_TOKENS)
         assert len(engine.offered) == 3
         assert engine.log == ["reserve", *(f"write {start}" for start in written), "attach"]
+
+
+async def test_a_lease_is_renewed_while_prefill_computes_what_the_decoder_has_cached(
+    connect: Connect,
+) -> None:
+    engine = BusyEngine(0.0)
+    engine.cached_tokens = 12
+    async with pair(connect, engine, lease_seconds=1.0) as (sender, _):
+        wanted, ranges = request(), Ranges()
+        reservation = await sender.reserve(wanted)
+        handing_over = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, ranges))
+        for end in (2, 4, 6, 8, 10, 12):
+            await asyncio.sleep(0.5)
+            ranges.ready.append((end - 2, end))
+            ranges.changed.set()
+        ranges.finished = Finished([1], 12)
+        ranges.changed.set()
+        async with asyncio.timeout(10):
+            await handing_over
+        assert engine.log == ["reserve", "attach"]
 
 
 @pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 2.0, 60.0])

@@ -389,6 +389,36 @@ def test_blocks_are_found_whatever_size_identities_have(core, other, llava, monk
     assert hand_over(core, other, one, name="e") == expected
 
 
+def test_kv_that_spoiled_a_sequence_is_not_found_by_the_next(core, other, asked, answer):
+    tokens, prefix = len(asked.request.token_ids), prefix_of(asked.request, IDENTITY)
+    assert hand_over(core, other, asked) == answer
+    forget(other)
+    core.add("a", asked.request, stop_after_prefill=True)
+    supply(core, "a", asked)
+    outcome = step(core, until=lambda o: o.tokens.get("a"))
+    assert other.reserve("a", tokens, 5, prefix) == 0
+    other.write_kv("a", 0, [layer * float("nan") for layer in core.read_kv("a", 0, tokens)])
+    core.abort("a")
+    other.attach("a", asked.request, outcome.tokens["a"])
+    assert isinstance(step(other).failed["a"], BadLogitsError)
+    assert_empty(other)
+    assert other.reserve("b", tokens, 5, prefix) == 0
+    other.abort("b")
+    assert hand_over(core, other, asked, name="c") == answer
+
+
+def test_an_answer_is_cached_for_the_next_turn_of_a_conversation(core, other, llava):
+    one = question(llava, LONG, max_tokens=2 * BLOCK)
+    answer = hand_over(core, other, one)
+    turn = replace(one.request, token_ids=[*one.request.token_ids, *answer, *range(5, 15)])
+    known = len(one.request.token_ids) + len(answer) - 1
+    prefix = prefix_of(turn, IDENTITY)
+    cached = other.reserve("b", len(turn.token_ids), 5, prefix)
+    assert cached == known // BLOCK * BLOCK > len(one.request.token_ids)
+    other.abort("b")
+    assert_empty(other)
+
+
 def test_a_reservation_is_refused_by_what_is_missing(llava):
     core = make(llava, blocks=8, max_model_len=8 * BLOCK, max_sequences=2)
     with pytest.raises(CapacityError):
@@ -610,9 +640,8 @@ def test_stats_add_up(core, asked):
 
 
 def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_evicted(core, asked):
-    ask(core, asked)
     expected: list[bytes] = []
-    tokens = asked.request.token_ids
+    tokens = [*asked.request.token_ids, *ask(core, asked)[:-1]]
     extend_identities(
         expected, tokens, media_spans(asked.request), IDENTITY, len(tokens) // BLOCK * (BLOCK // IDENTITY)
     )

@@ -357,10 +357,12 @@ class DecodeService(SequenceOwner):
                 started.set_result(None)
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
-                with link.held():  # its lease may end meanwhile
-                    tensors = await asyncio.to_thread(
-                        recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
-                    )
+                tensors: list[torch.Tensor] = []
+                if chunk.num_tokens:  # else it renews the lease
+                    with link.held():  # its lease may end meanwhile
+                        tensors = await asyncio.to_thread(
+                            recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
+                        )
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     await self._store(chunk, inbound, tensors)
         except Exception as failure:
@@ -380,7 +382,8 @@ class DecodeService(SequenceOwner):
         """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link."""
         try:
             self._leases.get(chunk.lease_id, time.monotonic())
-            await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
+            if tensors:
+                await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
             self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
         except (MmdError, KeyError) as error:
             reason = error if isinstance(error, MmdError) else LeaseError("the reservation no longer exists")
@@ -440,7 +443,8 @@ class DecodeService(SequenceOwner):
     def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
         now = time.time()
         first, last = inbound.first_byte or now, inbound.last_byte or now
-        self._metrics.transfer.labels("kv").observe(last - first)
+        if inbound.last_byte:  # else all of it was cached here
+            self._metrics.transfer.labels("kv").observe(last - first)
         tokens = max(0, inbound.offer.prompt_tokens - inbound.cached_tokens)
         num_bytes = tokens * self._kv_layout.bytes_per_token()
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))

@@ -49,7 +49,8 @@ WARM_UP_TOKENS = 64
 class _Reservation:
     blocks: list[int]
     kv_tokens: int  # at most this many may be written
-    cached_tokens: int  # of these, whose blocks other sequences may share
+    shared: int  # leading blocks, of the prefix cache
+    cached_tokens: int  # in those
     written: int  # with those
 
 
@@ -213,7 +214,7 @@ class Engine:
             pool.release(found)
             raise
         cached = len(found) * size
-        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, cached, cached)
+        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, len(found), cached, cached)
         return cached
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
@@ -271,6 +272,7 @@ class Engine:
             arrived=arrived,
             num_outputs=len(output_token_ids),
             blocks=reservation.blocks,
+            registered=reservation.shared,
         )
         self._sequences[sequence_id] = sequence
         self.scheduler.start(sequence)
@@ -483,7 +485,7 @@ class Engine:
         return EngineStats(
             blocks_total=self.blocks.num_blocks,
             blocks_free=self.blocks.available,
-            blocks_reserved=sum(len(r.blocks) for r in self._reservations.values()),
+            blocks_reserved=sum(len(r.blocks) - r.shared for r in self._reservations.values()),
             block_tokens=self.blocks.block_tokens,
             waiting_sequences=len(waiting),
             running_sequences=len(running),

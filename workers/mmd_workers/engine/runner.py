@@ -16,7 +16,7 @@ import torch
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
 from mmd_workers.device import check_device
 from mmd_workers.engine.interface import StepOutput
-from mmd_workers.engine.turns import Turns
+from mmd_workers.engine.turns import POLL_SECONDS, Turns
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ class EngineRunner(Generic[E]):
             standing = waiting = False
             while self._obey_all(self._wait_seconds(standing=standing, waiting=waiting)):
                 if not self._engine.has_work():
-                    if self._turns is not None and waiting:
-                        self._turns.give()
+                    if self._turns is not None:
+                        self._turns.leave()
                         waiting = False
                     continue
                 if waiting := self._turns is not None and not self._turns.take():
@@ -184,8 +184,8 @@ class EngineRunner(Generic[E]):
 
     def _wait_seconds(self, *, standing: bool, waiting: bool) -> float:
         """How long to wait for a command, where there is none."""
-        if waiting and self._turns is not None:
-            return self._turns.poll_seconds
+        if waiting:
+            return POLL_SECONDS
         return IDLE_SECONDS if standing or not self._engine.has_work() else 0.0
 
     def _obey_all(self, wait_seconds: float) -> bool:

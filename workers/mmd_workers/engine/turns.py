@@ -8,78 +8,109 @@ files, which end with the process that holds them, make a queue: who holds the s
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_SECONDS = 0.5  # longer than most steps; then pods share the cores
-SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.0005, 0.002
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 0.5  # longer than most steps
+LONGEST_SECONDS = 5.0  # more than a few turns of others
+POLL_SECONDS = 0.001  # the same for all who wait, since asking more often would be an advantage
 
 
 class Turns:
     """One process's part in them. Used by one thread.
 
-    A step that others have waited for in vain may run for long, or its process may be frozen: this one steps beside it, and waits
-    again once there has been a turn.
+    While no turn begins or ends for `PATIENCE_SECONDS`, one runs for long, or is frozen: then this process steps beside it, and
+    keeps its place in the queue.
     """
 
     def __init__(self, file: Path) -> None:
-        """`file`: beside it another is made; the pods that take turns name the same."""
+        """`file`: counts beginnings and ends of turns; beside it another is made. The pods that take turns name the same."""
         self._running = _Lock(file)
         self._next = _Lock(file.with_name(f"{file.name}.next"))
         self._wanted_at: float | None = None
-        self._in_vain = False
+        self._seen, self._seen_at = -1, 0.0  # what the file counts, and when that number was new here
+        self._holds = False
 
     def take(self) -> bool:
-        """Whether to step now; else ask again in `poll_seconds`. After each step `give` is due."""
+        """Whether to step now; else ask again in `POLL_SECONDS`. After each step `give` is due, and `leave` when there is nothing to do."""
         now = time.monotonic()
         if self._wanted_at is None:
             self._wanted_at = now
         if self._next.take() and self._running.take():
-            self._in_vain = False
-        elif self._in_vain or now - self._wanted_at > PATIENCE_SECONDS:
-            self._in_vain = True
+            self._next.give()
+            self._holds = True
+            self._see(self._running.add_one(), now)
         else:
-            return False
-        self._next.give()
+            self._see(self._running.number(), now)
+            waited = now - self._wanted_at
+            if now - self._seen_at <= PATIENCE_SECONDS and waited <= LONGEST_SECONDS:
+                return False
         self._wanted_at = None
         return True
 
-    @property
-    def poll_seconds(self) -> float:
-        """When to ask again: asking takes time of the cores that the step of another uses."""
-        waited = time.monotonic() - (self._wanted_at or 0.0)
-        return min(LONGEST_POLL_SECONDS, max(SHORTEST_POLL_SECONDS, waited / 4))
+    def _see(self, counted: int, now: float) -> None:
+        if counted != self._seen:
+            self._seen, self._seen_at = counted, now
 
     def give(self) -> None:
-        """The step has ended, or there is nothing to step for any more."""
-        self._running.give()
+        """The step has ended."""
+        if self._holds:
+            self._holds = False
+            self._see(self._running.add_one(), time.monotonic())
+            self._running.give()
+
+    def leave(self) -> None:
+        """There is nothing to step for: give up the place in the queue too."""
+        self.give()
         self._next.give()
         self._wanted_at = None
 
     def close(self) -> None:
-        """Give up the turn and the place in the queue."""
+        """Of the turn, too."""
         self._running.close()
         self._next.close()
 
 
 class _Lock:
-    """An exclusive lock among processes."""
+    """An exclusive lock among processes, and a number in its file."""
 
     def __init__(self, file: Path) -> None:
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._works = True
 
     def take(self) -> bool:
-        """Whether this process holds it now."""
+        """Whether this process holds it now. Where files cannot be locked everybody holds it."""
+        if not self._works:
+            return True
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
+        except OSError as error:
+            self._works = False
+            log.warning("engines of this machine do not take turns: %s", error)
         return True
 
     def give(self) -> None:
         """Release it, if it is held."""
-        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        if self._works:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def number(self) -> int:
+        """What its holders have counted."""
+        return int.from_bytes(os.pread(self._file, 8, 0), "little")
+
+    def add_one(self) -> int:
+        """By the holder; returns the new number."""
+        number = self.number() + 1
+        with suppress(OSError):  # a full disk: others wait for `LONGEST_SECONDS` at most
+            os.pwrite(self._file, number.to_bytes(8, "little"), 0)
+        return number
 
     def close(self) -> None:
         os.close(self._file)

@@ -54,6 +54,9 @@ ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced
 ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
 LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
 LINKS_AHEAD = 8  # that are made before a request needs them
+RENEW_FRACTION = (
+    0.25  # of a lease, after which a chunk without tokens renews it, where the decoder has the KV already
+)
 MAX_OFFERED_BLOCKS = 1024  # of a prompt, by their identities
 MAX_TRIES = 5  # pairs that may fail during one handover
 
@@ -342,6 +345,7 @@ class KvSender:
             link = await reservation.link
             with link.held():
                 seen = sent = 0
+                renewed = time.monotonic()
                 while seen < len(ranges.ready) or ranges.finished is None:
                     if seen == len(ranges.ready):
                         ranges.changed.clear()
@@ -350,10 +354,15 @@ class KvSender:
                         continue
                     start, end = ranges.ready[seen]
                     seen += 1
-                    start = max(start, reservation.grant.cached_tokens)
+                    start = max(start, cached := reservation.grant.cached_tokens)
                     if start < end:
                         await self._send(link, reservation, sequence, sent, start, end)
-                        sent += 1
+                    elif time.monotonic() - renewed > RENEW_FRACTION * self._lease_seconds:
+                        await self._send(link, reservation, sequence, sent, cached, cached)
+                    else:
+                        continue
+                    sent += 1
+                    renewed = time.monotonic()
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
             raise DeadlineError("request deadline exceeded while its KV was being sent") from error
@@ -361,7 +370,7 @@ class KvSender:
     async def _send(
         self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int
     ) -> None:
-        tensors = await self._engine.read_kv(sequence, start, end)
+        tensors = await self._engine.read_kv(sequence, start, end) if start < end else []
         tag = link.reserve_tags(num_pieces(self._kv_layout, end - start))
         chunk = KvChunk(
             pod=self._pod,
@@ -392,7 +401,8 @@ class KvSender:
         except MmdError as error:
             link.close()
             raise LinkError(f"{pod} does not expect the chunk: {error.message}") from error
-        await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
+        if tensors:
+            await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
     async def _announce(self, link: PairLink, pod: str, chunk: KvChunk) -> None:
         """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early.

@@ -45,7 +45,7 @@ from mmd_workers.vllm_engine.weights import loaded_bytes
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
 MOST_SUSPICIONS = 2  # attempts of a request that may end with their engine, where others ran beside it
-MAX_PREFIXES = 4096  # blocks whose identity is remembered
+LEAST_PREFIXES = 4096  # blocks whose identity is remembered, or twice as many as the pool holds
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class _Sequence:
     attached: bool = False
     made: int = 0
     blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
+    identities: list[bytes] = field(default_factory=list)  # see `_note_prefix`
     computed: int = 0  # tokens whose KV is in `blocks`
     announced: int = 0  # tokens whose KV has been there; a preemption takes it away for a while
 
@@ -131,6 +132,9 @@ class VllmCore:
         self._reservations: dict[str, _Reservation] = {}
         self._prefixes: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
         """By identity vLLM's hashes of the blocks that have its tokens, in order."""
+        self._most_prefixes = max(
+            LEAST_PREFIXES, 2 * self._num_blocks * self._block_tokens // identity_tokens
+        )
         self._failure: Exception | None = None  # of the step that ended this engine
         self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
@@ -538,7 +542,7 @@ class VllmCore:
         if (sequence := self._sequences.get(name)) is None:
             return
         if made.num_nans_in_logits:
-            self.abort(name)
+            self._abort_spoiled(name, sequence.request)
             output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
         for number, token in enumerate(made.new_token_ids):
@@ -556,7 +560,21 @@ class VllmCore:
             self.abort(name)
             output.failed.append((name, _failure(made)))
         elif ended and not sequence.stop_after_prefill:
+            self._note_prefix(sequence)
             self.abort(name)
+
+    def _abort_spoiled(self, name: str, request: Request) -> None:
+        """`abort` a sequence whose KV may not be numbers: no other may find it, nor read it behind the last token of a block."""
+        if self._kv is None:
+            return self.abort(name)
+        blocks = {block for group in self._manager.get_block_ids(name) for block in group}
+        for known in request.block_hashes:
+            blocks |= {block.block_id for block in self._pool.get_cached_block(known, [0]) or ()}
+        self._pool.evict_blocks(blocks)
+        self.abort(name)
+        free = [self._pool.blocks[block] for block in sorted(blocks)]
+        self._kv.clear([block.block_id for block in free if block.ref_cnt == 0 and not block.is_null])
+        return None
 
     def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
         """vLLM's reason, except that a sequence which ends after its prefill here goes on elsewhere."""
@@ -588,13 +606,12 @@ class VllmCore:
     # --- prefixes -------------------------------------------------------------------------------------------------
 
     def _note_prefix(self, sequence: _Sequence) -> None:
-        """Remember under which identities routers know the blocks of a prompt, whatever size vLLM's blocks have."""
+        """Remember under which identities routers and other pods know the blocks of all tokens so far, whatever size vLLM's blocks have."""
         request, size = sequence.request, self._identity_tokens
         if not self._manager.enable_caching:
             return
-        tokens = request.prompt_token_ids or []
+        tokens, identities = list(request.all_token_ids), sequence.identities
         covered = min(len(tokens) // self._block_tokens, len(request.block_hashes)) * self._block_tokens
-        identities: list[bytes] = []
         spans, root = media_spans(sequence.source), root_of(sequence.source.adapter)
         extend_identities(identities, tokens, spans, size, covered // size, root)
         for number, identity in enumerate(identities):
@@ -602,7 +619,7 @@ class VllmCore:
             blocks = request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1]
             self._prefixes[identity] = tuple(blocks)
             self._prefixes.move_to_end(identity)
-        while len(self._prefixes) > MAX_PREFIXES:
+        while len(self._prefixes) > self._most_prefixes:
             self._prefixes.popitem(last=False)
 
     def prefix_blocks(self, limit: int) -> list[str]:
@@ -629,7 +646,7 @@ class VllmCore:
         return EngineStats(
             blocks_total=self._num_blocks,
             blocks_free=self._pool.get_num_free_blocks(),
-            blocks_reserved=sum(len(r.blocks) for r in self._reservations.values()),
+            blocks_reserved=sum(len(r.blocks) - r.shared for r in self._reservations.values()),
             block_tokens=self._block_tokens,
             waiting_sequences=waiting,
             running_sequences=running,

@@ -1,0 +1,30 @@
+"""Which pods take turns: those that are told to, and compute on CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mmd_workers.engine.turns import Turns
+from mmd_workers.sequences.native import NativeHost
+from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of, text_input
+
+
+@pytest.mark.parametrize(("device", "told", "waits"), [("cpu", 1, 1), ("cpu", 0, 0), ("cuda", 1, 0)])
+async def test_an_engine_waits_for_its_turn(tmp_path: Path, device: str, told: bool, waits: bool) -> None:
+    file = tmp_path / "turns"
+    settings = SimpleNamespace(turns=str(file) if told else "", memory_fraction=1.0)
+    pod: Any = SimpleNamespace(settings=settings, tasks=SimpleNamespace(failed=print), metrics=None)
+    host, model = NativeHost(pod, torch.device(device)), TextModel(llama())
+    host.run(make_engine(model))
+    assert (host._runner is not None and isinstance(host._runner._turns, Turns)) == waits
+    assert file.exists() == waits
+    await host._runner.call(lambda e: e.add(text_input(model, "a", prompt_of(9, 1), 3)))
+    async with asyncio.timeout(30):
+        assert (await host.outputs.get()).tokens
+    await host.stop()
