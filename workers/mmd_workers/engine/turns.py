@@ -22,7 +22,7 @@ POLL_SECONDS = 0.001  # the same for all who wait, since asking more often would
 
 
 class Turns:
-    """One process's part in them. Used by one thread.
+    """One process's place among them. Used by one thread.
 
     While no turn begins or ends for `PATIENCE_SECONDS`, one runs for long, or is frozen: then this process steps beside it, and
     keeps its place in the queue.
@@ -71,7 +71,7 @@ class Turns:
         self._wanted_at = None
 
     def close(self) -> None:
-        """Of the turn, too."""
+        """End the turn and leave the queue, for good."""
         self._running.close()
         self._next.close()
 
