@@ -235,6 +235,30 @@ async def test_a_leader_that_cannot_start_reports_what_explains_it(
     assert host._reason == failed.value.message, "for the followers"
 
 
+RANK = "vLLM cannot start: a rank of vLLM ended before it had started and gave no reason"
+PROCESS = "its process ended without a reason"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(0.0, PROCESS), (1.0, RANK)], ids=["the follower first", "the rank first"]
+)
+async def test_of_two_ends_without_a_reason_the_first_is_reported(
+    seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "SETTLE_SECONDS", 2.0)
+    host = host_of_a_leader()
+    words = f"follower 1 of the group ended: {PROCESS}"
+    asyncio.get_running_loop().call_later(seconds, host._member_lost, words)
+
+    def make() -> None:
+        time.sleep(0.5)
+        failing(RANK)()
+
+    with pytest.raises(MmdError) as failed:
+        await host._with_group(asyncio.to_thread(make))
+    assert reason in failed.value.message
+
+
 async def test_a_step_that_fails_for_the_end_of_a_follower_gets_its_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_module, "SETTLE_SECONDS", 1.0)
     host: Any = host_of_a_leader()

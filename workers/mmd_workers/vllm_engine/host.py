@@ -171,11 +171,11 @@ class VllmHost(SteppedHost):
                 await close_each(partial(self._group.close, why))
             end_now(why)
         except MemberEndedError as error:
-            found = self._cause(error.own)
+            found = self._cause(error.own, first=False)
         except MmdError as error:
             if self._group is not None and weight(error.message) < 2:
                 await self._until_another_ended()
-            found = self._cause(error)
+            found = self._cause(error, first=True)
         self._reason = found.message
         if self._group is not None:
             await self._group.close(self._reason)
@@ -187,9 +187,13 @@ class VllmHost(SteppedHost):
             async with asyncio.timeout(SETTLE_SECONDS):
                 await self._ended.wait()
 
-    def _cause(self, own: MmdError | None) -> MmdError:
-        """Why this pod cannot go on: its own failure, unless the end of another process explains more."""
-        if own is None or (self._lost is not None and weight(self._lost.message) > weight(own.message)):
+    def _cause(self, own: MmdError | None, *, first: bool) -> MmdError:
+        """Why this pod cannot go on: its own failure or the end of another process, whichever explains more; else what came first, since
+        ranks end when those of other pods do. `first`: whether its own failure did.
+        """
+        if own is None or (
+            self._lost is not None and (weight(self._lost.message), not first) > (weight(own.message), first)
+        ):
             assert self._lost is not None
             return self._lost
         return own
