@@ -107,9 +107,8 @@ def test_an_object_from_before_a_field_was_there_works_with_the_fields_default(
     namespace.apply(SPEC)
 
     eventually(lambda: is_without_it(namespace))
-    namespace.change(
-        {"encoder": {FIELD: 64}}
-    )  # what the API server pruned on reading may still be stored; this is not
+    # The API server prunes what it reads, so the field may still be stored; what is written now is stored without it.
+    namespace.change({"encoder": {FIELD: 64}})
     encoder_schema(true_properties())
     eventually(lambda: has_the_default(namespace))
     request.getfixturevalue("operator")

@@ -107,7 +107,7 @@ class Blocks(RuleBasedStateMachine):
             self.leases.release(name)
             return name
         layout = MODEL.kv_layout
-        cached = self.engine._reservations[name].cached_tokens
+        cached = self.engine._reservations[name].shared * BLOCK_TOKENS
         kv = [
             torch.zeros(2, length - cached, heads, dim)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
@@ -161,7 +161,7 @@ class Blocks(RuleBasedStateMachine):
         engine, pool = self.engine, self.engine.blocks
         held = Counter(block for sequence in engine._sequences.values() for block in sequence.blocks)
         for name, reservation in engine._reservations.items():
-            own = reservation.blocks[reservation.cached_tokens // BLOCK_TOKENS :]
+            own = reservation.blocks[reservation.shared :]
             assert not held.keys() & set(own), "a reserved block belongs to somebody else"
             assert self.leases.get(name, self.now)
             held.update(reservation.blocks)

@@ -20,7 +20,7 @@ from tests.support.engine_oracle import TextModel, generate, llama, make_engine,
 OTHER = """
 import sys, time
 from pathlib import Path
-from mmd_workers.engine.turns import Turns
+from mmd_workers.engine.turns import POLL_SECONDS, Turns
 
 turns = Turns(Path(sys.argv[1]))
 waits = False
@@ -28,10 +28,9 @@ while not turns.take():
     if not waits:
         waits = True
         print("waits", flush=True)
-    time.sleep(0.001)
+    time.sleep(POLL_SECONDS)
 print("computes", flush=True)
 sys.stdin.readline()
-turns.give()
 turns.leave()
 print("done", flush=True)
 sys.stdin.readline()
@@ -39,7 +38,7 @@ sys.stdin.readline()
 
 
 class Other:
-    """Another process, which wants one turn and computes until it is told to end it."""
+    """A separate process that takes one turn, and holds it until told to end its step."""
 
     def __init__(self, file: Path) -> None:
         command = [sys.executable, "-c", OTHER, str(file)]
@@ -140,9 +139,7 @@ def test_a_process_that_is_frozen_in_its_turn_delays_another_once(
     assert other().says() == "waits", "turns are taken again"
 
 
-def test_who_has_nothing_to_compute_any_more_leaves_the_queue(
-    own: Turns, other: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_nothing_to_compute_any_more_leaves_the_queue(own: Turns, other: Callable[[], Other]) -> None:
     first = other()
     assert first.says() == "computes"
     assert not own.take()

@@ -1,4 +1,4 @@
-"""Which pods take turns: those that are told to, and compute on CPUs."""
+"""Only a pod that is told to, and that computes on CPUs, takes turns."""
 
 from __future__ import annotations
 

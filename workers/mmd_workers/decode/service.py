@@ -445,7 +445,7 @@ class DecodeService(SequenceOwner):
         first, last = inbound.first_byte or now, inbound.last_byte or now
         if inbound.last_byte:  # else all of it was cached here
             self._metrics.transfer.labels("kv").observe(last - first)
-        tokens = max(0, inbound.offer.prompt_tokens - inbound.cached_tokens)
+        tokens = inbound.offer.prompt_tokens - inbound.cached_tokens
         num_bytes = tokens * self._kv_layout.bytes_per_token()
         tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
         self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)

@@ -50,8 +50,7 @@ class _Reservation:
     blocks: list[int]
     kv_tokens: int  # at most this many may be written
     shared: int  # leading blocks, of the prefix cache
-    cached_tokens: int  # in those
-    written: int  # with those
+    written: int  # with what these hold
 
 
 class Engine:
@@ -214,7 +213,7 @@ class Engine:
             pool.release(found)
             raise
         cached = len(found) * size
-        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, len(found), cached, cached)
+        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, len(found), cached)
         return cached
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
@@ -226,7 +225,8 @@ class Engine:
         """
         reservation = self._reservations[sequence_id]
         end = start + int(tensors[0].shape[1])
-        if not reservation.cached_tokens <= start <= reservation.written or end > reservation.kv_tokens:
+        own = reservation.shared * self.blocks.block_tokens
+        if not own <= start <= reservation.written or end > reservation.kv_tokens:
             raise CountMismatchError(
                 f"KV of tokens [{start}, {end}) arrived after {reservation.written} of {reservation.kv_tokens}"
             )

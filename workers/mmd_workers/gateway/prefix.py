@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmd_workers.engine.blocks import extend_identities, root_of
+from mmd_workers.engine.blocks import leading_identities
 from mmd_workers.wire.messages import FeatureRef, Heartbeat
-
-MAX_HASHED_BLOCKS = 1024  # of a prompt, for locality: about 10 ms
 
 
 def prefix_blocks(
@@ -19,7 +17,4 @@ def prefix_blocks(
     if not size:
         return ()
     spans = [(start, length, feature.feature_id) for feature in features for start, length in feature.ranges]
-    identities: list[bytes] = []
-    whole = min(len(token_ids) // size, MAX_HASHED_BLOCKS)
-    extend_identities(identities, token_ids, spans, size, whole, root_of(adapter))
-    return tuple(identity.hex() for identity in identities)
+    return tuple(identity.hex() for identity in leading_identities(token_ids, spans, adapter, size))

@@ -26,7 +26,7 @@ from mmd_api.contract.errors import (
     PeerLostError,
 )
 from mmd_workers.backoff import Backoff
-from mmd_workers.engine.blocks import extend_identities, root_of
+from mmd_workers.engine.blocks import leading_identities
 from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
@@ -57,7 +57,6 @@ LINKS_AHEAD = 8  # that are made before a request needs them
 RENEW_FRACTION = (
     0.25  # of a lease, after which a chunk without tokens renews it, where the decoder has the KV already
 )
-MAX_OFFERED_BLOCKS = 1024  # of a prompt, by their identities
 MAX_TRIES = 5  # pairs that may fail during one handover
 
 
@@ -89,10 +88,8 @@ class KvReservation:
 
 def prefix_of(request: GenerateRequest, block_tokens: int) -> list[bytes]:
     """Identities of the leading whole blocks of all that has to travel."""
-    tokens, identities = [*request.token_ids, *request.output_token_ids], list[bytes]()
-    whole = min(len(tokens) // block_tokens, MAX_OFFERED_BLOCKS)
-    extend_identities(identities, tokens, media_spans(request), block_tokens, whole, root_of(request.adapter))
-    return identities
+    tokens = [*request.token_ids, *request.output_token_ids]
+    return leading_identities(tokens, media_spans(request), request.adapter, block_tokens)
 
 
 class KvSender:

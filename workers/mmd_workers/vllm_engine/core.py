@@ -345,10 +345,9 @@ class VllmCore:
         cached = len(shared) * self._block_tokens
         self._reservations[name] = _Reservation(blocks, prompt_tokens, len(shared), cached)
         try:
-            written = (
-                prompt_tokens // self._block_tokens
-            )  # of these every token is, before attention reads them
-            self._kv.clear([block.block_id for block in blocks[written:]])
+            # Blocks that the prompt fills are written entirely before attention reads them.
+            partly = blocks[prompt_tokens // self._block_tokens :]
+            self._kv.clear([block.block_id for block in partly])
         except BaseException:
             self.abort(name)
             raise
@@ -421,10 +420,11 @@ class VllmCore:
         manager.num_cached_block[request.request_id] = reservation.shared
         self._manager.cache_blocks(request, tokens)
         request.num_computed_tokens = tokens
+        cached = reservation.shared * self._block_tokens
         if request.prefill_stats is not None:
             request.prefill_stats.set(
                 request.num_prompt_tokens,
-                num_local_cached_tokens=(cached := reservation.shared * self._block_tokens),
+                num_local_cached_tokens=cached,
                 num_external_cached_tokens=tokens - cached,
             )
 
@@ -566,7 +566,8 @@ class VllmCore:
     def _abort_spoiled(self, name: str, request: Request) -> None:
         """`abort` a sequence whose KV may not be numbers: no other may find it, nor read it behind the last token of a block."""
         if self._kv is None:
-            return self.abort(name)
+            self.abort(name)
+            return
         blocks = {block for group in self._manager.get_block_ids(name) for block in group}
         for known in request.block_hashes:
             blocks |= {block.block_id for block in self._pool.get_cached_block(known, [0]) or ()}
@@ -574,7 +575,6 @@ class VllmCore:
         self.abort(name)
         free = [self._pool.blocks[block] for block in sorted(blocks)]
         self._kv.clear([block.block_id for block in free if block.ref_cnt == 0 and not block.is_null])
-        return None
 
     def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
         """vLLM's reason, except that a sequence which ends after its prefill here goes on elsewhere."""

@@ -355,8 +355,8 @@ class KvOffer:
     `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` and `backend` must equal the decoder's own.
     `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
     what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
-    seconds) get room first. `prefix`: identities of the prompt's leading whole blocks. An offer of 0 prompt tokens is for the link alone, before a request needs it: it is granted
-    without a lease.
+    seconds) get room first. `prefix`: identities of the leading whole blocks. An offer of 0 prompt tokens is for the link alone,
+    before a request needs it: it is granted without a lease.
     """
 
     request_id: str
@@ -397,6 +397,7 @@ class KvChunk:
     """Prefill to decode, as a request before the bytes are sent, answered when they are being received: KV of tokens [start, start + num_tokens), all layers, follows
     on the link of (`pod`, `epoch`) as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent,
     again if the acknowledgement does not come; what is announced is always sent, so the receiver takes it off the link even when it is no longer needed.
+    One of 0 tokens only renews the lease.
     """
 
     pod: str
