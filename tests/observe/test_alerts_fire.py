@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -164,16 +165,8 @@ def test_a_decoder_that_dies_with_kv_on_its_way_to_it(prometheus: Prometheus, ob
     begun = time.time()
     decoder = observed.pods("decode")[0]
     with clients(observed) as submit:
-        asked: list[Future[Any]] = []
-
-        def kv_is_coming() -> bool:
-            if all(job.done() for job in asked):  # none was seen on its way: once more
-                numbers = range(len(asked), len(asked) + AT_ONCE // 10)
-                asked.extend(submit(f"{number}: {LONG_QUESTION}", max_tokens=4) for number in numbers)
-            return inbound(decoder) >= 2
-
-        until(kv_is_coming, 60, "KV is on its way there")
-        observed.kill(decoder)
+        with kv_that_does_not_come(observed, [decoder], 2, submit) as asked:
+            observed.kill(decoder)
         assert until_firing(prometheus, "MmdTransfersFail", begun)["link"] == "kv"
         assert all(job.result(timeout=150) for job in asked)
     observed.wait_ready(decoder, 120)
@@ -201,12 +194,10 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployme
 def test_kv_that_never_comes_to_the_blocks_it_was_granted(fragile: tuple[Deployment, Prometheus]) -> None:
     """A prefill pod hangs after decoders have made room for it: their leases end by themselves."""
     deployment, prometheus = fragile
-    (prefill,), decoders = deployment.pods("prefill"), deployment.pods("decode")
+    decoders = deployment.pods("decode")
     begun = time.time()
     with clients(deployment) as submit:
-        asked = [submit(f"{number}: {LONG_QUESTION}", max_tokens=4) for number in range(12)]
-        until(lambda: sum(map(inbound, decoders)) >= 4, 30, "decoders have made room")
-        with frozen(deployment.pid(prefill)):
+        with kv_that_does_not_come(deployment, decoders, 1, submit) as asked:
             fired = until_firing(prometheus, "MmdLeasesExpire", begun)
             assert fired["pod"] in {pod.name for pod in decoders}
         wait(asked, timeout=150)
@@ -242,6 +233,36 @@ async def test_a_malformed_message(prometheus: Prometheus, observed: Deployment)
         await client.close()
     of = {"pod": prefill.name, "reason": "malformed"}
     await asyncio.to_thread(partial(until_told, prometheus, "MmdMessagesLost", begun, **of))
+
+
+@contextmanager
+def kv_that_does_not_come(
+    deployment: Deployment, decoders: list[LocalPod], sequences: int, submit: Callable[..., Future[Any]]
+) -> Iterator[list[Future[Any]]]:
+    """While the block runs, the prefill pod is frozen, and these decoders wait for the KV of so many sequences at least.
+
+    Yields all that was asked. Whether a freeze came in time shows only afterwards, when what was already sent has come.
+    """
+    (prefill,) = deployment.pods("prefill")
+    asked: list[Future[Any]] = []
+    with ExitStack() as until_the_end:
+
+        def freeze_in_time() -> bool:
+            if all(job.done() for job in asked):
+                numbers = range(len(asked), len(asked) + AT_ONCE // 10)
+                asked.extend(submit(f"{number}: {LONG_QUESTION}", max_tokens=4) for number in numbers)
+            if sum(map(inbound, decoders)) < sequences:
+                return False
+            with ExitStack() as attempt:
+                attempt.enter_context(frozen(deployment.pid(prefill)))
+                time.sleep(0.5)
+                if sum(map(inbound, decoders)) < sequences:
+                    return False
+                until_the_end.push(attempt.pop_all())
+                return True
+
+        until(freeze_in_time, 60, "the prefill pod hangs after decoders have made room")
+        yield asked
 
 
 def inbound(decoder: LocalPod) -> float:
