@@ -132,7 +132,7 @@ def test_mmd_up_exits_and_names_nats_server_when_it_cannot_come_back(up: Up) -> 
     with socket.create_server(("127.0.0.1", port)):  # somebody else takes its port
         status = up.exit_status()
     assert status == 1
-    until(lambda: "did not recover within 5 starts" in up.output(), 10, "the reason is printed")
+    until(lambda: "did not recover within 5 starts" in up.output(), 60, "the reason is printed")
     assert "address already in use" in up.output()
     assert not psutil.pid_exists(server.pid)
 
@@ -143,4 +143,4 @@ def test_mmd_up_exits_and_names_the_pod_that_cannot_come_back(up: Up, tmp_path: 
         shutil.rmtree(config)
     gateway.send_signal(signal.SIGKILL)
     assert up.exit_status() == 1
-    until(lambda: re.search(r"gateway\S* exited 5 times in a row before it became Ready", up.output()) is not None, 10, "the pod and the reason are printed")  # fmt: skip
+    until(lambda: re.search(r"gateway\S* exited 5 times in a row before it became Ready", up.output()) is not None, 60, "the pod and the reason are printed")  # fmt: skip

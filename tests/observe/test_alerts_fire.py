@@ -40,7 +40,7 @@ def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 30) -> dict[str, Any]:
+def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 60) -> dict[str, Any]:
     until(lambda: bool(prometheus.firing(alert, since)), seconds, f"{alert} fires")
     labels: dict[str, Any] = prometheus.firing(alert, since)[0]
     return labels
@@ -50,7 +50,7 @@ def until_told(prometheus: Prometheus, alert: str, since: float, **labels: str) 
     """The alert fires with these labels; it may also fire for what an earlier test broke."""
     until(
         lambda: any(labels.items() <= one.items() for one in prometheus.firing(alert, since)),
-        30,
+        60,
         f"{alert} fires of {labels}",
     )
 

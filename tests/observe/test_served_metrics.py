@@ -90,4 +90,4 @@ def test_a_prompt_that_comes_again_is_counted_as_cached(observed: Deployment) ->
     ask(observed, what)
     before = cached()
     ask(observed, what)
-    until(lambda: cached() > before, 10, "blocks of the first prompt were found again")
+    until(lambda: cached() > before, 60, "blocks of the first prompt were found again")

@@ -20,7 +20,7 @@ WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "
 
 
 def spans_of(collector: Collector, trace_id: str, names: set[str]) -> dict[str, Span]:
-    until(lambda: names <= {span.name for span in collector.of(trace_id)}, 15, f"spans {names} were exported")
+    until(lambda: names <= {span.name for span in collector.of(trace_id)}, 60, f"spans {names} were exported")
     return {span.name: span for span in collector.of(trace_id)}
 
 
@@ -80,7 +80,7 @@ class TestServed:
         try:
             begun = time.monotonic()
             load(observed, 8, 91_000)
-            until(lambda: collector.refused > 0, 20, "exports were refused")
+            until(lambda: collector.refused > 0, 60, "exports were refused")
             load(observed, 8, 92_000)
             assert time.monotonic() - begun < 30
         finally:

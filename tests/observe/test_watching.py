@@ -106,7 +106,7 @@ class TestServed:
             assert seen["requests"]["running"] == 1, "the stream ended before its pod was seen at work"
             return sum(pod["running"] for pod in seen["pods"]) == 1
 
-        until(told, 20, "top shows the sequence in its pod")
+        until(told, 60, "top shows the sequence in its pod")
         stream.response.close()
         screen = mmd("top", "--once", "--url", observed.local.admin_url, "--seconds", "0.3")
         assert all(name[:40] in screen for name in shown)

@@ -118,7 +118,7 @@ def test_the_answer_streams_and_stop_frees_the_request_everywhere(page: Page, ob
     expect(stage(page, "decode")).to_have_attribute("data-state", "working")
     expect(page.locator("#pods")).to_contain_text(re.compile("1 of 32"))
     early = len(page.locator("#answer").inner_text())
-    until(lambda: len(page.locator("#answer").inner_text()) > early + 40, 10, "the answer grows")
+    until(lambda: len(page.locator("#answer").inner_text()) > early + 40, 60, "the answer grows")
     stop.click()
     expect(page.get_by_text("Stopped.")).to_be_visible()
     expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")

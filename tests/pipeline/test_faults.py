@@ -272,7 +272,7 @@ def test_decoders_free_the_leases_of_a_hung_prefill_worker(whole: Deployment) ->
         try:
             under_way.enough()
             until(lambda: under_way.answered, 90, "the other prefill worker has done it all")
-            until(lambda: not reserved(), 10, "no lease outlives its owner's heartbeats")
+            until(lambda: not reserved(), 30, "no lease outlives its owner's heartbeats")
         finally:
             send(whole, pod, signal.SIGCONT)
 
