@@ -11,7 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_api.contract.errors import (
+    CountMismatchError,
+    DeadlineError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+)
+from mmd_workers.decode import service
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
@@ -266,3 +273,87 @@ async def test_a_link_over_which_a_hand_over_comes_is_not_evicted_between_two_ch
             assert engine.log == HANDED_OVER, state
         made = await asyncio.to_thread(links[0].connect, "prefill-0", "i1", links[1].endpoint, 0)
         assert not made.in_use
+
+
+class WaitingEngine(BusyEngine):
+    """An engine in a step that ends with `end_step`, where all commands that wait are run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def _run(self, command: str) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((command, done))
+        await done
+
+    def commands(self) -> list[str]:
+        return [command for command, _ in self.waiting]
+
+    def end_step(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for command, done in waiting:
+            self.log.append(command)
+            done.set_result(None)
+
+
+async def test_a_handover_waits_for_one_step_after_its_grant_however_many_chunks_it_has(
+    connect: Connect,
+) -> None:
+    engine = WaitingEngine()
+    async with pair(connect, engine) as (sender, _):
+        reserving = asyncio.create_task(sender.reserve(request()))
+        await until(lambda: engine.commands() == ["reserve"])
+        engine.end_step()
+        handing_over = asyncio.create_task(
+            sender.hand_over(request(), "r#0", await reserving, three_ranges())
+        )
+        await until(lambda: engine.commands() == HANDED_OVER[1:])
+        engine.end_step()
+        await handing_over
+        assert engine.log == HANDED_OVER
+
+
+async def test_a_decoder_in_a_long_step_receives_no_more_than_it_has_room_for(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk_bytes = 4 * LAYOUT.bytes_per_token()
+    monkeypatch.setattr(service, "UNWRITTEN_BYTES", 2 * chunk_bytes)
+    engine = WaitingEngine()
+    async with pair(connect, engine) as (sender, _):
+        reserving = asyncio.create_task(sender.reserve(request()))
+        await until(lambda: engine.commands() == ["reserve"])
+        engine.end_step()
+        handing_over = asyncio.create_task(
+            sender.hand_over(request(), "r#0", await reserving, three_ranges())
+        )
+        await until(lambda: engine.commands() == ["write 0", "write 4"])
+        await asyncio.sleep(3 * CHUNK_SECONDS)
+        assert engine.commands() == ["write 0", "write 4"]
+        engine.end_step()
+        await until(lambda: engine.commands() == ["write 8", "attach"])
+        engine.end_step()
+        await handing_over
+
+
+async def test_kv_that_cannot_be_written_ends_its_handover_and_not_the_link(connect: Connect) -> None:
+    class Failing(BusyEngine):
+        async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
+            if not self.log.count("write 0"):
+                self.log.append("write 0")
+                raise RuntimeError("out of memory")
+            await super().write_kv(sequence, start, tensors)
+
+        async def attach(self, *_: object) -> None:
+            if self.log.count("reserve") == 1:
+                raise CountMismatchError("KV of 0 tokens was written")
+            await super().attach()
+
+    engine = Failing(0.01)
+    async with pair(connect, engine) as (sender, links):
+        wanted = request()
+        await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
+        assert engine.log[-1] == "attach"
+        assert engine.log.count("reserve") == 2
+        assert [manager.live_links for manager in links] == [1, 1]
+        assert links[0].failed_epoch("prefill-0", "i1") == links[1].failed_epoch("decode-0", "i1")

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
@@ -54,6 +55,9 @@ MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the o
 ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
 ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
 MAX_COMMITS = 8192  # whose answers are remembered
+UNWRITTEN_BYTES = (
+    64 << 20
+)  # of one prefill pod, received while the engine is in a step; one chunk may have more
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class _Inbound:
     sequence: str
     epoch: int  # of its link
     cached_tokens: int  # whose KV is here already
-    received: int = 0
+    received: int = 0  # chunks; the engine writes them in this order
     first_byte: float = 0.0
     last_byte: float = 0.0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,6 +89,8 @@ class _Pump:
     started: asyncio.Future[None] | None = None  # done when the newest chunk is being received
     task: asyncio.Task[None] | None = None
     newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
+    unwritten: int = 0  # bytes that are received, or being received, and not in the engine yet
+    written: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def made(self) -> PairLink | None:
@@ -95,6 +101,18 @@ class _Pump:
     def dead(self) -> str:
         """Why its link is dead; empty while it lives or is being made."""
         return "" if (link := self.made) is None else link.dead
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until there is room for them besides what the engine has still to write."""
+        while self.unwritten and self.unwritten + num_bytes > UNWRITTEN_BYTES:
+            self.written.clear()
+            await self.written.wait()
+        self.unwritten += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """They have been written, or are not needed."""
+        self.unwritten -= num_bytes
+        self.written.set()
 
 
 class DecodeService(SequenceOwner):
@@ -122,6 +140,7 @@ class DecodeService(SequenceOwner):
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._granting: dict[str, tuple[KvOffer, asyncio.Task[KvGrant]]] = {}  # by request
         self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
+        self._writes: set[asyncio.Task[None]] = set()
         self._queue = OfferQueue()
         self._draining = False
 
@@ -354,6 +373,8 @@ class DecodeService(SequenceOwner):
                 waiting.held.enter_context(link.held())
             while True:
                 chunk, started = await pump.chunks.get()
+                num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
+                await pump.take(num_bytes)
                 started.set_result(None)
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
@@ -363,8 +384,9 @@ class DecodeService(SequenceOwner):
                         tensors = await asyncio.to_thread(
                             recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
                         )
-                if (inbound := self._inbound.get(chunk.lease_id)) is not None:
-                    await self._store(chunk, inbound, tensors)
+                writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
+                self._writes.add(writing)
+                writing.add_done_callback(partial(self._wrote, pump, num_bytes))
         except Exception as failure:
             # Includes unexpected errors: a reader that ended silently would hold every handover until its lease ends.
             error, cause = failure, None
@@ -378,22 +400,35 @@ class DecodeService(SequenceOwner):
                 pump.task = None  # this very task: it ends by itself
                 await self._end_pump(pod, pump, error)
 
-    async def _store(self, chunk: KvChunk, inbound: _Inbound, tensors: list[torch.Tensor]) -> None:
-        """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link."""
+    def _wrote(self, pump: _Pump, num_bytes: int, writing: asyncio.Task[None]) -> None:
+        self._writes.discard(writing)
+        pump.give(num_bytes)
+
+    async def _store(self, chunk: KvChunk, tensors: list[torch.Tensor]) -> None:
+        """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link.
+
+        It counts as received as soon as the engine has the command, so that a commit can be right behind it: both run at the end of
+        the step that the engine is in.
+        """
+        if (inbound := self._inbound.get(chunk.lease_id)) is None:
+            return
         try:
-            self._leases.get(chunk.lease_id, time.monotonic())
+            self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
+            num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
+            self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
+            inbound.received += 1
+            inbound.last_byte = time.time()
+            inbound.progress.set()
             if tensors:
                 await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
-            self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
-        except (MmdError, KeyError) as error:
-            reason = error if isinstance(error, MmdError) else LeaseError("the reservation no longer exists")
-            await self._drop(chunk.lease_id, reason)
-            return
-        num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
-        self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
-        inbound.received += 1
-        inbound.last_byte = time.time()
-        inbound.progress.set()
+        except MmdError as error:
+            await self._drop(chunk.lease_id, error)
+        except KeyError:
+            await self._drop(chunk.lease_id, LeaseError("the reservation no longer exists"))
+        except Exception as failure:
+            what = f"writing KV failed: {type(failure).__name__}: {failure}"
+            log.exception("handover of %s has ended: %s", inbound.sequence, what)
+            await self._drop(chunk.lease_id, LinkError(what))
 
     async def _committed(self, commit: KvCommit) -> KvCommitted:
         """A repeated commit, whose first answer may have been lost, gets the same answer."""
