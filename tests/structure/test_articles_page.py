@@ -30,7 +30,7 @@ def faults(page: str) -> list[str]:
 
 def test_what_is_done_is_proved_and_what_is_not_has_a_reason() -> None:
     page = PAGE.read_text()
-    assert page.count("| done |") > 50
+    assert page.count("| done |") > 20
     assert faults(page) == []
 
 
