@@ -1,10 +1,11 @@
-"""Every file and folder that the documentation names exists, as does the target of every link.
+"""Every file, folder and test that the documentation names exists, as does the target of every link.
 
 A name is looked up from the root, beside the page, and below the folders that its section, or the beginning of its page, names.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,27 @@ def strangers(page: str, beside: Path) -> list[str]:
             of_ours = FILE.fullmatch(name) or (FOLDER.fullmatch(name) and name.split("/")[0] in TOP)
             if of_ours and name not in READERS_OWN and not any(found(base, name) for base in bases):
                 missing.append(name)
+            if ".py::" in name and not is_test(name):
+                missing.append(name)
     links = re.findall(r"\]\(([\w./-]+)(?:#[^)]*)?\)", page)
     return missing + [link for link in links if not (beside / link).exists()]
 
 
 def found(base: Path, name: str) -> bool:
     return any(True for _ in base.glob(name)) if "*" in name else (base / name).exists()
+
+
+def is_test(name: str) -> bool:
+    """Whether a name such as `tests/a/test_b.py::test_c`, from the root, is that of a test."""
+    file, *path = name.split("::")
+    body = ast.parse((ROOT / file).read_text()).body if (ROOT / file).is_file() else []
+    for part in path:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        found = [node for node in body if isinstance(node, kinds) and node.name == part]
+        if not found:
+            return False
+        body = found[0].body
+    return path[-1].startswith("test_")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -66,6 +82,10 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("## one\n`operator/mmd_operator`\n## two\n`explain.py`", ["explain.py"]),
         ("`operator/gone/`", ["operator/gone/"]),
         ("`tests/plan/golden/*.out.yaml` and `tests/plan/*.gone.yaml`", ["tests/plan/*.gone.yaml"]),
+        ("`tests/observe/test_tracing.py::TestServed::test_one_request_is_one_trace_over_all_its_pods`", []),
+        ("`tests/gone.py::test_it`", ["tests/gone.py::test_it"]),
+        ("`tests/conftest.py::test_gone`", ["tests/conftest.py::test_gone"]),
+        ("`tests/structure/test_names.py::defined`", ["tests/structure/test_names.py::defined"]),
         ("[a](reference.md#b), [c](https://x.y/z.md), [d](gone.md)", ["gone.md"]),
         ("`kubectl get pods`, `amd64/linux`, `repository@sha256:1`", []),
     ],
