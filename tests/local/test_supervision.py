@@ -81,7 +81,11 @@ class Up:
 
     def nats(self) -> psutil.Process | None:
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next((child for child in children if child.name() == "nats-server"), None)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if child.name() == "nats-server":
+                    return child
+        return None
 
     def gateway(self) -> psutil.Process:
         for child in psutil.Process(self.process.pid).children(recursive=True):
