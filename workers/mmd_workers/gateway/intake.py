@@ -22,7 +22,9 @@ from mmd_api.contract.errors import (
 from mmd_api.contract.pools import Modality
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
-from mmd_workers.gateway.chat_request import ChatRequest, conversation
+from mmd_workers.gateway.body import MARK_BYTES
+from mmd_workers.gateway.chat_request import ChatRequest
+from mmd_workers.gateway.conversation import argument_marks, conversation
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
@@ -39,7 +41,7 @@ from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 CONCURRENT_FETCHES = 8  # of one request
 PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of the probe's own deadline
 MAX_SEED = 2**63
-_PART = re.compile(r"messages\[\d+\]\.content\[\d+\](\.\w+)*")
+_PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
-        messages, sources = conversation(request)
+        await reservation.grow(argument_marks(request.messages) * MARK_BYTES)
+        messages, sources = conversation(request.messages)
         limit = min(self._model_len, model_len or self._model_len)
         self._check_text(messages, limit)
         self._check_media(sources)
@@ -222,13 +225,13 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
 
 def _sampling(request: ChatRequest, room: int) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
-    asked = request.max_completion_tokens or request.max_tokens or room
+    asked = request.asked_tokens or room
     return Sampling(
         max_tokens=min(asked, room),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=request.num_logprobs,
         ignore_eos=bool(request.ignore_eos),
     )
