@@ -23,7 +23,7 @@ class StreamOptions(Strict):
     """`include_usage`: one more chunk at the end, with the token counts."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, Ignored("chunks are never padded")] = None
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -68,6 +68,16 @@ class GenerationRequest(Strict):
     def stops(self) -> list[str]:
         """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens of an answer; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        return None
 
 
 class ChatRequest(GenerationRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,6 +20,7 @@ MAX_PARTS = 4096  # of a message; the number of media has a separate limit in th
 MAX_TOOL_CALLS = 128  # of a message, as OpenAI allows
 MAX_ARGUMENT_MARKS = 65_536
 """Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
+_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -153,7 +155,7 @@ def argument_marks(messages: Sequence[Message]) -> int:
                 f"{param}: the arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, commas and colons; send fewer messages"
             )
             raise ApiError(fault, param=param)
-        if LONG_NUMBER.search(arguments):
+        if _LONG_NUMBER.search(arguments):
             fault = InvalidValueError(
                 f"{param}: a number has more than {MAX_DIGITS} digits; send it as a string"
             )

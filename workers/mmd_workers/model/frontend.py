@@ -100,6 +100,7 @@ class HfFrontend:
         for modality in self.modalities:
             token_id = adapter.placeholder_id(modality)
             self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
+        self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
         self._control_re = _any_of(tokenizer.added_tokens_encoder)
         self._lock = threading.Lock()
@@ -133,9 +134,19 @@ class HfFrontend:
         token_ids = self._encode(text, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens skipped."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text,
+        unless it begins with the first of them.
+        """
+        return self._encode(text, sanitize=False, add_special_tokens=None if special_tokens else False)
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of token ids; special tokens are skipped unless `special_tokens` is true."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells these tokens; "" for an id without one."""
+        return [token or "" for token in self.tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def _check_parts(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> None:
         wanted: list[str] = []
