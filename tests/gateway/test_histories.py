@@ -65,6 +65,8 @@ async def test_what_is_not_there_counts_as_empty(launch: Launch) -> None:
     answer = {"role": "assistant", "content": "3"}
     plain = await prompt(gateway, [ASKED, answer, ASKED])
     dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    kept = {"annotations": [{"type": "url_citation"}], "provider_specific_fields": {"refusal": None}}
+    assert await prompt(gateway, [ASKED, {**answer, **kept}, ASKED]) == plain
     assert await prompt(gateway, [ASKED, {**answer, **dumped}, ASKED]) == plain
 
 

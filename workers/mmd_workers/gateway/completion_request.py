@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import Discriminator, Field, Tag
 
@@ -55,9 +55,11 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[tuple[str, Prompt]]:
         """Each prompt, with the field that it is in."""
         given = self.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            return [("prompt", given)]  # type: ignore[list-item]
-        return [(f"prompt[{number}]", one) for number, one in enumerate(given)]
+        if isinstance(given, str):
+            return [("prompt", given)]
+        if isinstance(given[0], int):
+            return [("prompt", cast("list[int]", given))]
+        return [(f"prompt[{number}]", one) for number, one in enumerate(cast("list[Prompt]", given))]
 
     @property
     def asked_tokens(self) -> int:

@@ -13,7 +13,7 @@ from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.body import LONG_NUMBER, MAX_DIGITS
 from mmd_workers.gateway.parts import AnswerPart, ContentPart, MediaSource, RefusalPart, ResultPart, TextPart
-from mmd_workers.gateway.strict import MAX_NAME_CHARACTERS, Ignored, Strict
+from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, Strict
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
@@ -98,6 +98,11 @@ class AnswerMessage(_Turn):
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     name: Annotated[str | None, Field(max_length=256), Ignored("chat templates have no place for it")] = None
+
+    annotations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    provider_specific_fields: Annotated[
+        dict[str, Any] | None, DISCARD, Ignored("what LiteLLM keeps about an answer")
+    ] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AnswerMessage:
