@@ -18,7 +18,7 @@ from mmd_workers.gateway.intake import MAX_SEED, Prepared
 from mmd_workers.gateway.prefix import prefix_blocks
 from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
-from mmd_workers.gateway.shapes import Shape
+from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.timeline import sequence_id
 
 STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
@@ -37,7 +37,7 @@ class Choices:
         exchange: Exchange,
         request: GenerationRequest,
         prompts: Sequence[Prepared],
-        shape: Shape,
+        shape: AnswerShape,
     ) -> None:
         self._gateway = gateway
         self._exchange = exchange

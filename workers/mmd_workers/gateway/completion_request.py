@@ -58,7 +58,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(given, str):
             return [("prompt", given)]
         if isinstance(given[0], int):
-            return [("prompt", cast("list[int]", given))]
+            return [("prompt", given)]
         return [(f"prompt[{number}]", one) for number, one in enumerate(cast("list[Prompt]", given))]
 
     @property

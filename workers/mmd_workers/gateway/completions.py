@@ -26,21 +26,21 @@ from mmd_workers.gateway.exchange import Exchange, ReceiveChannel, Scope, SendCh
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
-from mmd_workers.gateway.shapes import ChatShape, Shape, TextShape
+from mmd_workers.gateway.shapes import AnswerShape, ChatShape, TextShape
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.observe.logs import request_context
 
 MAX_CLIENT_REQUEST_ID = 128
 CLIENT_GONE_STATUS = 499
 
-Body = TypeVar("Body")
-Asked = TypeVar("Asked", bound=GenerationRequest)
-Result = TypeVar("Result")
+_Body = TypeVar("_Body")
+_Asked = TypeVar("_Asked", bound=GenerationRequest)
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
 
-class Endpoint(ABC, Generic[Body]):
+class Endpoint(ABC, Generic[_Body]):
     """A path that takes a JSON body, as an ASGI application: it must see the client go at any moment.
 
     `prefix`: of the ids of its requests. `counts`: whether its requests are in the metrics and among the recent requests.
@@ -53,11 +53,11 @@ class Endpoint(ABC, Generic[Body]):
         self._gateway = gateway
 
     @abstractmethod
-    def _parse(self, body: object) -> Body:
+    def _parse(self, body: object) -> _Body:
         """Validate a decoded body."""
 
     @abstractmethod
-    async def _answer(self, exchange: Exchange, request: Body, reservation: RequestReservation) -> None:
+    async def _answer(self, exchange: Exchange, request: _Body, reservation: RequestReservation) -> None:
         """Respond to a valid request."""
 
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
@@ -105,7 +105,7 @@ class Endpoint(ABC, Generic[Body]):
                 count_request(gateway.metrics, gateway.slo, timeline)
             end_trace(gateway.tracing, timeline, root)
 
-    async def _in_time(self, exchange: Exchange, work: Awaitable[Result]) -> Result:
+    async def _in_time(self, exchange: Exchange, work: Awaitable[_Result]) -> _Result:
         """Await the preparation of a request, until its deadline."""
         gateway = self._gateway
         try:
@@ -118,16 +118,16 @@ class Endpoint(ABC, Generic[Body]):
             ) from error
 
 
-class _Generation(Endpoint[Asked]):
+class _Generation(Endpoint[_Asked]):
     """A path whose requests are answered by the model."""
 
     @abstractmethod
     async def _prepare(
-        self, exchange: Exchange, request: Asked, reservation: RequestReservation
-    ) -> tuple[list[Prepared], Shape, int]:
+        self, exchange: Exchange, request: _Asked, reservation: RequestReservation
+    ) -> tuple[list[Prepared], AnswerShape, int]:
         """The prompts, the shape of the answers, and the characters of prompts in them. What the request no longer needs is freed."""
 
-    async def _answer(self, exchange: Exchange, request: Asked, reservation: RequestReservation) -> None:
+    async def _answer(self, exchange: Exchange, request: _Asked, reservation: RequestReservation) -> None:
         gateway = self._gateway
         exchange.timeline.model = request.model
         gateway.check_model(request.model)
@@ -170,7 +170,7 @@ class ChatCompletions(_Generation[ChatRequest]):
 
     async def _prepare(
         self, exchange: Exchange, request: ChatRequest, reservation: RequestReservation
-    ) -> tuple[list[Prepared], Shape, int]:
+    ) -> tuple[list[Prepared], AnswerShape, int]:
         gateway = self._gateway
         prepared = await gateway.intake.prepare(request, reservation, exchange.timeline, gateway.model_len())
         request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
@@ -188,7 +188,7 @@ class TextCompletions(_Generation[CompletionRequest]):
 
     async def _prepare(
         self, exchange: Exchange, request: CompletionRequest, reservation: RequestReservation
-    ) -> tuple[list[Prepared], Shape, int]:
+    ) -> tuple[list[Prepared], AnswerShape, int]:
         gateway = self._gateway
         prompts = await gateway.intake.prepare_texts(request, exchange.timeline, gateway.model_len())
         echo: list[str] = []

@@ -22,7 +22,7 @@ MAX_ARGUMENT_MARKS = 65_536
 """Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
 _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+CallName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _content_kind(value: object) -> str | None:
@@ -77,14 +77,14 @@ class PromptMessage(_Turn):
 class CalledFunction(Strict):
     """The function of a tool call, with its arguments as JSON."""
 
-    name: Name
+    name: CallName
     arguments: str
 
 
 class ToolCall(Strict):
     """A call that the model made."""
 
-    id: Name
+    id: CallName
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Annotated[int | None, Ignored("a place in a stream")] = None
@@ -121,8 +121,8 @@ class ToolMessage(_Turn):
 
     role: Literal["tool"]
     content: ResultContent
-    tool_call_id: Name
-    name: Name | None = None
+    tool_call_id: CallName
+    name: CallName | None = None
 
 
 def _role_of(value: object) -> str | None:

@@ -27,7 +27,7 @@ class Collector(Protocol):
         ...
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How the answers to one request are written. `head`: id, created, model."""
 
     def chunk(self, head: dict[str, Any], part: ChunkChoice) -> str:

@@ -49,7 +49,7 @@ class Tokens(BaseModel):
     token_strs: list[str] | None = None
 
 
-class Text(BaseModel):
+class TokenText(BaseModel):
     """Response of /detokenize."""
 
     prompt: str
@@ -145,7 +145,7 @@ class Detokenize(Endpoint[DetokenizeRequest]):
         await reservation.grow(BYTES_PER_TOKEN * len(token_ids))
 
         def response() -> bytes:
-            return to_json(Text(prompt=gateway.frontend.decode(token_ids, special_tokens=True)))
+            return to_json(TokenText(prompt=gateway.frontend.decode(token_ids, special_tokens=True)))
 
         long = len(token_ids) >= IN_THREAD_TOKENS
         await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
