@@ -49,10 +49,11 @@ bench: install ## Benchmark the role layouts against transformers; writes the re
 vllm: install ## Install vLLM (its CPU build) in .cache/vllm, for spec.engine.type VLLM
 	$(BIN)/python images/install_vllm.py $(VLLM)
 
-crds: install ## Generate the CRD, the reference, the pages of metrics and messages, and the dashboards from the code
+crds: install ## Generate the CRD, the reference, the pages of metrics and messages, the fields of the API, and the dashboards from the code
 	$(BIN)/python -m mmd_api.generate
 	$(BIN)/python docs/make_metrics_page.py
 	$(BIN)/python docs/make_messages_page.py
+	$(BIN)/python docs/make_api_page.py
 	$(BIN)/python -m mmd_dashboards.grafana
 
 e2e: install ## Create a cluster and images, install the chart, query a deployment, remove everything (E2E=--help lists options)

@@ -247,7 +247,7 @@ def test_a_text_that_looks_like_log_probabilities_stays_text(frontend: HfFronten
         created=1,
         model="m",
         choices=[whole.choice(token_ids=False) for whole in wholes],
-        usage=usage_of(PromptLayout(token_ids=[1], media=[]), 2, 0),
+        usage=usage_of([PromptLayout(token_ids=[1], media=[])], 2, 0),
     )
     answer = json.loads(b"".join(with_logprobs(completion.model_dump_json().encode(), wholes)))
     assert [choice["message"]["content"] for choice in answer["choices"]] == [text, text]

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from mmd_api.contract.errors import ERRORS, error_of
-from mmd_workers.gateway import admin, app, body, chat_request, completions
+from mmd_workers.gateway import (
+    admin,
+    app,
+    body,
+    chat_request,
+    completion_request,
+    completions,
+    conversation,
+    intake,
+    tokenize,
+)
 from mmd_workers.gateway.api_errors import api_error
 from mmd_workers.gateway.parts import PART_TYPES
+from mmd_workers.gateway.strict import Ignored
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -93,10 +106,31 @@ def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
     assert served(admin.build_admin_app(cast(Any, None), cast(Any, None))) == for_clients | besides
 
 
-def test_the_page_lists_the_parameters_that_are_taken() -> None:
-    text = section("Parameters").split("| limit |")[0]
-    named = {word.split(".")[0].split(":")[0] for word in quoted(text)}
-    assert named - {"token_ids", "x-mmd-timings", "usage"} == set(chat_request.ChatRequest.model_fields)
+REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
+    "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
+    "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
+    "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_the_page_lists_every_field_of_a_request_with_what_becomes_of_it(path: str) -> None:
+    model, not_served = REQUESTS[path]
+    table = section("Fields").split(f"### `{path}`\n")[1].split("\n### ")[0]
+    listed = {quoted(cells[0])[0]: cells[1] for cells in rows(table)}
+    handled = {name: field for name, field in listed.items() if "." not in name}
+    ignored = {n for n, f in model.model_fields.items() if any(isinstance(m, Ignored) for m in f.metadata)}
+    assert {name for name, handling in handled.items() if handling == "ignored"} == ignored
+    assert {name for name, handling in handled.items() if handling == "refused"} == not_served.keys()
+    served = {name for name, handling in handled.items() if handling == "served"}
+    assert served == model.model_fields.keys() - ignored
+    assert not model.model_fields.keys() & not_served.keys()
+
+
+def test_every_path_that_takes_a_body_has_its_table_of_fields() -> None:
+    paths = {name for method, name in documented_routes(PAGE.split("\n## ")[0]) if method == "POST"}
+    assert {path.split()[1] for path in REQUESTS} == paths
 
 
 def test_the_page_shows_every_type_of_content_part() -> None:
@@ -113,11 +147,20 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     kinds = next(kind["oneOf"] for kind in fields["stop"]["anyOf"] if "oneOf" in kind)
     stop = next(kind for kind in kinds if kind["type"] == "array")
     limits = {
-        "messages": [chat_request.MAX_MESSAGES],
-        "parts of a message": [chat_request.MAX_PARTS],
+        "messages": [conversation.MAX_MESSAGES],
+        "parts of a message": [conversation.MAX_PARTS],
+        "tool calls of a message": [conversation.MAX_TOOL_CALLS],
+        "brackets that open, commas and colons in the arguments of all tool calls": [
+            conversation.MAX_ARGUMENT_MARKS
+        ],
+        "prompts of a text completion": [completion_request.MAX_PROMPTS],
+        "answers to all prompts of a text completion": [completion_request.MAX_ANSWERS],
+        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [
+            intake.MAX_TEXT_TOKENS
+        ],
         "`n`": [most("n", "maximum")],
         "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
-        "`top_logprobs`": [most("top_logprobs", "maximum")],
+        "`top_logprobs`; `logprobs` of a text completion": [most("top_logprobs", "maximum")],
         "`temperature`": [most("temperature", "maximum")],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],

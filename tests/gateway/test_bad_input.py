@@ -46,6 +46,19 @@ def image(url: str) -> dict:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def called(arguments: object) -> dict:
+    """An assistant's message with one tool call."""
+    function = {"name": "f", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+
+
+CALL = called('{"x": 1}')
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+
 CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("no model", body(model=...), 400, "model", "missing"),
     ("another model", body(model="gpt-5"), 404, "model", "builtin/demo"),
@@ -55,10 +68,27 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("messages that are a string", body(messages="hello"), 400, "messages", "list"),
     ("a message that is a string", body(messages=["hello"]), 400, "messages[0]", "dictionary"),
     ("a message without role", body(messages=[{"content": "x"}]), 400, "messages[0].role", "missing"),
-    ("an unknown role", body(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", "'user'"),
-    ("a tool message", body(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].role", "'user'"),
-    ("a turn with tool calls", body(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls", "remove it"),
-    ("a turn with a refusal", body(messages=[{"role": "assistant", "content": "x", "refusal": "no"}]), 400, "messages[0].refusal", "remove it"),
+    ("an unknown role", body(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", "unknown role 'wizard'; use system, developer, user, assistant or tool"),
+    ("a role that is a list", body(messages=[{"role": ["user"], "content": "x"}]), 400, "messages[0].role", "unknown role"),
+    ("the result of a function", body(messages=[{"role": "function", "content": "x", "name": "f"}]), 400, "messages[0].role", "or tool"),
+    ("a tool message without id", body(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].tool_call_id", "missing"),
+    ("a tool message without call", body(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}]), 400, "messages[0].tool_call_id", "no tool call before this message has the id '1'"),
+    ("a result before its call", body(messages=[RESULT, CALL]), 400, "messages[0].tool_call_id", "before their results"),
+    ("a result that is an image", body(messages=[CALL, {**RESULT, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]), 400, "messages[1].content[0]", "use text or input_text"),
+    ("a tool call without function", body(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls[0].function", "missing"),
+    ("a tool call of another type", body(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "function": {"name": "f", "arguments": "{}"}}]}]), 400, "messages[0].tool_calls[0].type", "'function'"),
+    ("arguments that are an object", body(messages=[called({})]), 400, "messages[0].tool_calls[0].function.arguments", "string"),
+    ("arguments that are no JSON", body(messages=[called("{x")]), 400, "messages[0].tool_calls[0].function.arguments", "send an object as JSON"),
+    ("arguments that are a list", body(messages=[called("[1]")]), 400, "messages[0].tool_calls[0].function.arguments", "must be an object"),
+    ("arguments with NaN", body(messages=[called('{"x": NaN}')]), 400, "messages[0].tool_calls[0].function.arguments", "no valid JSON"),
+    ("arguments like a bomb", body(messages=[called('{"x": ' + "[" * 60_000)]), 400, "messages[0].tool_calls[0].function.arguments", "no valid JSON"),
+    ("arguments of many values", body(messages=[called('{"x": [' + "[]," * 30_000 + "[]]}")] * 2), 400, "messages[1].tool_calls[0].function.arguments", "more than 65536 brackets"),
+    ("a number in arguments that takes its square to read", body(messages=[called('{"x": ' + "1" * 401 + "}")]), 400, "messages[0].tool_calls[0].function.arguments", "more than 400 digits"),
+    ("129 tool calls", body(messages=[{"role": "assistant", "tool_calls": CALL["tool_calls"] * 129}]), 400, "messages[0].tool_calls", "at most 128"),
+    ("tool calls of a user", body(messages=[{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls", "remove it"),
+    ("a turn with content and a refusal", body(messages=[{"role": "assistant", "content": "x", "refusal": "no"}]), 400, "messages[0]", "not both"),
+    ("a turn that says nothing", body(messages=[{"role": "assistant", "content": None}]), 400, "messages[0]", "neither tool_calls nor refusal"),
+    ("a refusal of a user", body(messages=user({"type": "refusal", "refusal": "no"})), 400, "messages[0].content[0]", "unknown part type 'refusal'"),
     ("content that is null", body(messages=[{"role": "user", "content": None}]), 400, "messages[0].content", "string or a list"),
     ("content that is empty", body(messages=[{"role": "user", "content": []}]), 400, "messages[0].content", "at least 1"),
     ("a part without type", body(messages=user({"text": "x"})), 400, "messages[0].content[0].type", "missing"),
@@ -66,7 +96,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a text part without text", body(messages=user({"type": "text"})), 400, "messages[0].content[0].text", "missing"),
     ("an image without url", body(messages=user(TEXT, {"type": "image_url", "image_url": {}})), 400, "messages[0].content[1].image_url.url", "missing"),
     ("an image url that is a string", body(messages=user({"type": "image_url", "image_url": png()})), 400, "messages[0].content[0].image_url", "dictionary"),
-    ("low detail", body(messages=user({"type": "image_url", "image_url": {"url": png(), "detail": "low"}})), 400, "messages[0].content[0].image_url.detail", "'auto'"),
+    ("unknown detail", body(messages=user({"type": "image_url", "image_url": {"url": png(), "detail": "best"}})), 400, "messages[0].content[0].image_url.detail", "'auto', 'low' or 'high'"),
     ("a sound without format", body(messages=user({"type": "input_audio", "input_audio": {"data": "AAAA"}})), 400, "messages[0].content[0].input_audio.format", "missing"),
     ("NaN temperature as a string", body(temperature="nan"), 400, "temperature", "number"),
     ("a negative temperature", body(temperature=-0.1), 400, "temperature", "greater than or equal to 0"),
@@ -88,6 +118,10 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("too many top_logprobs", body(logprobs=True, top_logprobs=21), 400, "top_logprobs", "less than or equal to 20"),
     ("stream options without stream", body(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
+    ("effort that does not exist", body(reasoning_effort="most"), 400, "reasoning_effort", "'none'"),
+    ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),
+    ("an answer that is stored", body(store=True), 400, "store", "False"),
+    ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
     ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
     ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
     ("a presence penalty", body(presence_penalty=0.5), 400, "presence_penalty", "set it to 0"),
@@ -238,8 +272,9 @@ async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")
     neutral = body(
-        tools=None, tool_choice="none", presence_penalty=0, frequency_penalty=0.0, logit_bias={}, n=1, user="me",
-        response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"}, top_k=-1, service_tier="auto",
+        functions=None, function_call="none", presence_penalty=0, frequency_penalty=0.0, logit_bias={}, n=1, user="me",
+        response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"}, top_k=-1, service_tier="auto", reasoning_effort="high", verbosity="low", parallel_tool_calls=True,
+        prediction={"type": "content", "content": "x"}, prompt_cache_retention="24h", tools=[], tool_choice="auto",
     )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=neutral)
     assert response.status_code == 200, response.text

@@ -8,7 +8,8 @@ import pytest
 
 from mmd_api.contract import errors
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
-from mmd_workers.gateway.chat_request import ChatRequest, conversation
+from mmd_workers.gateway.chat_request import ChatRequest
+from mmd_workers.gateway.conversation import conversation
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import MAX_SEED, Intake, Prepared
 from mmd_workers.gateway.timeline import Timeline
@@ -45,7 +46,7 @@ async def refusal(intake: Intake, request: ChatRequest, model_len: int = 0) -> A
 
 
 def tokens_of(frontend, request: ChatRequest) -> int:
-    return len(frontend.layout(conversation(request)[0], []).token_ids)
+    return len(frontend.layout(conversation(request.messages)[0], []).token_ids)
 
 
 async def test_a_prompt_leaves_room_for_what_the_pods_can_still_hold(intake, frontend):

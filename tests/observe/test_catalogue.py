@@ -22,7 +22,7 @@ TABLES = {"workers": Metrics, "operator": OperatorMetrics}
 CATALOGUE = [entry for table in TABLES.values() for entry in table().catalogue]
 
 
-@pytest.mark.parametrize("program", ["make_metrics_page.py", "make_messages_page.py"])
+@pytest.mark.parametrize("program", ["make_metrics_page.py", "make_messages_page.py", "make_api_page.py"])
 def test_the_page_matches_the_code(program: str) -> None:
     command = [sys.executable, DOCS / program, "--check"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -18,7 +18,7 @@ from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import ROLES
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.app import api_routes, application
+from mmd_workers.gateway.app import FOR_CLIENTS, api_routes, application
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.observe.server import scraped
 from mmd_workers.wire.messages import Heartbeat
@@ -37,7 +37,7 @@ def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Sta
             *_admin_routes(gateway, heartbeat),
             *page.routes(lambda: gateway.web_page, admin=True),
         ],
-        f"POST /v1/chat/completions, GET /v1/models, /health, /ready, {paths.METRICS}, {paths.GATEWAY_DEMAND}, "
+        f"{FOR_CLIENTS}, {paths.METRICS}, {paths.GATEWAY_DEMAND}, "
         f"{paths.GATEWAY_REQUESTS}, {paths.GATEWAY_STATE}",
     )
 

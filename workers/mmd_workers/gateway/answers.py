@@ -21,6 +21,7 @@ STREAMED_TOKEN_BYTES = (
 TOKEN_BYTES = 48  # an id, its text, and the copies that are made of it at the end
 RETURNED_ID_BYTES = 48
 LOGPROBS_BYTES = 640  # of a token as it arrives, or as the JSON that it becomes
+ECHO_BYTES = 16  # of a character, which takes up to four, and the copies that are made of it
 ALTERNATIVE_BYTES = 160  # more for each of the likeliest tokens
 
 
@@ -34,22 +35,31 @@ class AnswerSize:
     top_logprobs: int
     token_ids: bool
     stream: bool = False
+    prompts: int = 0  # of text completions, which `n` counts the answers of; 0: a chat
+    echo_characters: int = 0  # of prompts that the answers repeat
 
     @property
     def num_bytes(self) -> int:
         """What all its answers take at most."""
+        echo = ECHO_BYTES * self.echo_characters
         if self.stream and not self.logprobs:
-            return self.n * self.max_tokens * STREAMED_TOKEN_BYTES
+            return self.n * self.max_tokens * STREAMED_TOKEN_BYTES + echo
         token = TOKEN_BYTES + RETURNED_ID_BYTES * self.token_ids
         if self.logprobs:
             token += LOGPROBS_BYTES + ALTERNATIVE_BYTES * self.top_logprobs
-        return self.n * self.max_tokens * token
+        return self.n * self.max_tokens * token + echo
 
     @property
     def fields(self) -> list[str]:
         """Fields of the request that make it smaller, the most effective one first."""
-        logprobs = ["top_logprobs" if self.top_logprobs else "logprobs"] if self.logprobs else []
-        return [*logprobs, *(["n"] if self.n > 1 else []), "max_tokens"]
+        likeliest = "top_logprobs" if self.top_logprobs and not self.prompts else "logprobs"
+        several = "prompt" if self.prompts > 1 else "n"
+        return [
+            *([likeliest] if self.logprobs else []),
+            *([several] if self.n > 1 else []),
+            *(["echo"] if self.echo_characters else []),
+            "max_tokens",
+        ]
 
 
 class AnswerShare(Share):

@@ -1,4 +1,4 @@
-"""The paths for clients: chat completions, models, health. What the paths of both ports share; no life of a request."""
+"""The paths for clients: completions, tokens, models, health. What the paths of both ports share; no life of a request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from mmd_api.contract import paths
 from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.completions import ChatCompletions
+from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.gateway.tokenize import Detokenize, Tokenize
+
+FOR_CLIENTS = (
+    "POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, GET /v1/models, /health, /ready"
+)
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -26,7 +31,7 @@ def build_app(gateway: Gateway) -> Starlette:
     return application(
         gateway,
         [*api_routes(gateway), *page.routes(lambda: gateway.web_page)],
-        "POST /v1/chat/completions, GET /v1/models, /health, /ready",
+        FOR_CLIENTS,
     )
 
 
@@ -81,6 +86,9 @@ def api_routes(gateway: Gateway) -> list[Route]:
 
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
+        Route("/v1/completions", TextCompletions(gateway), methods=["POST"]),
+        Route("/tokenize", Tokenize(gateway), methods=["POST"]),
+        Route("/detokenize", Detokenize(gateway), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/health", health),

@@ -40,7 +40,7 @@ SCAN_BYTES = 4096  # at a time
 SCAN_MARKS = 1024  # after so many, a few milliseconds, other requests have their turn
 JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run; parsing them does not
 _OUTSIDE = re.compile(rb'["\[\]{},:]')
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 class TooDeepError(Exception):
@@ -109,7 +109,7 @@ class JsonScanner:
     def _check_number(self, part: bytes, *, ends: bool) -> None:
         """A part without a mark, which may go on in the next chunk."""
         part = self._plain_end + part
-        if len(part) > MAX_DIGITS and _LONG_NUMBER.search(part):
+        if len(part) > MAX_DIGITS and LONG_NUMBER.search(part):
             raise LongNumberError
         self._plain_end = b"" if ends else part[-MAX_DIGITS:]
 

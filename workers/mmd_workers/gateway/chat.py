@@ -167,17 +167,17 @@ def _utf8(token: str) -> list[int] | None:
     return None if REPLACEMENT in token else list(token.encode())
 
 
-def truncated_seconds(layout: PromptLayout) -> float:
+def truncated_seconds(layouts: Sequence[PromptLayout]) -> float:
     """Seconds of sound that the model does not get, because they exceed its window."""
-    return round(sum(medium.truncated_seconds for medium in layout.media), 3)
+    return round(sum(medium.truncated_seconds for layout in layouts for medium in layout.media), 3)
 
 
-def usage_of(layout: PromptLayout, completion_tokens: int, cached_tokens: int) -> Usage:
-    """Counts by modality; the prompt is counted once, whatever n."""
+def usage_of(layouts: Sequence[PromptLayout], completion_tokens: int, cached_tokens: int) -> Usage:
+    """Counts by modality; each prompt is counted once, whatever n."""
     by_modality = {"image": 0, "video": 0, "audio": 0}
-    for medium in layout.media:
+    for medium in (medium for layout in layouts for medium in layout.media):
         by_modality[medium.modality] += medium.num_tokens
-    prompt = len(layout.token_ids)
+    prompt = sum(len(layout.token_ids) for layout in layouts)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion_tokens,
@@ -188,6 +188,6 @@ def usage_of(layout: PromptLayout, completion_tokens: int, cached_tokens: int) -
             image_tokens=by_modality["image"],
             video_tokens=by_modality["video"],
             audio_tokens=by_modality["audio"],
-            truncated_audio_seconds=truncated_seconds(layout),
+            truncated_audio_seconds=truncated_seconds(layouts),
         ),
     )

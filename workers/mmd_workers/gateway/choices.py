@@ -1,23 +1,24 @@
-"""The answers to one request (one, or `n`): placed, followed while they grow, and sent as a stream or in one piece."""
+"""The answers to one request (one, or `n` for each prompt): placed, followed while they grow, and sent as a stream or in one piece."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmd_workers.gateway.accounting import count_tokens
-from mmd_workers.gateway.chat import ChoiceStream, CompleteChoice, usage_of, with_logprobs
-from mmd_workers.gateway.chat_request import ChatRequest
-from mmd_workers.gateway.chat_response import ChatCompletion, ChatCompletionChunk, ChunkChoice, Usage
+from mmd_workers.gateway.chat import ChoiceStream, usage_of
+from mmd_workers.gateway.chat_request import GenerationRequest
+from mmd_workers.gateway.chat_response import ChunkChoice, Usage
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.intake import MAX_SEED, Prepared
 from mmd_workers.gateway.prefix import prefix_blocks
 from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
+from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.timeline import sequence_id
 
 STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
@@ -26,23 +27,33 @@ LATE_PHASES_SECONDS = 0.25
 
 
 class Choices:
-    """The choices of one request. The caller that opens them must `release` them, whatever happens."""
+    """The choices of one request, those of each prompt one after another. The caller that opens them must `release` them, whatever
+    happens.
+    """
 
     def __init__(
-        self, gateway: Gateway, exchange: Exchange, request: ChatRequest, prepared: Prepared
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        request: GenerationRequest,
+        prompts: Sequence[Prepared],
+        shape: AnswerShape,
     ) -> None:
         self._gateway = gateway
         self._exchange = exchange
         self._request = request
-        self._prepared = prepared
+        self._prompts = prompts
+        self._shape = shape
         self._news = asyncio.Event()
         self._streams: list[ChoiceStream] = []
 
     def open(self, index: int) -> None:
-        """Place the choice of this number; its answer differs from the others' by its seed."""
-        gateway, exchange, request, prepared = self._gateway, self._exchange, self._request, self._prepared
+        """Place the choice of this number; its answer differs from the others' to its prompt by its seed."""
+        gateway, exchange, request = self._gateway, self._exchange, self._request
+        prompt, number = divmod(index, request.n or 1)
+        prepared = self._prompts[prompt]
         timeline = exchange.timeline
-        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + index) % MAX_SEED)
+        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + number) % MAX_SEED)
         spec = SequenceSpec(
             request_id=sequence_id(exchange.request_id, index),
             token_ids=prepared.layout.token_ids,
@@ -71,7 +82,7 @@ class Choices:
                 sequence,
                 gateway.frontend,
                 request.stops,
-                logprobs=bool(request.logprobs),
+                logprobs=request.num_logprobs is not None,
                 token_ids=bool(request.return_token_ids),
             )
         )
@@ -83,22 +94,11 @@ class Choices:
 
     async def stream(self) -> None:
         """Send the answers as server-sent events while they grow."""
-        exchange, request = self._exchange, self._request
-        created = int(time.time())
-
-        def chunk(**fields: Any) -> str:
-            made = ChatCompletionChunk(
-                id=exchange.request_id,
-                object="chat.completion.chunk",
-                created=created,
-                model=request.model,
-                **fields,
-            )
-            return f"data: {made.model_dump_json(exclude_unset=True)}\n\n"
-
+        exchange, request, shape = self._exchange, self._request, self._shape
+        head = self._head()
         async for ready in self._progress():
             if ready:
-                await exchange.events(*(chunk(choices=[part]) for part in ready))
+                await exchange.events(*(shape.chunk(head, part) for part in ready))
             else:
                 await exchange.events(": waiting\n\n")
         usage = await self._finish()
@@ -107,34 +107,23 @@ class Choices:
             closing["usage"] = usage
         if self._wants_timings():
             closing["timings"] = exchange.timeline.timings()
-        last = [chunk(choices=[], **closing)] if closing else []
+        last = [shape.closing(head, **closing)] if closing else []
         await exchange.events(*last, "data: [DONE]\n\n")
         await exchange.send({"type": "http.response.body", "body": b""})
 
     async def whole(self) -> None:
         """Send the answers as one JSON object, once all of them are complete."""
-        exchange, request = self._exchange, self._request
-        wholes = [CompleteChoice(choice, logprobs=bool(request.logprobs)) for choice in self._streams]
+        exchange, shape = self._exchange, self._shape
+        wholes = [shape.collector(choice) for choice in self._streams]
         async for ready in self._progress():
             for part in ready:
                 wholes[part.index].add(part)
         usage = await self._finish()
-        completion = ChatCompletion(
-            id=exchange.request_id,
-            created=int(time.time()),
-            model=request.model,
-            choices=[whole.choice(token_ids=bool(request.return_token_ids)) for whole in wholes],
-            usage=usage,
-        )
-        exclude: dict[str, Any] = {}
-        if self._wants_timings():
-            completion.timings = exchange.timeline.timings()
-        else:
-            exclude["timings"] = True
-        if not request.return_token_ids:
-            exclude["choices"] = {"__all__": {"token_ids"}}
-        body = completion.model_dump_json(exclude=exclude).encode()
-        await exchange.reply_in_pieces(with_logprobs(body, wholes) if request.logprobs else [body])
+        timings = exchange.timeline.timings() if self._wants_timings() else None
+        await exchange.reply_in_pieces(shape.body(self._head(), wholes, usage, timings))
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._exchange.request_id, "created": int(time.time()), "model": self._request.model}
 
     async def _progress(self) -> AsyncIterator[list[ChunkChoice]]:
         """What each wake-up brought, until every choice has finished; an empty list now and then when nothing comes."""
@@ -170,9 +159,9 @@ class Choices:
         timeline.finished = time.time()
         timeline.finish_reasons = [choice.finish_reason or "" for choice in self._streams]
         usage = usage_of(
-            self._prepared.layout,
+            [prepared.layout for prepared in self._prompts],
             sum(choice.completion_tokens for choice in self._streams),
-            timeline.cached_tokens(),
+            timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
         )
         timeline.usage = usage.model_dump()
         count_tokens(self._gateway.metrics, timeline.usage)

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.datastructures import Headers
 
@@ -17,31 +19,51 @@ from mmd_workers.gateway.answers import AnswerShare, AnswerSize
 from mmd_workers.gateway.api_errors import INTERNAL, ApiError, api_error
 from mmd_workers.gateway.body import read_json
 from mmd_workers.gateway.chat import truncated_seconds
-from mmd_workers.gateway.chat_request import ChatRequest, parse_chat_request
+from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest, parse_chat_request
 from mmd_workers.gateway.choices import Choices
+from mmd_workers.gateway.completion_request import CompletionRequest, parse_completion_request
 from mmd_workers.gateway.exchange import Exchange, ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
+from mmd_workers.gateway.shapes import AnswerShape, ChatShape, TextShape
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.observe.logs import request_context
 
 MAX_CLIENT_REQUEST_ID = 128
 CLIENT_GONE_STATUS = 499
 
+_Body = TypeVar("_Body")
+_Asked = TypeVar("_Asked", bound=GenerationRequest)
+_Result = TypeVar("_Result")
+
 _log = logging.getLogger(__name__)
 
 
-class ChatCompletions:
-    """POST /v1/chat/completions, as an ASGI application: it must see the client go at any moment."""
+class Endpoint(ABC, Generic[_Body]):
+    """A path that takes a JSON body, as an ASGI application: it must see the client go at any moment.
+
+    `prefix`: of the ids of its requests. `counts`: whether its requests are in the metrics and among the recent requests.
+    """
+
+    prefix: ClassVar[str]
+    counts: ClassVar[bool] = True
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    @abstractmethod
+    def _parse(self, body: object) -> _Body:
+        """Validate a decoded body."""
+
+    @abstractmethod
+    async def _answer(self, exchange: Exchange, request: _Body, reservation: RequestReservation) -> None:
+        """Respond to a valid request."""
+
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
         """Answer one request, and release all that it held, whatever happens."""
         gateway = self._gateway
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = f"{self.prefix}-{uuid.uuid4().hex}"
         headers = Headers(scope=scope)
         own_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
         timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
@@ -50,7 +72,8 @@ class ChatCompletions:
         exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier)
         exchange.notes["x-mmd-gateway"] = gateway.pod
         reservation = gateway.hold.reservation()
-        gateway.dispatcher.timelines.open(timeline)
+        if self.counts:
+            gateway.dispatcher.timelines.open(timeline)
         try:
             with request_context(request_id, root.trace_id), gateway.admit():
                 try:
@@ -61,7 +84,7 @@ class ChatCompletions:
                         reservation,
                         gateway.deadline(timeline.arrived),
                     )
-                    request = parse_chat_request(body)
+                    request = self._parse(body)
                     del body
                     await _until_gone(receive, self._answer(exchange, request, reservation))
                 finally:
@@ -78,33 +101,56 @@ class ChatCompletions:
             await exchange.fail(ApiError(MmdError(INTERNAL)))
         finally:
             timeline.finished = time.time()
-            count_request(gateway.metrics, gateway.slo, timeline)
+            if self.counts:
+                count_request(gateway.metrics, gateway.slo, timeline)
             end_trace(gateway.tracing, timeline, root)
 
-    async def _answer(
-        self, exchange: Exchange, request: ChatRequest, reservation: RequestReservation
-    ) -> None:
+    async def _in_time(self, exchange: Exchange, work: Awaitable[_Result]) -> _Result:
+        """Await the preparation of a request, until its deadline."""
         gateway = self._gateway
-        exchange.timeline.model = request.model
-        gateway.check_model(request.model)
-        timeline = exchange.timeline
         try:
-            async with asyncio.timeout(max(0.0, gateway.deadline(timeline.arrived) - time.time())):
-                prepared = await gateway.intake.prepare(request, reservation, timeline, gateway.model_len())
+            async with asyncio.timeout(max(0.0, gateway.deadline(exchange.timeline.arrived) - time.time())):
+                return await work
         except TimeoutError as error:
             raise DeadlineError(
                 f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller media or use faster "
                 "servers, or raise spec.gateway.requestTimeoutSeconds"
             ) from error
-        if truncated := truncated_seconds(prepared.layout):
+
+
+class _Generation(Endpoint[_Asked]):
+    """A path whose requests are answered by the model."""
+
+    @abstractmethod
+    async def _prepare(
+        self, exchange: Exchange, request: _Asked, reservation: RequestReservation
+    ) -> tuple[list[Prepared], AnswerShape, int]:
+        """The prompts, the shape of the answers, and the characters of prompts in them. What the request no longer needs is freed."""
+
+    async def _answer(self, exchange: Exchange, request: _Asked, reservation: RequestReservation) -> None:
+        gateway = self._gateway
+        exchange.timeline.model = request.model
+        gateway.check_model(request.model)
+        prompts, shape, echo = await self._in_time(exchange, self._prepare(exchange, request, reservation))
+        if truncated := truncated_seconds([prepared.layout for prepared in prompts]):
             exchange.notes["x-mmd-truncated-audio-seconds"] = str(truncated)
-        request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
-        choices = Choices(gateway, exchange, request, prepared)
+        choices = Choices(gateway, exchange, request, prompts, shape)
         share = AnswerShare(gateway.answers)
+        size = AnswerSize(
+            n=len(prompts) * (request.n or 1),
+            max_tokens=max(prepared.sampling.max_tokens for prepared in prompts),
+            logprobs=request.num_logprobs is not None,
+            top_logprobs=request.num_logprobs or 0,
+            token_ids=bool(request.return_token_ids),
+            stream=bool(request.stream),
+            prompts=len(prompts) if isinstance(request, CompletionRequest) else 0,
+            echo_characters=echo,
+        )
         try:
-            await _reserve(share, request, prepared, gateway.deadline(timeline.arrived))
-            for index in range(request.n or 1):
+            await _reserve(share, size, gateway.deadline(exchange.timeline.arrived))
+            for index in range(size.n):
                 choices.open(index)
+                await asyncio.sleep(0)
             if request.stream:
                 await choices.stream()
             else:
@@ -114,16 +160,55 @@ class ChatCompletions:
             await choices.release()
 
 
-async def _reserve(share: AnswerShare, request: ChatRequest, prepared: Prepared, deadline: float) -> None:
+class ChatCompletions(_Generation[ChatRequest]):
+    """POST /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+
+    def _parse(self, body: object) -> ChatRequest:
+        return parse_chat_request(body)
+
+    async def _prepare(
+        self, exchange: Exchange, request: ChatRequest, reservation: RequestReservation
+    ) -> tuple[list[Prepared], AnswerShape, int]:
+        gateway = self._gateway
+        prepared = await gateway.intake.prepare(request, reservation, exchange.timeline, gateway.model_len())
+        request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
+        shape = ChatShape(logprobs=request.num_logprobs is not None, token_ids=bool(request.return_token_ids))
+        return [prepared], shape, 0
+
+
+class TextCompletions(_Generation[CompletionRequest]):
+    """POST /v1/completions."""
+
+    prefix = "cmpl"
+
+    def _parse(self, body: object) -> CompletionRequest:
+        return parse_completion_request(body)
+
+    async def _prepare(
+        self, exchange: Exchange, request: CompletionRequest, reservation: RequestReservation
+    ) -> tuple[list[Prepared], AnswerShape, int]:
+        gateway = self._gateway
+        prompts = await gateway.intake.prepare_texts(request, exchange.timeline, gateway.model_len())
+        echo: list[str] = []
+        if request.echo:
+            for (_, prompt), prepared in zip(request.prompts, prompts, strict=True):
+                text = prompt if isinstance(prompt, str) else await self._text(prepared)
+                echo += [text] * (request.n or 1)
+        request.prompt = ""  # a list of tokens now
+        reservation.release()
+        shape = TextShape(logprobs=request.num_logprobs, token_ids=bool(request.return_token_ids), echo=echo)
+        return prompts, shape, sum(map(len, echo))
+
+    async def _text(self, prepared: Prepared) -> str:
+        return await asyncio.to_thread(
+            self._gateway.frontend.decode, prepared.layout.token_ids, special_tokens=True
+        )
+
+
+async def _reserve(share: AnswerShare, size: AnswerSize, deadline: float) -> None:
     """Room for all the answers at their full length, before any pod begins to generate them."""
-    size = AnswerSize(
-        n=request.n or 1,
-        max_tokens=prepared.sampling.max_tokens,
-        logprobs=bool(request.logprobs),
-        top_logprobs=request.top_logprobs or 0,
-        token_ids=bool(request.return_token_ids),
-        stream=bool(request.stream),
-    )
     try:
         async with asyncio.timeout(max(0.0, deadline - time.time())):
             await share.reserve(size)

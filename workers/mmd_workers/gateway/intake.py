@@ -9,11 +9,13 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmd_api.contract.errors import (
     ContextLengthError,
+    InvalidValueError,
     MmdError,
     OverloadedError,
     TooManyMediaError,
@@ -22,7 +24,10 @@ from mmd_api.contract.errors import (
 from mmd_api.contract.pools import Modality
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
-from mmd_workers.gateway.chat_request import ChatRequest, conversation
+from mmd_workers.gateway.body import MARK_BYTES
+from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest
+from mmd_workers.gateway.completion_request import CompletionRequest, Prompt
+from mmd_workers.gateway.conversation import Message, argument_marks, conversation
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
@@ -39,7 +44,9 @@ from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
 CONCURRENT_FETCHES = 8  # of one request
 PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of the probe's own deadline
 MAX_SEED = 2**63
-_PART = re.compile(r"messages\[\d+\]\.content\[\d+\](\.\w+)*")
+MAX_TEXT_TOKENS = 131_072
+"""Of all prompts of a text completion, and of what is tokenized alone, where the model takes fewer."""
+_PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +84,8 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
-        messages, sources = conversation(request)
-        limit = min(self._model_len, model_len or self._model_len)
-        self._check_text(messages, limit)
-        self._check_media(sources)
-        begun = time.time()
-        if sources:
-            infos = await self._bring(sources, reservation)
-        else:
-            infos = []
-        fetched = time.time()
-        try:
-            layout = await asyncio.to_thread(self._frontend.layout, messages, infos)
-        except MmdError as error:
-            raise refused(error, _part_of(error.message)) from error
-        timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
+        limit = self.limit(model_len)
+        layout, sources, infos = await self._lay_out(request.messages, reservation, timeline, limit)
         if not sources:
             reservation.release()  # the text is a list of tokens now
         room = self._room(layout, sources, limit)
@@ -106,16 +100,146 @@ class Intake:
         ]
         return Prepared(layout, features, _sampling(request, room))
 
-    def _check_text(self, messages: list[dict[str, Any]], limit: int) -> None:
+    async def prepare_texts(
+        self, request: CompletionRequest, timeline: Timeline, model_len: int
+    ) -> list[Prepared]:
+        """Lay out the prompts of a text completion; check limits. `model_len`: see `prepare`.
+
+        Raises:
+            ApiError: names the prompt and the remedy.
+        """
+        limit = self.limit(model_len)
+        prompts = request.prompts
+        most = max(limit, MAX_TEXT_TOKENS)
+        texts = [(param, one) for param, one in prompts if isinstance(one, str)]
+        for param, text in texts:
+            self._check_characters(len(text), limit, param)
+        self._check_characters(sum(len(text) for _, text in texts), most, "prompt")
+        begun = time.time()
+        prepared: list[Prepared] = []
+        total = 0
+        for param, prompt in prompts:
+            token_ids = await self.text_ids(param, prompt, request.add_special_tokens is not False)
+            total += len(token_ids)
+            if total > most:
+                too_many = ContextLengthError(
+                    f"{param}: the prompts so far have {total} tokens, but at most {most} fit one request; send fewer prompts"
+                )
+                raise ApiError(too_many, param=param)
+            layout = PromptLayout(token_ids, [])
+            room = self._room(layout, [], limit, param)
+            prepared.append(Prepared(layout, [], _sampling(request, room)))
+        timeline.add("gateway", [Phase("layout", begun, time.time())])
+        return prepared
+
+    async def text_ids(self, param: str, prompt: Prompt, special_tokens: bool) -> list[int]:
+        """Token ids of a text or of ids as given. `special_tokens`: a text gets those that the tokenizer puts around it.
+
+        Raises:
+            ApiError: there are none, or one that does not exist or stands for a medium.
+        """
+        frontend = self._frontend
+        if isinstance(prompt, str):
+            token_ids = await asyncio.to_thread(frontend.encode, prompt, special_tokens=special_tokens)
+        else:
+            token_ids = prompt
+        if not token_ids:
+            raise ApiError(InvalidValueError(f"{param} is empty; send at least one token"), param=param)
+        self.check_ids(param, token_ids)
+        if not frontend.placeholder_ids.isdisjoint(token_ids):
+            (token,) = frontend.token_strings(
+                [next(one for one in token_ids if one in frontend.placeholder_ids)]
+            )
+            medium = UnsupportedInputError(
+                f"{param}: the token {token!r} stands for a medium, and this path takes text alone; send media to /v1/chat/completions"
+            )
+            raise ApiError(medium, param=param)
+        return token_ids
+
+    def check_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        """Check that the model has these tokens.
+
+        Raises:
+            ApiError: names the first one that it has not.
+        """
+        size = self._frontend.vocab_size
+        if max(token_ids, default=0) >= size:
+            at, token_id = next((at, one) for at, one in enumerate(token_ids) if one >= size)
+            unknown = InvalidValueError(
+                f"{param}[{at}]: this model has no token {token_id}; use 0 to {size - 1}"
+            )
+            raise ApiError(unknown, param=f"{param}[{at}]")
+
+    async def token_ids(
+        self,
+        messages: Sequence[Message],
+        reservation: RequestReservation,
+        timeline: Timeline,
+        model_len: int,
+    ) -> list[int]:
+        """The prompt of a conversation, which may be longer than what fits the model. `model_len`: see `prepare`.
+
+        Raises:
+            ApiError: names the part and the remedy.
+        """
+        most = max(self.limit(model_len), MAX_TEXT_TOKENS)
+        layout, _, _ = await self._lay_out(messages, reservation, timeline, most)
+        return self._counted(layout.token_ids, most, "messages")
+
+    async def token_ids_of_text(self, prompt: str, special_tokens: bool, model_len: int) -> list[int]:
+        """Token ids of a text, of which there may be more than what fits the model. `model_len`: see `prepare`.
+
+        Raises:
+            ApiError: the text is too long.
+        """
+        most = max(self.limit(model_len), MAX_TEXT_TOKENS)
+        self._check_characters(len(prompt), most, "prompt")
+        ids = await asyncio.to_thread(self._frontend.encode, prompt, special_tokens=special_tokens)
+        return self._counted(ids, most, "prompt")
+
+    def _counted(self, token_ids: list[int], most: int, param: str) -> list[int]:
+        if len(token_ids) > most:
+            too_long = ContextLengthError(
+                f"{param}: {len(token_ids)} tokens are more than the limit of {most} for tokenizing; send less text at once"
+            )
+            raise ApiError(too_long, param=param)
+        return token_ids
+
+    def limit(self, model_len: int) -> int:
+        """The longest sequence. `model_len`: what the present pods can hold; 0: not known yet."""
+        return min(self._model_len, model_len or self._model_len)
+
+    async def _lay_out(
+        self,
+        messages: Sequence[Message],
+        reservation: RequestReservation,
+        timeline: Timeline,
+        limit: int,
+    ) -> tuple[PromptLayout, list[MediaSource], list[MediumInfo]]:
+        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `limit` tokens is refused before."""
+        await reservation.grow(argument_marks(messages) * MARK_BYTES)
+        found, sources = conversation(messages)
+        self._check_characters(sum(map(_characters_of, found)), limit, "messages")
+        self._check_media(sources)
+        begun = time.time()
+        infos = await self._bring(sources, reservation) if sources else []
+        fetched = time.time()
+        try:
+            layout = await asyncio.to_thread(self._frontend.layout, found, infos)
+        except MmdError as error:
+            raise refused(error, _part_of(error.message)) from error
+        timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
+        return layout, sources, infos
+
+    def _check_characters(self, characters: int, limit: int, param: str) -> None:
         """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
         longest = self._frontend.longest_token_characters
-        characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
         if characters > (limit - 1) * longest:
             too_long = ContextLengthError(
                 f"the text has {characters} characters: at least {-(-characters // longest)} tokens, but at most {limit - 1} fit; "
                 "shorten it, or raise spec.model.maxModelLen"
             )
-            raise ApiError(too_long, param="messages")
+            raise ApiError(too_long, param=param)
 
     def _check_media(self, sources: list[MediaSource]) -> None:
         most = self.policy.max_items_per_request
@@ -168,7 +292,9 @@ class Intake:
                 f"no decode process became available for this {modality} within {seconds:.0f} s; retry later"
             ) from error
 
-    def _room(self, layout: PromptLayout, sources: list[MediaSource], limit: int) -> int:
+    def _room(
+        self, layout: PromptLayout, sources: list[MediaSource], limit: int, param: str = "messages"
+    ) -> int:
         """Tokens that may be generated after the prompt."""
         prompt = len(layout.token_ids)
         if prompt < limit:
@@ -182,7 +308,22 @@ class Intake:
             f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
             f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen"
         )
-        raise ApiError(too_long, param="messages" if largest == "the text" else largest)
+        raise ApiError(too_long, param=param if largest == "the text" else largest)
+
+
+def _characters_of(message: dict[str, Any]) -> int:
+    """Of a message's text and of the texts in the arguments of its tool calls."""
+    content = sum(len(part.get("text", "")) for part in message["content"])
+    return content + sum(_characters(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _part_of(message: str) -> str:
@@ -220,15 +361,15 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
-def _sampling(request: ChatRequest, room: int) -> Sampling:
+def _sampling(request: GenerationRequest, room: int) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
-    asked = request.max_completion_tokens or request.max_tokens or room
+    asked = request.asked_tokens or room
     return Sampling(
         max_tokens=min(asked, room),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=request.num_logprobs,
         ignore_eos=bool(request.ignore_eos),
     )

@@ -1,6 +1,6 @@
 """The parts of a message's content, and the medium that each of them is. Independent of the network and the model.
 
-A part is one class here and one line of `ContentPart`: the tags of the union, the error about an unknown type and the check of docs/api.md follow.
+A part is one class here and one line of `_Part`: the tags of the unions, the error about an unknown type and the check of docs/api.md follow.
 """
 
 from __future__ import annotations
@@ -32,14 +32,21 @@ class TextPart(Strict):
     text: str
 
 
+class RefusalPart(Strict):
+    """An assistant's refusal, which the model reads as what it said."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class MediaUrl(Strict):
     """An http(s) or data URL."""
 
     url: Url
 
 
-Detail = Literal["auto", "high"]
-"""Without low: the model's own processor decides the resolution."""
+Detail = Literal["auto", "low", "high"]
+"""The model's own processor decides the resolution."""
 
 
 class ImageUrl(MediaUrl):
@@ -120,16 +127,29 @@ def _type_of(value: object) -> str | None:
     return None if kind is None else str(kind)[:MAX_NAME_CHARACTERS]
 
 
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("text")]
+_Text = Annotated[TextPart, Tag("text")] | Annotated[TextPart, Tag("input_text")]
+_Part = (
+    _Text
     | Annotated[ImageUrlPart, Tag("image_url")]
     | Annotated[VideoUrlPart, Tag("video_url")]
     | Annotated[AudioUrlPart, Tag("audio_url")]
     | Annotated[InputAudioPart, Tag("input_audio")]
-    | Annotated[TextPart, Tag("input_text")]
-    | Annotated[InputImagePart, Tag("input_image")],
-    Discriminator(_type_of),
-]
+    | Annotated[InputImagePart, Tag("input_image")]
+)
+_AnswerPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 
-PART_TYPES: tuple[str, ...] = tuple(get_args(member)[1].tag for member in get_args(get_args(ContentPart)[0]))
-"""Every type of part, in the order in which errors name them."""
+ContentPart = Annotated[_Part, Discriminator(_type_of)]
+AnswerPart = Annotated[_AnswerPart, Discriminator(_type_of)]
+"""What an assistant's message may have, too."""
+ResultPart = Annotated[_Text, Discriminator(_type_of)]
+"""What the result of a tool call may have."""
+
+
+def _tags(union: object) -> tuple[str, ...]:
+    return tuple(get_args(member)[1].tag for member in get_args(union))
+
+
+PART_TYPES = _tags(_Part)
+"""Every type of part of a user's message, in the order in which errors name them."""
+ANSWER_PART_TYPES = _tags(_AnswerPart)
+"""Every type of part."""

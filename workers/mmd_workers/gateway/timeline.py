@@ -78,16 +78,14 @@ class Timeline:
         handed_over = any(attempt.decode_pods for attempt in self.attempts)
         return "prefill" in names and (not handed_over or "kv_transfer" in names)
 
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the first sequence's last prefill found in its cache."""
-        return next(
-            (
-                int(phase.detail.get("cached_tokens", 0))
-                for _, sequence, _, phase in reversed(self.phases)
-                if sequence == 0 and phase.name == "prefill"
-            ),
-            0,
-        )
+    def cached_tokens(self, sequences: Iterable[int] = (0,)) -> int:
+        """Prompt tokens that the last prefill of each of these sequences found in its cache."""
+        found = {
+            sequence: int(phase.detail.get("cached_tokens", 0))
+            for _, sequence, _, phase in self.phases
+            if phase.name == "prefill"
+        }
+        return sum(found.get(sequence, 0) for sequence in sequences)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the phases in the order they began."""

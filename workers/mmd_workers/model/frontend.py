@@ -5,15 +5,17 @@ Counts come from the model's own processors, run on tensors that have a shape bu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils.chat_template_utils import mark_control_tokens
@@ -33,6 +35,30 @@ from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
+_WRITTEN = frozenset({"content", "tool_calls", "tool_call_id", "name"})
+"""Fields of a message with text of the user's."""
+_NEEDLES = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_result")
+_TOOL_CALL: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "call the tool"}]},
+    {
+        "role": "assistant",
+        "content": [],
+        "tool_calls": [
+            {
+                "id": "mmdprobed",  # nine letters and digits, as templates of Mistral require
+                "type": "function",
+                "function": {"name": _NEEDLES[0], "arguments": {_NEEDLES[1]: _NEEDLES[2]}},
+            }
+        ],
+    },
+    {
+        "role": "tool",
+        "content": [{"type": "text", "text": _NEEDLES[3]}],
+        "tool_call_id": "mmdprobed",
+        "name": _NEEDLES[0],
+    },
+]
+"""A call and its result, to find out whether a template renders them."""
 PROCESSOR_ERRORS = (
     ValueError,
     ZeroDivisionError,
@@ -74,6 +100,7 @@ class HfFrontend:
         for modality in self.modalities:
             token_id = adapter.placeholder_id(modality)
             self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
+        self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
         self._control_re = _any_of(tokenizer.added_tokens_encoder)
         self._lock = threading.Lock()
@@ -82,13 +109,15 @@ class HfFrontend:
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
+        Tool calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object.
         Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium.
 
         Raises:
-            UnsupportedInputError: the model cannot take this modality or size; names the part and the remedy.
+            UnsupportedInputError: the model cannot take this modality or size, or its template these messages; names the part and the remedy.
             CountMismatchError: the tokenizer did not keep a placeholder; the checkpoint's tokenizer and template disagree.
         """
         self._check_parts(messages, media)
+        self._check_tool_calls(messages)
         sanitize = self._mentions_control_token(messages)
         if sanitize:
             messages = self._mark(messages)
@@ -101,14 +130,23 @@ class HfFrontend:
         replacements: dict[str, list[str]] = {}
         for info, probe in zip(media, probes, strict=True):
             replacements.setdefault(info.modality, []).append(probe.replacement)
-        text = self._adapter.render(self._processor, _as_parts(messages))
-        text, order = self._adapter.expand(self._processor, text, replacements)
+        text, order = self._adapter.expand(self._processor, self._render(messages), replacements)
         token_ids = self._encode(text, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens skipped."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text,
+        unless it begins with the first of them.
+        """
+        return self._encode(text, sanitize=False, add_special_tokens=None if special_tokens else False)
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of token ids; special tokens are skipped unless `special_tokens` is true."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells these tokens; "" for an id without one."""
+        return [token or "" for token in self.tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def _check_parts(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> None:
         wanted: list[str] = []
@@ -134,40 +172,76 @@ class HfFrontend:
                 f"messages reference the media {wanted}, but {given} were passed; pass them in order of use"
             )
 
+    def _check_tool_calls(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse what the template would leave out without a word."""
+        for m, message in enumerate(messages):
+            if (message.get("tool_calls") or message["role"] == "tool") and not self._renders_tool_calls:
+                field = "tool_calls" if message.get("tool_calls") else "role"
+                raise UnsupportedInputError(
+                    f"messages[{m}].{field}: this model's chat template does not render tool calls and their results; "
+                    "describe them in the content of assistant and user messages, or use another model"
+                )
+
+    @functools.cached_property
+    def _renders_tool_calls(self) -> bool:
+        """Whether the text that the template makes has a call's name and arguments, and its result."""
+        try:
+            text = self._render(_TOOL_CALL)
+        except UnsupportedInputError:
+            return False
+        return all(needle in text for needle in _NEEDLES)
+
     def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
-        for message in messages:
-            content = message.get("content")
-            parts = content if isinstance(content, list) else [{"text": content or ""}]
-            for part in parts:
-                if self._control_re.search(str(part.get("text", ""))):
-                    return True
-        return False
+        return any(
+            self._control_re.search(text)
+            for message in messages
+            for key in _WRITTEN & message.keys()
+            for text in _written(message[key])
+        )
 
     def _mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Mark control tokens that users wrote, so that they are neither replaced nor encoded as such."""
-        marked = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, list):
-                content = [
-                    {**p, "text": mark_control_tokens(p["text"], self._control_re)} if "text" in p else p
-                    for p in content
-                ]
-            marked.append(
-                {
-                    **message,
-                    "content": content
-                    if isinstance(content, list)
-                    else mark_control_tokens(content, self._control_re),
-                }
+        return [
+            {**message, **{key: self._marked(message[key]) for key in _WRITTEN & message.keys()}}
+            for message in messages
+        ]
+
+    def _marked(self, value: Any, *, keys: bool = False) -> Any:
+        """`value` with its control tokens marked; `keys`: those in the names of fields, too, which the user chose."""
+        if isinstance(value, dict):
+            return {
+                (self._marked(name) if keys else name): (
+                    field
+                    if name == "type" and not keys
+                    else self._marked(field, keys=keys or name == "arguments")
+                )
+                for name, field in value.items()
+            }
+        if isinstance(value, list):
+            return [self._marked(item, keys=keys) for item in value]
+        return mark_control_tokens(value, self._control_re)
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of a conversation in which each medium is one marker.
+
+        Raises:
+            UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
+        """
+        try:
+            if self._processor is not None:
+                return self._adapter.render(self._processor, _as_parts(messages))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    _as_text(messages), tokenize=False, add_generation_prompt=True
+                )
             )
-        return marked
+        except (TemplateError, *PROCESSOR_ERRORS) as error:
+            raise UnsupportedInputError(
+                f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
+            ) from error
 
     def _text_ids(self, messages: Sequence[dict[str, Any]], sanitize: bool) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            _as_text(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self._encode(str(text), sanitize, add_special_tokens=False)
+        return self._encode(self._render(messages), sanitize, add_special_tokens=False)
 
     def _encode(self, text: str, sanitize: bool, add_special_tokens: bool | None = None) -> list[int]:
         if (
@@ -362,11 +436,29 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
+    """Every text of the user's in these fields of a message; `keys`: names of fields are the user's, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, field in value.items():
+            if keys:
+                yield name
+            if keys or name != "type":
+                yield from _written(field, keys=keys or name == "arguments")
+    elif isinstance(value, list):
+        for item in value:
+            yield from _written(item, keys=keys)
+
+
 def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Only type and text of each part: templates of multimodal models read content as a list of parts."""
+    """Only type and text of each part: templates of multimodal models read content as a list of parts, and the result of a tool as text."""
     normal = []
     for message in messages:
         content = message.get("content")
+        if message["role"] == "tool":
+            normal.extend(_as_text([message]))
+            continue
         if isinstance(content, list):
             parts = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
         else:

@@ -35,6 +35,7 @@ class Frontend(Protocol):
     longest_token_characters: int
     max_model_len: int
     modalities: frozenset[Modality]
+    placeholder_ids: frozenset[int]
 
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
@@ -44,8 +45,16 @@ class Frontend(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens skipped."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of token ids; special tokens are skipped unless `special_tokens` is true."""
+        ...
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells these tokens; "" for an id without one."""
         ...
 
 

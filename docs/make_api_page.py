@@ -1,0 +1,145 @@
+"""The tables of fields in `docs/api.md`, made from the models of requests: `python docs/make_api_page.py` writes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mmd_workers.gateway import chat_request, completion_request, tokenize
+from mmd_workers.gateway.strict import Ignored, NotServed, Strict
+
+PAGE = Path(__file__).with_name("api.md")
+BEGIN = "<!-- Generated from workers/mmd_workers/gateway by `make crds`, up to the next comment. Do not edit. -->\n"
+END = "<!-- End of what is generated. -->\n"
+HEAD = "| field | | values, effect or remedy |\n|---|---|---|\n"
+
+ENDPOINTS: dict[str, tuple[type[Strict], NotServed]] = {
+    "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
+    "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
+    "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
+}
+
+
+def tables() -> str:
+    """A table for each endpoint, and one for messages, which two of them take."""
+    parts = []
+    for path, (model, not_served) in ENDPOINTS.items():
+        parts.append(f"\n### `{path}`\n\n{HEAD}")
+        rows = [*_fields(model, "", skip="messages"), *_refused(not_served)]
+        parts += [_row(*row) for row in sorted(rows)]
+    parts.append(f"\n### Messages\n\n{HEAD}")
+    found: dict[tuple[str, str], list[str]] = {}  # a field may differ between roles and types of parts
+    for name, handling, text in _nested(chat_request.ChatRequest.model_fields["messages"], "messages[]"):
+        texts = found.setdefault((name, handling), [])
+        if text not in texts:
+            texts.append(text)
+    parts += [_row(*field, " or ".join(texts)) for field, texts in found.items()]
+    return "".join([*parts, "\n"])
+
+
+def page(text: str) -> str:
+    """The page, given what it is now."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{tables()}{END}{after}"
+
+
+def _fields(model: type[BaseModel], prefix: str, skip: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, handling and text of every field of a model, and of the objects in it unless its name is `skip`."""
+    schema = model.model_json_schema()
+    for name, field in model.model_fields.items():
+        where = f"{prefix}{name}"
+        ignored = next((mark for mark in field.metadata if isinstance(mark, Ignored)), None)
+        text = _values(schema["properties"][name], schema.get("$defs", {}))
+        if ignored is not None:
+            text = f"{text}; {ignored.why}"
+        if field.is_required() and not prefix:
+            text = f"{text}; required"
+        yield where, "served" if ignored is None else "ignored", text
+        if name != skip:
+            yield from _nested(field, where)
+
+
+def _nested(field: FieldInfo, where: str) -> Iterator[tuple[str, str, str]]:
+    """The fields of the objects that a field may have; of a list, those of its items."""
+    for model, in_list in _models(field.annotation):
+        yield from _fields(model, f"{where}{'[]' if in_list and not where.endswith('[]') else ''}.")
+
+
+def _models(annotation: Any, in_list: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, in_list
+    for part in dict.fromkeys(part for part in get_args(annotation) if not isinstance(part, str)):
+        yield from _models(part, in_list or getattr(annotation, "__origin__", None) is list)
+
+
+def _refused(not_served: NotServed) -> Iterator[tuple[str, str, str]]:
+    for name, (off, remedy) in not_served.items():
+        values = " or ".join(_code(value) for value in off)
+        yield name, "refused", f"{remedy}; accepted: {values}" if values else remedy
+
+
+def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, besides null."""
+    if "$ref" in schema:
+        return "object"
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            kinds = [_values(kind, definitions) for kind in schema[key] if kind.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return ", ".join(_code(value) for value in schema["enum"])
+    if "const" in schema:
+        return _code(schema["const"])
+    kind = str(schema.get("type", "any value"))
+    if kind == "array":
+        items = _values(schema["items"], definitions)
+        return f"{_sized('list', schema.get('minItems'), schema.get('maxItems'), '')} of {items}"
+    if kind == "string":
+        return _sized("string", schema.get("minLength"), schema.get("maxLength"), " characters")
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        high = schema.get("maximum", schema.get("exclusiveMaximum"))
+        above = "above " if "exclusiveMinimum" in schema else "from "
+        below = "below " if "exclusiveMaximum" in schema else "to "
+        limits = [f"{above}{low}"] if low is not None else []
+        limits += [f"{below}{high}"] if high is not None else []
+        return " ".join([kind, *limits])
+    return kind
+
+
+def _sized(kind: str, least: int | None, most: int | None, unit: str) -> str:
+    if most is None:
+        return f"non-empty {kind}" if least else kind
+    return f"{kind} ({least} to {most}{unit})" if least else f"{kind} (up to {most}{unit})"
+
+
+def _code(value: object) -> str:
+    return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
+
+
+def _row(name: str, handling: str, text: str) -> str:
+    return f"| `{name}` | {handling} | {text} |\n"
+
+
+def main() -> None:
+    """Write the tables, or with `--check` exit 1 when they are not what the code says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    written = PAGE.read_text()
+    if not parser.parse_args().check:
+        PAGE.write_text(page(written))
+    elif written != page(written):
+        sys.exit(f"{PAGE.name} is out of date: run make crds")
+
+
+if __name__ == "__main__":
+    main()
