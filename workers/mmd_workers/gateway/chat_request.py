@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     Tag,
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.errors import (
     InvalidTypeError,
@@ -31,6 +33,11 @@ from mmd_workers.gateway.strict import Strict
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
+MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BIAS = 100.0
+MAX_DIGITS = 10  # of a token id
 
 
 def _content_kind(value: object) -> str | None:
@@ -88,6 +95,33 @@ def _discard(_value: object) -> None:
     """Drop a value that has no effect: the request is held to its end, and megabytes of this value would be counted nowhere."""
 
 
+def _biases(value: object) -> dict[int, float]:
+    """Token ids and biases; the first fault alone, since pydantic would make an error of each."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias_type", "must be an object of token ids with their biases")
+    if len(value) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("logit_bias", f"has {len(value)} tokens; use at most {MAX_TOKEN_IDS}")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
+            raise PydanticCustomError(
+                "logit_bias", f"{str(token)[:64]!r} is not a token id; use digits alone"
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("logit_bias_type", f"the bias of token {token} must be a number")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "logit_bias", f"the bias of token {token} must be from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+TokenId = Annotated[int, Field(ge=0)]
+BadWord = Annotated[str, Field(min_length=1, max_length=128)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class ChatRequest(Strict):
     """Body of POST /v1/chat/completions."""
 
@@ -100,7 +134,16 @@ class ChatRequest(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag("one")]
@@ -113,6 +156,10 @@ class ChatRequest(Strict):
         ]
         | None
     ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -138,9 +185,6 @@ _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "functions": (([],), "describe the functions in a system message and parse the response"),
     "function_call": (("none", "auto"), "omit it"),
     "response_format": (({"type": "text"},), "request the format in the prompt and validate the response"),
-    "frequency_penalty": ((0,), "set it to 0 or omit it"),
-    "presence_penalty": ((0,), "set it to 0 or omit it"),
-    "logit_bias": (({},), "omit it"),
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
     "audio": ((), "output is text only; omit it"),
     "prediction": ((), "omit it"),
@@ -175,6 +219,10 @@ def parse_chat_request(value: object) -> ChatRequest:
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         both = InvalidValueError("set max_tokens or max_completion_tokens, not both")
         raise ApiError(both, param="max_completion_tokens")
+    most = request.max_completion_tokens or request.max_tokens
+    if most is not None and (request.min_tokens or 0) > most:
+        above = InvalidValueError(f"min_tokens must be at most max_tokens, which is {most}")
+        raise ApiError(above, param="min_tokens")
     if request.top_logprobs and not request.logprobs:
         raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
     if request.stream_options is not None and not request.stream:

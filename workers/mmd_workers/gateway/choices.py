@@ -71,6 +71,8 @@ class Choices:
                 sequence,
                 gateway.frontend,
                 request.stops,
+                stop_token_ids=sampling.stop_token_ids,
+                min_tokens=sampling.min_tokens,
                 logprobs=bool(request.logprobs),
                 token_ids=bool(request.return_token_ids),
             )

@@ -20,10 +20,18 @@ from mmd_api.contract.errors import (
     UnsupportedInputError,
 )
 from mmd_api.contract.pools import Modality
+from mmd_api.contract.sampling import LogitRules
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
 from mmd_workers.gateway.chat_request import ChatRequest, conversation
 from mmd_workers.gateway.hold import RequestReservation
+from mmd_workers.gateway.logit_rules import (
+    bad_words,
+    check_something_is_left,
+    check_token_ids,
+    check_works_with_drafts,
+    logit_rules,
+)
 from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
@@ -63,6 +71,8 @@ class Intake:
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
+        vllm = pipeline.spec.engine.decode
+        self._drafts = vllm is not None and vllm.speculative is not None
         self._frontend = frontend
         self._metrics = metrics
         self._sandbox = sandbox
@@ -77,6 +87,7 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
+        rules = await self._rules(request)
         messages, sources = conversation(request)
         limit = min(self._model_len, model_len or self._model_len)
         self._check_text(messages, limit)
@@ -104,7 +115,19 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        return Prepared(layout, features, _sampling(request, room))
+        return Prepared(layout, features, _sampling(request, rules, room))
+
+    async def _rules(self, request: ChatRequest) -> LogitRules | None:
+        """What the request changes of logits, checked against the vocabulary."""
+        if self._drafts:
+            check_works_with_drafts(request)
+        check_token_ids(request, self._frontend.vocab_size)
+        asked, words = request.bad_words, list[list[int]]()
+        if asked:
+            words = await asyncio.to_thread(bad_words, asked, self._frontend)
+        rules = logit_rules(request, words)
+        check_something_is_left(request, rules, self._frontend)
+        return rules
 
     def _check_text(self, messages: list[dict[str, Any]], limit: int) -> None:
         """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
@@ -220,15 +243,19 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
-def _sampling(request: ChatRequest, room: int) -> Sampling:
+def _sampling(request: ChatRequest, rules: LogitRules | None, room: int) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
-    asked = request.max_completion_tokens or request.max_tokens or room
+    max_tokens = min(request.max_completion_tokens or request.max_tokens or room, room)
     return Sampling(
-        max_tokens=min(asked, room),
+        max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         ignore_eos=bool(request.ignore_eos),
+        min_p=request.min_p or 0.0,
+        min_tokens=min(request.min_tokens or 0, max_tokens),
+        stop_token_ids=sorted(set(request.stop_token_ids or ())),
+        rules=rules,
     )

@@ -64,6 +64,7 @@ class HfFrontend:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = int(adapter.config.get_text_config().vocab_size)
+        self.suppress_token_ids = adapter.placeholder_ids(self.vocab_size)
         self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
         self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
         self._adapter = adapter
@@ -109,6 +110,17 @@ class HfFrontend:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens skipped."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def sequences_of(self, word: str) -> list[list[int]]:
+        """Token ids of a word at the beginning of a text and, where that is another token of the same number, after a space; as vLLM has them.
+        Empty where it is spaces alone."""
+        word = word.lstrip()
+        first = self._encode(word, sanitize=False, add_special_tokens=False)
+        if not first:
+            return []
+        spaced = self._encode(f" {word}", sanitize=False, add_special_tokens=False)
+        other = len(spaced) == len(first) and spaced[0] != first[0]
+        return [first, spaced] if other else [first]
 
     def _check_parts(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> None:
         wanted: list[str] = []

@@ -32,6 +32,7 @@ class Frontend(Protocol):
 
     eos_token_ids: frozenset[int]
     vocab_size: int
+    suppress_token_ids: tuple[int, ...]  # placeholders: never to be sampled
     longest_token_characters: int
     max_model_len: int
     modalities: frozenset[Modality]
@@ -46,6 +47,10 @@ class Frontend(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens skipped."""
+        ...
+
+    def sequences_of(self, word: str) -> list[list[int]]:
+        """Sequences of token ids that are this word in a text; empty: it has no tokens."""
         ...
 
 
