@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from mmd_api.contract.errors import ERRORS, error_of
-from mmd_workers.gateway import admin, app, body, chat_request, completions
+from mmd_workers.gateway import admin, app, body, chat_request, completions, logit_rules
 from mmd_workers.gateway.api_errors import api_error
 from mmd_workers.gateway.parts import PART_TYPES
 
@@ -93,10 +93,14 @@ def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
     assert served(admin.build_admin_app(cast(Any, None), cast(Any, None))) == for_clients | besides
 
 
+def parameters() -> dict[str, str]:
+    """The values of each row of parameters, by the names in it."""
+    return {cells[0]: cells[1] for cells in rows(section("Parameters").split("| limit |")[0])}
+
+
 def test_the_page_lists_the_parameters_that_are_taken() -> None:
-    text = section("Parameters").split("| limit |")[0]
-    named = {word.split(".")[0].split(":")[0] for word in quoted(text)}
-    assert named - {"token_ids", "x-mmd-timings", "usage"} == set(chat_request.ChatRequest.model_fields)
+    named = {word.split(".")[0].split(":")[0] for names in parameters() for word in quoted(names)}
+    assert named == set(chat_request.ChatRequest.model_fields)
 
 
 def test_the_page_shows_every_type_of_content_part() -> None:
@@ -107,25 +111,47 @@ def test_the_page_shows_every_type_of_content_part() -> None:
 def test_the_page_has_the_limits_of_the_code() -> None:
     fields = chat_request.ChatRequest.model_json_schema()["properties"]
 
-    def most(name: str, key: str) -> int:
-        return next(int(kind[key]) for kind in fields[name]["anyOf"] if key in kind)
+    def of(name: str, *keys: str) -> list[float]:
+        return [next(kind[key] for kind in fields[name]["anyOf"] if key in kind) for key in keys]
 
+    def items(name: str, key: str) -> float:
+        return next(kind["items"][key] for kind in fields[name]["anyOf"] if "items" in kind)
+
+    both = ("minimum", "maximum")
     kinds = next(kind["oneOf"] for kind in fields["stop"]["anyOf"] if "oneOf" in kind)
     stop = next(kind for kind in kinds if kind["type"] == "array")
+    most_biases, bias = chat_request.MAX_TOKEN_IDS, chat_request.MAX_BIAS
     limits = {
         "messages": [chat_request.MAX_MESSAGES],
         "parts of a message": [chat_request.MAX_PARTS],
-        "`n`": [most("n", "maximum")],
-        "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
-        "`top_logprobs`": [most("top_logprobs", "maximum")],
-        "`temperature`": [most("temperature", "maximum")],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
+        "`max_tokens` or `max_completion_tokens`": of("max_tokens", "minimum"),
+        "`temperature`": [*of("temperature", *both), 1],
+        "`top_p`, `top_k`, `min_p`": [
+            *of("top_p", "exclusiveMinimum", "maximum"),
+            *of("top_k", "minimum"),
+            *(0, -1),
+            *of("min_p", *both),
+        ],
+        "`seed`": [64],
+        "`frequency_penalty`, `presence_penalty`": of("frequency_penalty", *both),
+        "`repetition_penalty`": of("repetition_penalty", *both),
+        "`logit_bias`": [most_biases, -bias, bias],
+        "`allowed_token_ids`": of("allowed_token_ids", "minItems", "maxItems"),
+        "`bad_words`": [
+            *of("bad_words", "maxItems"),
+            items("bad_words", "maxLength"),
+            logit_rules.MAX_BAD_WORD_TOKENS,
+        ],
+        "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
+        "`stop_token_ids`": of("stop_token_ids", "maxItems"),
+        "`n`": of("n", *both),
+        "`logprobs`, `top_logprobs`": of("top_logprobs", *both),
     }
-    table = {
-        cells[0]: [int(n) for n in re.findall(r"\d+", cells[1])] for cells in rows(section("Parameters"))
-    }
-    assert {name: numbers for name, numbers in table.items() if numbers} == limits
+    table = parameters() | {cells[0]: cells[1] for cells in rows(section("Parameters")) if len(cells) == 2}
+    found = {name: [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", cell)] for name, cell in table.items()}
+    assert {name: numbers for name, numbers in found.items() if numbers} == limits
 
 
 def test_the_page_lists_the_headers_that_are_read_and_sent() -> None:

@@ -146,7 +146,7 @@ def _places(
     inside = (ids >= 0) & (ids < logits.shape[-1])
 
     def moved(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array[inside]).to(logits.device)
+        return torch.from_numpy(array[inside]).to(logits.device, non_blocking=True)
 
     return (moved(rows), moved(ids)), [moved(np.concatenate(value)) for value in values]
 
