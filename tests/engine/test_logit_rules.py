@@ -130,8 +130,8 @@ def test_min_p_leaves_the_tokens_that_transformers_leaves(seed, least, temperatu
 
 
 def test_top_p_is_of_what_min_p_leaves():
-    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
-    params = SamplingParams(1, 1.0, top_p=0.6, min_p=0.5)  # 0.5 alone is 1 of what is left
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    params = SamplingParams(1, 1.0, top_p=0.6, min_p=0.5)  # 0.5 is more than 0.6 of the 0.8 that are left
     drawn = sample(logits.expand(50, -1).clone(), [Draw(params, index) for index in range(50)])
     assert {token.token_id for token in drawn} == {0}
 
