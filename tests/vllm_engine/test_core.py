@@ -601,6 +601,24 @@ def test_a_preempted_prefill_gives_its_blocks_back_and_is_readable_once_it_goes_
     assert_empty(core)
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.5, "seed": 7}], ids=["greedy", "seeded"])
+def test_rules_know_the_tokens_from_before_a_preemption(llava, other, how):
+    rules = LogitRules([], [[40], [41, 42]], [(7, 2.0)], 1.3, -1.5, -0.5)
+    prompts = [prompt_of(1, seed) for seed in range(3)]
+    requests = [text_request(prompt, 4 * BLOCK, rules=rules, **how) for prompt in prompts]
+    alone = []
+    for request in requests:
+        other.add("alone", request, stop_after_prefill=False)
+        alone.append(step(other).tokens["alone"])
+    core = make(llava, blocks=9, max_model_len=6 * BLOCK, prefix_cache=False)
+    for number, request in enumerate(requests):
+        core.add(str(number), request, stop_after_prefill=False)
+    outcome = step(core)
+    assert core.stats().preemptions > 0
+    assert [outcome.tokens[str(number)] for number in range(3)] == alone
+    assert_empty(core)
+
+
 def test_a_preempted_attached_sequence_fails_retryably_and_frees_all(llava, other):
     core = make(llava, blocks=7, max_model_len=6 * BLOCK)
     names = "ab"
