@@ -108,6 +108,9 @@ EFFECTS: Mapping[str, Effect] = {
     "engine.type": _REVISION,
     **_vllm("prefill"),
     **_vllm("decode"),
+    "engine.decode": _start("gateway", "decode"),
+    "engine.decode.speculative": _start("gateway", "decode"),  # gateways refuse what does not work with it
+    "engine.decode.speculative.*": _start("gateway", "decode"),
     "engine.adapters": _REVISION,
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),

@@ -7,10 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmd_api.contract.errors import MemoryBudgetError
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers import memory
 from mmd_workers.engine import attention, profile
 from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.logit_rules import rule_state
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
 from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
@@ -94,6 +96,7 @@ def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch)
     assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small
 
 
+RULES = LogitRules(list(range(1000)), [[1], [2, 3]], [(token, 1.0) for token in range(1000)], 1.2, 0.5, 0.5)
 MIXES = {
     "temperature": [{}],
     "top_k": [{"top_k": 20}],
@@ -101,6 +104,9 @@ MIXES = {
     "mixed": [{}, {"top_k": 20, "top_p": 0.8}],
     "one uncut": [{}, *[{"top_p": 0.8}] * 15],
     "one greedy": [{"temperature": 0.0}, {}, *[{"top_p": 0.8}] * 14],
+    "min_p": [{"min_p": 0.1}],
+    "rules": [{"logprobs": 20, "rules": RULES}],
+    "rules of some": [{}, *[{"top_p": 0.8, "min_p": 0.1, "logprobs": 20, "rules": RULES}] * 15],
     "log probabilities": [{}, *[{"top_p": 0.8, "logprobs": 20}] * 15],
 }
 
@@ -117,7 +123,8 @@ def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measur
     ]
     logits = torch.randn(rows, vocab, device=device)
     with torch.no_grad(), LiveBytes() as live:
-        compute(logits, [Draw(sampling, 0) for sampling in asked])
+        prompt = range(vocab)
+        compute(logits, [Draw(params, 0, (), rule_state(params, (), prompt)) for params in asked])
     assert measured >= live.peak + logits.nbytes
 
 

@@ -23,6 +23,7 @@ from mmd_workers.gateway import (
     completions,
     conversation,
     intake,
+    logit_rules,
     tokenize,
 )
 from mmd_workers.gateway.api_errors import api_error
@@ -133,42 +134,32 @@ def test_every_path_that_takes_a_body_has_its_table_of_fields() -> None:
     assert {path.split()[1] for path in REQUESTS} == paths
 
 
+def test_the_page_explains_parameters_that_are_taken() -> None:
+    table = [cells[0] for cells in rows(section("Parameters").split("| limit |")[0])]
+    assert {word for names in table for word in quoted(names)} <= set(chat_request.ChatRequest.model_fields)
+
+
 def test_the_page_shows_every_type_of_content_part() -> None:
     example = section("Content parts").split("```")[1]
     assert sorted(re.findall(r'"type": "(\w+)"', example)) == sorted(PART_TYPES)
 
 
 def test_the_page_has_the_limits_of_the_code() -> None:
-    fields = chat_request.ChatRequest.model_json_schema()["properties"]
-
-    def most(name: str, key: str) -> int:
-        return next(int(kind[key]) for kind in fields[name]["anyOf"] if key in kind)
-
-    kinds = next(kind["oneOf"] for kind in fields["stop"]["anyOf"] if "oneOf" in kind)
-    stop = next(kind for kind in kinds if kind["type"] == "array")
     limits = {
-        "messages": [conversation.MAX_MESSAGES],
-        "parts of a message": [conversation.MAX_PARTS],
-        "tool calls of a message": [conversation.MAX_TOOL_CALLS],
-        "brackets that open, commas and colons in the arguments of all tool calls": [
-            conversation.MAX_ARGUMENT_MARKS
-        ],
-        "prompts of a text completion": [completion_request.MAX_PROMPTS],
-        "answers to all prompts of a text completion": [completion_request.MAX_ANSWERS],
-        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [
-            intake.MAX_TEXT_TOKENS
-        ],
-        "`n`": [most("n", "maximum")],
-        "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
-        "`top_logprobs`; `logprobs` of a text completion": [most("top_logprobs", "maximum")],
-        "`temperature`": [most("temperature", "maximum")],
-        "depth of the JSON body": [body.MAX_DEPTH],
-        "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
+        "messages": conversation.MAX_MESSAGES,
+        "parts of a message": conversation.MAX_PARTS,
+        "tool calls of a message": conversation.MAX_TOOL_CALLS,
+        "brackets that open, commas and colons in the arguments of all tool calls": conversation.MAX_ARGUMENT_MARKS,
+        "prompts of a text completion": completion_request.MAX_PROMPTS,
+        "answers to all prompts of a text completion": completion_request.MAX_ANSWERS,
+        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": intake.MAX_TEXT_TOKENS,
+        "tokens of all `bad_words`": logit_rules.MAX_BAD_WORD_TOKENS,
+        "depth of the JSON body": body.MAX_DEPTH,
+        "strings, brackets, commas and colons in the body": body.MAX_MARKS,
     }
-    table = {
-        cells[0]: [int(n) for n in re.findall(r"\d+", cells[1])] for cells in rows(section("Parameters"))
-    }
-    assert {name: numbers for name, numbers in table.items() if numbers} == limits
+    table = rows(section("Parameters").split("| limit |")[1])
+    found = {cells[0]: int(cells[1]) for cells in table if cells[1].isdigit()}
+    assert found == limits
 
 
 def test_the_page_lists_the_headers_that_are_read_and_sent() -> None:

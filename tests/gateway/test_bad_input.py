@@ -124,8 +124,36 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
     ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
     ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
-    ("a presence penalty", body(presence_penalty=0.5), 400, "presence_penalty", "set it to 0"),
-    ("logit bias", body(logit_bias={"5": 1}), 400, "logit_bias", "omit it"),
+    ("a presence penalty above 2", body(presence_penalty=2.5), 400, "presence_penalty", "less than or equal to 2"),
+    ("a frequency penalty below -2", body(frequency_penalty=-2.1), 400, "frequency_penalty", "greater than or equal to -2"),
+    ("a repetition penalty of 0", body(repetition_penalty=0), 400, "repetition_penalty", "greater than or equal to 0.01"),
+    ("min_p above 1", body(min_p=1.5), 400, "min_p", "less than or equal to 1"),
+    ("a bias that is a list", body(logit_bias=[5]), 400, "logit_bias", "an object of token ids"),
+    ("the bias of a word", body(logit_bias={"red": 1}), 400, "logit_bias", "'red' is not a token id"),
+    ("the bias of a negative token", body(logit_bias={"-1": 1}), 400, "logit_bias", "'-1' is not a token id"),
+    ("a token of forty digits", body(logit_bias={"1" * 40: 1}), 400, "logit_bias", "is not a token id"),
+    ("a bias that is a string", body(logit_bias={"5": "1"}), 400, "logit_bias", "the bias of token 5 must be a number"),
+    ("a bias of true", body(logit_bias={"5": True}), 400, "logit_bias", "the bias of token 5 must be a number"),
+    ("a bias of 101", body(logit_bias={"5": 101}), 400, "logit_bias", "from -100 to 100"),
+    ("1,025 biases", body(logit_bias={str(i): 1 for i in range(1025)}), 400, "logit_bias", "has 1025 tokens; use at most 1024"),
+    ("a bias beyond the vocabulary", body(logit_bias={"5": 1, "99999": 1}), 400, "logit_bias", "token 99999, but the model's 543 tokens"),
+    ("no allowed token", body(allowed_token_ids=[]), 400, "allowed_token_ids", "at least 1"),
+    ("an allowed token that is negative", body(allowed_token_ids=[7, -1]), 400, "allowed_token_ids[1]", "greater than or equal to 0"),
+    ("an allowed token beyond the vocabulary", body(allowed_token_ids=[543]), 400, "allowed_token_ids", "ids from 0 to 542"),
+    ("1,025 allowed tokens", body(allowed_token_ids=[7] * 1025), 400, "allowed_token_ids", "at most 1024"),
+    ("allowed placeholders alone", body(allowed_token_ids=[3, 4, 5]), 400, "allowed_token_ids", "allow another token"),
+    ("an allowed token that is a bad word", body(allowed_token_ids=[346], bad_words=["red"]), 400, "allowed_token_ids", "allow another token"),
+    ("an allowed token that may not come yet", body(allowed_token_ids=[2], min_tokens=1), 400, "allowed_token_ids", "allow another token"),
+    ("a stop token that is a string", body(stop_token_ids=["7"]), 400, "stop_token_ids[0]", "integer"),
+    ("a stop token beyond the vocabulary", body(stop_token_ids=[7, 543]), 400, "stop_token_ids", "token 543"),
+    ("129 stop tokens", body(stop_token_ids=[7] * 129), 400, "stop_token_ids", "at most 128"),
+    ("min_tokens below 0", body(min_tokens=-1), 400, "min_tokens", "greater than or equal to 0"),
+    ("min_tokens above max_tokens", body(min_tokens=5), 400, "min_tokens", "at most max_tokens, which is 4"),
+    ("a bad word that is empty", body(bad_words=["red", ""]), 400, "bad_words[1]", "at least 1"),
+    ("a bad word of spaces", body(bad_words=["red", "  "]), 400, "bad_words[1]", "more than spaces"),
+    ("a bad word of 129 characters", body(bad_words=["x" * 129]), 400, "bad_words[0]", "at most 128"),
+    ("129 bad words", body(bad_words=["red"] * 129), 400, "bad_words", "at most 128"),
+    ("bad words of many tokens", body(bad_words=[f"{i:03}" + "z" * 100 for i in range(20)]), 400, "bad_words", "more than the limit of 1024"),
     ("an unknown field", body(colour="red"), 400, "colour", "unknown field colour; remove it"),
     ("many unknown fields", body(c=1, a=2, b=3, d=4), 400, "c", "unknown fields c, a, b, ...; remove them"),
     ("unknown fields of a part", body(messages=user({**TEXT, "x": 1, "y": 2})), 400, "messages[0].content[0].x", "messages[0].content[0].x, messages[0].content[0].y; remove them"),
@@ -270,14 +298,38 @@ async def test_more_tokens_than_fit_are_clamped_to_what_fits(launch: Launch) -> 
 
 async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
     gateway = await launch()
-    await gateway.worker("the red circle")
+    worker = await gateway.worker("the red circle")
     neutral = body(
         functions=None, function_call="none", presence_penalty=0, frequency_penalty=0.0, logit_bias={}, n=1, user="me",
         response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"}, top_k=-1, service_tier="auto", reasoning_effort="high", verbosity="low", parallel_tool_calls=True,
         prediction={"type": "content", "content": "x"}, prompt_cache_retention="24h", tools=[], tool_choice="auto",
+        min_p=0, repetition_penalty=1, min_tokens=0, stop_token_ids=[], bad_words=[], allowed_token_ids=None,
     )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=neutral)
     assert response.status_code == 200, response.text
+    assert worker.requests[0].sampling.rules is None
+
+
+RULES: dict[str, object] = {
+    "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.1, "logit_bias": {"7": 1},
+    "allowed_token_ids": [7], "bad_words": ["red"],
+}  # fmt: skip
+
+
+async def test_what_vllm_does_not_apply_to_drafts_is_refused_by_name(launch: Launch, subtests) -> None:
+    drafts = {"speculative": {"method": "ngram", "numSpeculativeTokens": 3}}
+    gateway = await launch(engine={"type": "VLLM", "decode": drafts})
+    worker = await gateway.worker("the red circle")
+    for name, value in RULES.items():
+        with subtests.test(name):
+            response = await gateway.http.post("/v1/chat/completions", json=body(**{name: value}))
+            assert_is_error(response, 400, name, "remove spec.engine.decode.speculative")
+    off = body(
+        frequency_penalty=0, repetition_penalty=1, min_p=0, logit_bias={}, min_tokens=2, stop_token_ids=[9]
+    )
+    response = await gateway.http.post("/v1/chat/completions", json=off)
+    assert response.status_code == 200, response.text
+    assert len(worker.requests) == 1
 
 
 async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: Launch) -> None:

@@ -8,10 +8,12 @@ import io
 import json
 import re
 import wave
+from dataclasses import replace
 
 import openai
 import pytest
 
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.gateway.parts import PART_TYPES
 from mmd_workers.media import containers
 from mmd_workers.model.adapters.base import Adapter
@@ -230,6 +232,61 @@ async def test_sampling_reaches_the_worker_and_a_seed_is_always_chosen(launch: L
     assert first.ignore_eos
     assert second.temperature == 1.0
     assert first.seed != second.seed
+
+
+async def test_rules_reach_the_worker_and_are_the_same_for_every_choice(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, n=2, frequency_penalty=0.5, presence_penalty=-1, logit_bias={"7": 3},
+        extra_body={"repetition_penalty": 1.2, "min_p": 0.1, "bad_words": ["red"], "allowed_token_ids": [7, 9], "min_tokens": 2, "stop_token_ids": [9]},
+    )  # fmt: skip
+    first, second = (r.sampling for r in worker.requests)
+    assert first.rules == LogitRules(
+        [7, 9], [gateway.ids("red"), gateway.ids(" red")], [(7, 3.0)], 1.2, 0.5, -1.0
+    )
+    assert (first.min_p, first.min_tokens, first.stop_token_ids) == (0.1, 2, [9])
+    assert replace(second, seed=first.seed) == first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_token_is_counted_and_no_text(launch: Launch, stream: bool) -> None:
+    gateway = await launch()
+    ids = gateway.ids("the red circle")
+    await gateway.worker("the red circle")
+    answer = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=stream, extra_body={"stop_token_ids": [ids[-1]], "return_token_ids": True}
+    )  # fmt: skip
+    if stream:
+        choices = [chunk.choices[0] async for chunk in answer if chunk.choices]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        token_ids = [token for choice in choices for token in choice.token_ids]
+    else:
+        choices = answer.choices
+        text, token_ids = choices[0].message.content, choices[0].token_ids
+    assert (text, choices[-1].finish_reason) == ("the red", "stop")
+    assert token_ids == ids
+    other = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=len(ids) - 1, extra_body={"stop_token_ids": [ids[-1]]}
+    )
+    assert (other.choices[0].message.content, other.choices[0].finish_reason) == ("the red", "length")
+
+
+async def test_a_stop_string_within_the_least_tokens_does_not_end_the_answer(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle and the red square")
+    red = len(gateway.ids("the red"))
+
+    async def text(least: int) -> str:
+        answer = await gateway.openai.chat.completions.create(
+            model=MODEL, messages=HELLO, stop="red", extra_body={"min_tokens": least}
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content
+
+    assert [await text(least) for least in (0, red - 1)] == ["the "] * 2
+    assert await text(red) == "the red circle and the "
+    assert await text(len(gateway.ids("the red circle and the red"))) == "the red circle and the red square"
 
 
 MIXED = [

@@ -141,3 +141,27 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string() -> None:
     assert scanner.push("D and more") == ""
     assert scanner.matched == "END"
     assert scanner.flush() == ""
+
+
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 12),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_stop_string_counts_where_it_is_complete_after_the_least_tokens(pieces, stops, least) -> None:
+    scanner = StopScanner(stops)
+    shown = "".join([scanner.push(piece, stops=number >= least) for number, piece in enumerate(pieces)])
+    text, start = "".join(pieces), len("".join(pieces[:least]))
+    found = [
+        (at + len(stop), at)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > start
+    ]
+    if found:
+        assert shown == text[: min(found)[1]]
+        assert scanner.matched is not None
+    else:
+        assert shown + scanner.flush() == text
+        assert scanner.matched is None

@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from mmd_api.contract import errors
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
 from mmd_workers.gateway.chat_request import ChatRequest
 from mmd_workers.gateway.conversation import conversation
@@ -133,12 +134,38 @@ async def test_a_medium_that_the_model_does_not_take_is_refused_with_what_it_tak
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"seed": 5}, {"seed": 5}),
         ({"seed": -1}, {"seed": MAX_SEED - 1}),
+        ({}, {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": [], "rules": None}),
+        (
+            {"min_p": 0.2, "min_tokens": 3, "stop_token_ids": [9, 7, 9]},
+            {"min_p": 0.2, "min_tokens": 3, "stop_token_ids": [7, 9]},
+        ),
+        (
+            {"frequency_penalty": 1, "repetition_penalty": 1.5},
+            {"rules": LogitRules(frequency_penalty=1.0, repetition_penalty=1.5)},
+        ),
+        ({"presence_penalty": -1}, {"rules": LogitRules(presence_penalty=-1.0)}),
+        ({"logit_bias": {"9": -100, "7": 2}}, {"rules": LogitRules(logit_bias=[(7, 2.0), (9, -100.0)])}),
+        ({"allowed_token_ids": [9, 7, 9]}, {"rules": LogitRules(allowed_token_ids=[7, 9])}),
+        (
+            {"bad_words": ["red", " red", "red circle"]},
+            {"rules": LogitRules(bad_words=[[346], [352], [346, 314], [352, 314]])},
+        ),
+        (
+            {"repetition_penalty": 1, "presence_penalty": 0, "logit_bias": {}, "bad_words": []},
+            {"rules": None},
+        ),
     ],
 )
 async def test_sampling_is_as_the_client_asks(intake, more, shown):
     sampling = (await prepare(intake, asked(**more))).sampling
     assert {name: getattr(sampling, name) for name in shown} == shown
     assert 0 <= sampling.seed < MAX_SEED
+
+
+async def test_no_more_tokens_are_required_than_there_is_room_for(intake, frontend):
+    prompt = tokens_of(frontend, asked())
+    prepared = await prepare(intake, asked(min_tokens=50), prompt + 6)
+    assert (prepared.sampling.min_tokens, prepared.sampling.max_tokens) == (6, 6)
 
 
 @pytest.mark.parametrize(

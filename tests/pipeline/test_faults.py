@@ -100,6 +100,8 @@ def restore(deployment: Deployment) -> None:
 # --- what is held --------------------------------------------------------------------------------------------------------
 
 
+RULES = {"frequency_penalty": 0.6, "presence_penalty": 0.4, "logit_bias": {"352": -100}}
+
 # --- killed --------------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +126,9 @@ def test_requests_wait_for_the_restart_of_the_only_prefill_workers(whole: Deploy
 
 @both_engines
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 7}], ids=["greedy", "seeded"]
+    "sampling",
+    [{"temperature": 0}, {"temperature": 1.2, "seed": 7}, {"temperature": 1.2, "seed": 7, **RULES}],
+    ids=["greedy", "seeded", "ruled"],
 )
 def test_a_stream_continues_when_its_decode_worker_is_killed(
     whole: Deployment, sampling: dict[str, Any]
@@ -136,6 +140,9 @@ def test_a_stream_continues_when_its_decode_worker_is_killed(
     whole.kill(busy(whole, "decode", "decode_running"))
     assert len(text) < len(undisturbed)
     assert text + "".join(text_of(chunk) for chunk in stream) == undisturbed
+    if "logit_bias" in sampling:
+        without = {name: value for name, value in sampling.items() if name not in RULES}
+        assert undisturbed != "".join(text_of(chunk) for chunk in stream_long(whole, sample, **without))
     if sampling["temperature"] == 0:
         question: oracle.Question = [("image", sample.bytes), sample.question]
         assert undisturbed == oracle.answer(DEMO, question, LONG_TOKENS, ignore_eos=True)

@@ -16,6 +16,7 @@ from mmd_api.contract.errors import (
     PreemptedError,
     StepFailedError,
 )
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.features.references import media_spans
@@ -201,6 +202,74 @@ def test_draws_of_one_request_do_not_depend_on_the_others(core, asked, llava):
         core.step()
     outcome = step(core)
     assert [outcome.tokens[f"{number}"][-4:] for number in range(3)] == [alone[-4:]] * 3
+
+
+RULES = {
+    "allowed": lambda answer: LogitRules(allowed_token_ids=[*range(3, 150, 2), answer[0]]),
+    "bad words": lambda answer: LogitRules(bad_words=[[answer[1]], answer[3:5]]),
+    "bias": lambda answer: LogitRules(logit_bias=[(answer[0], -9.0), (40, 3.0)]),
+    "repetition": lambda _: LogitRules(repetition_penalty=1.8),
+    "frequency": lambda _: LogitRules(frequency_penalty=-6.0),
+    "presence": lambda _: LogitRules(presence_penalty=-6.0),
+    "all": lambda answer: LogitRules([], [[answer[1]], answer[3:5]], [(answer[0], -2.0)], 1.2, -0.9, -2.0),
+}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.5, "seed": 7, "min_p": 0.05}], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("rules", RULES)
+def test_rules_do_what_they_do_in_the_native_engine_and_count_the_tokens_of_other_pods(
+    core, other, asked, answer, rules, how
+):
+    rule = RULES[rules](answer)
+    expected = native(asked, TOKENS, params=SamplingParams(TOKENS, ignore_eos=True, rules=rule, **how))[0]
+    assert expected != native(asked, TOKENS, params=SamplingParams(TOKENS, ignore_eos=True, **how))[0]
+    ruled = asked.with_(rules=rule, **how)
+    assert ask(core, asked, ruled) == expected
+    for known in (1, 4, TOKENS - 1):
+        assert ask(other, asked, replace(ruled, output_token_ids=expected[:known])) == expected[known:]
+    assert hand_over(core, other, replace(asked, request=ruled), name="moved") == expected
+
+
+def test_rules_of_one_request_do_not_depend_on_the_others(core, asked, answer):
+    ruled = asked.with_(rules=RULES["all"](answer))
+    alone = ask(core, asked, ruled)
+    forget(core)
+    for number in range(3):
+        core.add(f"greedy {number}", text_request(prompt_of(3, number), 3 + number), stop_after_prefill=False)
+        core.add(f"{number}", ruled, stop_after_prefill=False)
+        supply(core, f"{number}", asked)
+        core.step()
+    outcome = step(core)
+    assert [outcome.tokens[f"{number}"][-4:] for number in range(3)] == [alone[-4:]] * 3
+
+
+def test_log_probabilities_are_those_before_the_rules(core, asked, answer):
+    rule = RULES["all"](answer)
+    params = SamplingParams(TOKENS, ignore_eos=True, logprobs=0, rules=rule)
+    tokens, logprobs = native(asked, TOKENS, params=params)
+    outcome = run(core, asked, asked.with_(logprobs=2, rules=rule))
+    assert outcome.tokens["a"] == tokens
+    assert outcome.logprobs["a"] == pytest.approx(logprobs, abs=1e-4)
+    assert outcome.top["a"][0][0][0] == answer[0], "the likeliest token of the model, which was not chosen"
+
+
+def test_stop_tokens_end_an_answer_and_min_tokens_hold_them_back_on_every_pod(core, other, asked, answer):
+    stop = asked.with_(stop_token_ids=[answer[4], 150])
+    first = answer.index(answer[4])
+    stopped = run(core, asked, stop)
+    assert (stopped.tokens["a"], stopped.reasons["a"]) == (answer[: first + 1], "stop")
+    params = SamplingParams(
+        TOKENS, ignore_eos=True, min_tokens=first + 3, stop_token_ids=frozenset({answer[4], 150})
+    )
+    expected = native(asked, TOKENS, params=params)[0]
+    assert len(expected) >= first + 3
+    held = replace(stop, sampling=replace(stop.sampling, min_tokens=first + 3))
+    assert ask(core, asked, held) == expected
+    for known in (1, first, first + 2):
+        assert ask(other, asked, replace(held, output_token_ids=expected[:known])) == expected[known:]
+    assert hand_over(core, other, replace(asked, request=held), name="moved") == expected
 
 
 # --- features -----------------------------------------------------------------------------------------------------
@@ -529,6 +598,24 @@ def test_a_preempted_prefill_gives_its_blocks_back_and_is_readable_once_it_goes_
     assert not outcome.failed
     core.abort("a")
     step(core)
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.5, "seed": 7}], ids=["greedy", "seeded"])
+def test_rules_know_the_tokens_from_before_a_preemption(llava, other, how):
+    rules = LogitRules([], [[40], [41, 42]], [(7, 2.0)], 1.3, -1.5, -0.5)
+    prompts = [prompt_of(1, seed) for seed in range(3)]
+    requests = [text_request(prompt, 4 * BLOCK, rules=rules, **how) for prompt in prompts]
+    alone = []
+    for request in requests:
+        other.add("alone", request, stop_after_prefill=False)
+        alone.append(step(other).tokens["alone"])
+    core = make(llava, blocks=9, max_model_len=6 * BLOCK, prefix_cache=False)
+    for number, request in enumerate(requests):
+        core.add(str(number), request, stop_after_prefill=False)
+    outcome = step(core)
+    assert core.stats().preemptions > 0
+    assert [outcome.tokens[str(number)] for number in range(3)] == alone
     assert_empty(core)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mmd_api.contract.errors import WireError
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import MODALITIES
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.wire import messages
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, pack_frame, unpack, unpack_frame
 from mmd_workers.wire.messages import (
@@ -46,6 +47,15 @@ features = st.builds(
     sampling=facts,
     work=number,
 )
+rules = st.builds(
+    LogitRules,
+    allowed_token_ids=ids,
+    bad_words=st.lists(ids, max_size=3),
+    logit_bias=st.lists(st.tuples(number, real), max_size=3),
+    repetition_penalty=real,
+    frequency_penalty=real,
+    presence_penalty=real,
+)
 sampling = st.builds(
     Sampling,
     max_tokens=number,
@@ -55,6 +65,10 @@ sampling = st.builds(
     seed=number,
     logprobs=st.none() | number,
     ignore_eos=st.booleans(),
+    min_p=real,
+    min_tokens=number,
+    stop_token_ids=ids,
+    rules=st.none() | rules,
 )
 requests = st.builds(
     GenerateRequest,

@@ -34,6 +34,7 @@ from mmd_workers.engine.interface import (
     StepOutput,
 )
 from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.logit_rules import RuleState, rule_state
 from mmd_workers.engine.room import check_fits, check_spare, preempted
 from mmd_workers.engine.sampler import Draw, Sampled, sample
 from mmd_workers.engine.scheduler import Scheduler, Work
@@ -122,6 +123,9 @@ class Engine:
             prompt=prompt,
             arrived=item.arrived,
             num_outputs=len(item.output_token_ids),
+            rules=self._rules(
+                sampling, prompt.token_ids[: len(prompt.token_ids) - len(item.output_token_ids)]
+            ),
             stop_after_prefill=item.stop_after_prefill,
             identities=list(item.identities),
         )
@@ -271,6 +275,7 @@ class Engine:
             prompt=None,
             arrived=arrived,
             num_outputs=len(output_token_ids),
+            rules=self._rules(sampling, token_ids),
             blocks=reservation.blocks,
             registered=reservation.shared,
         )
@@ -361,13 +366,16 @@ class Engine:
             if not sampling:
                 return sampled
             rows = torch.tensor([batch.last_rows[number] for number in sampling], device=hidden.device)
-            draws = [
-                Draw(s.sampling, s.num_outputs, self.model.suppress_token_ids)
-                for s in (work[number].sequence for number in sampling)
-            ]
+            draws = [self._draw(work[number].sequence) for number in sampling]
             for number, result in zip(sampling, sample(self.model.logits(hidden[rows]), draws), strict=True):
                 sampled[number] = result
         return sampled
+
+    def _draw(self, sequence: Sequence) -> Draw:
+        """How to sample a sequence's next token."""
+        if sequence.rules is not None:
+            sequence.rules.follow(sequence.output_token_ids)
+        return Draw(sequence.sampling, sequence.num_outputs, self.model.suppress_token_ids, sequence.rules)
 
     def _inputs(self, work: Items[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: prompt rows as lowered, the others embedded."""
@@ -468,13 +476,19 @@ class Engine:
             sequence.announced = computed
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        sampling = sequence.sampling
-        stops = sampling.eos_token_ids or self.model.eos_token_ids
-        if not sampling.ignore_eos and sequence.token_ids[-1] in stops:
+        sampling, newest = sequence.sampling, sequence.token_ids[-1]
+        if newest in self._eos(sampling) or newest in sampling.stop_token_ids:
             return "stop"
         if sequence.num_outputs >= sampling.max_tokens or sequence.num_tokens >= self.max_model_len:
             return "length"
         return None
+
+    def _eos(self, sampling: SamplingParams) -> frozenset[int]:
+        """End-of-sequence tokens that end an answer."""
+        return frozenset() if sampling.ignore_eos else sampling.eos_token_ids or self.model.eos_token_ids
+
+    def _rules(self, sampling: SamplingParams, prompt: Items[int]) -> RuleState | None:
+        return rule_state(sampling, self._eos(sampling) | sampling.stop_token_ids, prompt)
 
     # --- load -----------------------------------------------------------------------------------------------------
 

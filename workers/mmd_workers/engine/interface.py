@@ -5,23 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.model.prompt import LoweredPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 mean no limit.
+    """How to choose tokens. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit.
 
-    The draw for output token i depends on (seed, i) and the logits alone.
+    The draw for output token i depends on (seed, i) and the logits alone, and the `rules` on the tokens before it. Of the first `min_tokens`
+    output tokens none is one that ends the answer: those of `stop_token_ids`, and of `eos_token_ids` unless `ignore_eos`.
     """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    rules: LogitRules | None = None
     eos_token_ids: frozenset[int] = frozenset()
     suppress_token_ids: tuple[int, ...] = ()  # placeholders must never be sampled
 

@@ -15,11 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmd_api.contract.errors import UnsupportedModelError
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.fusion import fused_heads, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.logit_rules import RuleState
 from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
@@ -162,10 +164,16 @@ def _run_largest_step(
 
 def _costliest_draws(model: LanguageModel, count: int) -> list[Draw]:
     """What takes most memory to sample: rows that are cut are sorted, beside one that is not they are copied, and log probabilities are
-    of all."""
-    cut = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, logprobs=MOST_LOGPROBS)
+    of all, before rules change the logits."""
+    cut = SamplingParams(
+        max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logprobs=MOST_LOGPROBS
+    )
     whole = SamplingParams(max_tokens=1, temperature=1.0, logprobs=MOST_LOGPROBS)
-    return [Draw(whole if row == 0 < count - 1 else cut, 0, model.suppress_token_ids) for row in range(count)]
+    rules = RuleState(LogitRules(logit_bias=[(0, 1.0)]), 0, (), ())
+    return [
+        Draw(whole if row == 0 < count - 1 else cut, 0, model.suppress_token_ids, rules)
+        for row in range(count)
+    ]
 
 
 def _sequence(tokens: int, block_tokens: int) -> Sequence:

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.logit_rules import RuleState, apply_rules
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row to sample: its parameters, the index of the output token, and what must never be sampled."""
+    """One row to sample: its parameters, the index of the output token, what must never be sampled, and the rules as of this token."""
 
     sampling: SamplingParams
     index: int
     suppress: tuple[int, ...] = ()
+    rules: RuleState | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log."""
+    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log: before rules and
+    temperature, as vLLM has them."""
 
     token_id: int
     logprob: float | None = None
@@ -37,12 +40,13 @@ def uniform(seed: int, index: int) -> float:
 
 
 def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
-    """Sample float32 logits [n, vocab], one row for each draw; those of suppressed tokens are overwritten. None for a row whose largest
-    logit is not finite (broken weights).
+    """Sample float32 logits [n, vocab], one row for each draw; they are overwritten. None for a row whose largest logit is not finite
+    (broken weights).
 
-    Temperature, then top-k, then top-p (nucleus: the smallest set of most likely tokens whose mass reaches p), then the inverse
-    of the cumulative distribution at `uniform(seed, index)`: tokens in order of falling probability where top-k or top-p cuts,
-    else in order of their ids, which needs no sorting. What is returned comes from the device in one copy.
+    Rules, then temperature, then min-p (tokens at least `min_p` times as likely as the likeliest) and top-k, then top-p (nucleus: the
+    smallest set of most likely tokens whose mass reaches p), then the inverse of the cumulative distribution at
+    `uniform(seed, index)`: tokens in order of falling probability where one of the three cuts, else in order of their ids, which
+    needs no sorting. What is returned comes from the device in one copy.
     """
     tokens, logprobs = compute(logits, draws)
     if logprobs is None:
@@ -56,6 +60,20 @@ def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, tor
     most likely ones' and their ids (float64 [wanted, 2 + 2 * most]; None: no row does).
     """
     _suppress(logits, draws)
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    ruled = any(draw.rules is not None for draw in draws)
+    own = logits[wanted] if wanted and ruled else None  # before the rules change them
+    tokens = pick(logits, draws)
+    if not wanted:
+        return tokens, None
+    return tokens, _logprobs(logits[wanted] if own is None else own, tokens, draws, wanted)
+
+
+def pick(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
+    """Token ids [n] on the device of the float32 logits [n, vocab], which the rules change in place; -1 for a row whose largest logit is
+    not finite."""
+    if ruled := [(row, draw.rules) for row, draw in enumerate(draws) if draw.rules is not None]:
+        apply_rules(logits, ruled)
     best, tokens = logits.max(dim=-1)
     finite = torch.isfinite(best)
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
@@ -70,9 +88,7 @@ def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, tor
         )
         tokens[drawn] = choose(rows, [draws[row] for row in drawn])
         del rows
-    tokens = torch.where(finite, tokens, -1)
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    return tokens, _logprobs(logits, tokens, draws, wanted) if wanted else None
+    return torch.where(finite, tokens, -1)
 
 
 def _suppress(logits: torch.Tensor, draws: Items[Draw]) -> None:
@@ -106,20 +122,26 @@ def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
 
     temperature = column([draw.sampling.temperature for draw in draws])
     points = column([uniform(draw.sampling.seed, draw.index) for draw in draws])
-    cut = [row for row, draw in enumerate(draws) if draw.sampling.top_k or draw.sampling.top_p < 1]
+    cut = [row for row, draw in enumerate(draws) if _cuts(draw.sampling)]
     if not cut:
         return _invert(_probabilities(logits, temperature), points)
     top_k = column([draws[row].sampling.top_k or logits.shape[-1] for row in cut])
     top_p = column([draws[row].sampling.top_p for row in cut])
+    least = [draws[row].sampling.min_p for row in cut]
+    min_p = column(least) if any(least) else None
     if len(cut) == len(draws):
-        return _choose_cut(logits, temperature, points, top_k, top_p)
+        return _choose_cut(logits, temperature, points, top_k, top_p, min_p)
     inside = set(cut)
     rows = torch.tensor(cut, device=device)
     whole = torch.tensor([row for row in range(len(draws)) if row not in inside], device=device)
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
     tokens[whole] = _invert(_probabilities(logits[whole], temperature[whole]), points[whole])
-    tokens[rows] = _choose_cut(logits[rows], temperature[rows], points[rows], top_k, top_p)
+    tokens[rows] = _choose_cut(logits[rows], temperature[rows], points[rows], top_k, top_p, min_p)
     return tokens
+
+
+def _cuts(sampling: SamplingParams) -> bool:
+    return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1
 
 
 def _choose_cut(
@@ -128,12 +150,17 @@ def _choose_cut(
     points: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor | None,
 ) -> torch.Tensor:
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     probabilities = _probabilities(ordered.masked_fill(ranks >= top_k, -torch.inf), temperature)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    outside = before >= top_p
+    if min_p is not None:
+        probabilities.masked_fill_(probabilities < min_p * probabilities[:, :1], 0.0)
+    cumulative = probabilities.cumsum(dim=-1)
+    if min_p is not None:  # what is left is the whole; the other rows' mass stays 1, not their rounded sum
+        top_p = torch.where(min_p > 0, top_p * cumulative[:, -1:], top_p)
+    outside = cumulative - probabilities >= top_p
     outside[:, 0] = False
     rank = _invert(probabilities.masked_fill(outside, 0.0), points)
     return order.gather(-1, rank[:, None])[:, 0]
@@ -154,10 +181,10 @@ def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
+    rows: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
 ) -> torch.Tensor:
-    """Of the `wanted` rows, in float64, in which ids and log probabilities are exact."""
-    table = torch.log_softmax(logits[wanted], dim=-1)
+    """Of the `wanted` rows, whose logits are `rows`; in float64, in which ids and log probabilities are exact."""
+    table = torch.log_softmax(rows, dim=-1)
     own = table.gather(-1, tokens[wanted].clamp(min=0)[:, None])
     count = min(max(draws[row].sampling.logprobs or 0 for row in wanted), table.shape[-1])
     values, ids = table.topk(count, dim=-1)

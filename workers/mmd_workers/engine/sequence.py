@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mmd_workers.engine.blocks import MediaSpan
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.logit_rules import RuleState
 from mmd_workers.model.prompt import LoweredPrompt
 
 
@@ -37,6 +38,7 @@ class Sequence:
     prompt: LoweredPrompt | None
     arrived: float = 0.0  # Unix seconds at which its request reached the gateway
     num_outputs: int = 0  # output tokens at the end of token_ids
+    rules: RuleState | None = None
     stop_after_prefill: bool = False
     announced: int = 0  # KV tokens reported by KvReady
     state: SequenceState = SequenceState.WAITING

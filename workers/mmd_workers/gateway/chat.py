@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway.chat_response import (
@@ -40,9 +40,12 @@ class ChoiceStream:
         frontend: Frontend,
         stops: Sequence[str],
         *,
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         logprobs: bool,
         token_ids: bool,
     ) -> None:
+        """`stop_token_ids`: tokens that are no text where they end the answer. `min_tokens`: of those no stop string ends it."""
         self.index = index
         self.sequence = sequence
         self.finish_reason: ApiFinishReason | None = None
@@ -50,6 +53,8 @@ class ChoiceStream:
         self._frontend = frontend
         self._detokenizer = IncrementalDetokenizer(frontend.decode)
         self._scanner = StopScanner(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._begun = False
@@ -68,11 +73,13 @@ class ChoiceStream:
         for item in self.sequence.state.take(TOKENS_AT_ONCE):
             self.completion_tokens += 1
             token_ids.append(item.token_id)
-            text.append(self._scanner.push(self._detokenizer.push([item.token_id])))
+            stops = self.completion_tokens > self._min_tokens
+            if item.finish_reason != "stop" or item.token_id not in self._stop_token_ids:
+                text.append(self._scanner.push(self._detokenizer.push([item.token_id]), stops=stops))
             if self._logprobs:
                 entries.append(self._entry(item))
             if item.finish_reason is not None and self._scanner.matched is None:
-                text.append(self._scanner.push(self._detokenizer.flush()))
+                text.append(self._scanner.push(self._detokenizer.flush(), stops=stops))
                 text.append(self._scanner.flush())
                 self.finish_reason = "length" if item.finish_reason == "length" else "stop"
             if self._scanner.matched is not None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.conversation import ROLES, Messages
 from mmd_workers.gateway.parts import ANSWER_PART_TYPES
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
+
+MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BIAS = 100.0
+MAX_DIGITS = 10  # of a token id
 
 _NO_EFFECT = Ignored("it has no effect")
 
@@ -33,6 +40,33 @@ def _stop_kind(value: object) -> str | None:
     return "one" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
+def _biases(value: object) -> dict[int, float]:
+    """Token ids and biases; the first fault alone, since pydantic would make an error of each."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias_type", "must be an object of token ids with their biases")
+    if len(value) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("logit_bias", f"has {len(value)} tokens; use at most {MAX_TOKEN_IDS}")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
+            raise PydanticCustomError(
+                "logit_bias", f"{str(token)[:64]!r} is not a token id; use digits alone"
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("logit_bias_type", f"the bias of token {token} must be a number")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "logit_bias", f"the bias of token {token} must be from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+TokenId = Annotated[int, Field(ge=0)]
+BadWord = Annotated[str, Field(min_length=1, max_length=128)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class GenerationRequest(Strict):
     """What requests for an answer have in common."""
 
@@ -43,7 +77,16 @@ class GenerationRequest(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag("one")]
@@ -56,6 +99,10 @@ class GenerationRequest(Strict):
         ]
         | None
     ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -120,9 +167,6 @@ NOT_SERVED: NotServed = {
     "functions": (([],), "describe the functions in a system message and parse the response"),
     "function_call": (("none", "auto"), "omit it"),
     "response_format": (({"type": "text"},), "request the format in the prompt and validate the response"),
-    "frequency_penalty": ((0,), "set it to 0 or omit it"),
-    "presence_penalty": ((0,), "set it to 0 or omit it"),
-    "logit_bias": (({},), "omit it"),
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
     "audio": ((), "output is text only; omit it"),
     "web_search_options": ((), "omit it"),
@@ -147,15 +191,19 @@ def parse_chat_request(value: object) -> ChatRequest:
         raise ApiError(both, param="max_completion_tokens")
     if request.top_logprobs and not request.logprobs:
         raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
-    check_stream_options(request)
+    check_together(request)
     return request
 
 
-def check_stream_options(request: GenerationRequest) -> None:
-    """Options of a stream need one.
+def check_together(request: GenerationRequest) -> None:
+    """Check fields that depend on one another.
 
     Raises:
-        ApiError: there is none.
+        ApiError: names the one that must change.
     """
+    most = request.asked_tokens
+    if most is not None and (request.min_tokens or 0) > most:
+        above = InvalidValueError(f"min_tokens must be at most max_tokens, which is {most}")
+        raise ApiError(above, param="min_tokens")
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")

@@ -82,6 +82,8 @@ class Choices:
                 sequence,
                 gateway.frontend,
                 request.stops,
+                stop_token_ids=sampling.stop_token_ids,
+                min_tokens=sampling.min_tokens,
                 logprobs=request.num_logprobs is not None,
                 token_ids=bool(request.return_token_ids),
             )

@@ -8,8 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.chat_request import NOT_SERVED as NOT_SERVED_IN_CHAT
-from mmd_workers.gateway.chat_request import GenerationRequest, check_stream_options
+from mmd_workers.gateway.chat_request import GenerationRequest, check_together
 from mmd_workers.gateway.strict import NotServed, validated
 
 MAX_PROMPTS = 64
@@ -75,11 +74,6 @@ class CompletionRequest(GenerationRequest):
 NOT_SERVED: NotServed = {
     "suffix": (("",), "the model continues a text and does not fill gaps; omit it"),
     "best_of": ((1,), "use n and select the best choice in the client"),
-    **{
-        name: NOT_SERVED_IN_CHAT[name]
-        for name in ("frequency_penalty", "presence_penalty", "logit_bias")
-        if name in NOT_SERVED_IN_CHAT
-    },
 }
 
 TAGS = frozenset({"string", "strings", "tokens", "token lists", "one", "list"})
@@ -93,7 +87,7 @@ def parse_completion_request(value: object) -> CompletionRequest:
         ApiError: 400, naming the first field at fault and what would be right.
     """
     request = validated(CompletionRequest, value, NOT_SERVED, TAGS)
-    check_stream_options(request)
+    check_together(request)
     if request.echo and request.logprobs is not None:
         unsupported = UnsupportedParameterError(
             "echo with logprobs is not supported: there are no log probabilities of the prompt; omit one of them"

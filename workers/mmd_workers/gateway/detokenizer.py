@@ -93,12 +93,17 @@ class StopScanner:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Text that is certain to precede any stop string. After a match (`matched` is set) nothing more comes."""
+    def push(self, piece: str, *, stops: bool = True) -> str:
+        """Text that is certain to precede any stop string. After a match (`matched` is set) nothing more comes. Without `stops` those that
+        are complete with this piece are text."""
         if self.matched is not None:
             return ""
-        text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        text, before = self._held + piece, len(self._held)  # one that is complete in what was held was text
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if stops and (at := text.find(stop, max(0, before + 1 - len(stop)))) >= 0
+        ]
         if found:
             _, at, self.matched = min(found)
             self._held = ""

@@ -22,6 +22,7 @@ from mmd_api.contract.errors import (
     UnsupportedInputError,
 )
 from mmd_api.contract.pools import Modality
+from mmd_api.contract.sampling import LogitRules
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
 from mmd_workers.gateway.body import MARK_BYTES
@@ -29,6 +30,13 @@ from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest
 from mmd_workers.gateway.completion_request import CompletionRequest, Prompt
 from mmd_workers.gateway.conversation import Message, argument_marks, conversation
 from mmd_workers.gateway.hold import RequestReservation
+from mmd_workers.gateway.logit_rules import (
+    bad_words,
+    check_something_is_left,
+    check_token_ids,
+    check_works_with_drafts,
+    logit_rules,
+)
 from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
@@ -70,6 +78,8 @@ class Intake:
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
+        vllm = pipeline.spec.engine.decode
+        self._drafts = vllm is not None and vllm.speculative is not None
         self._frontend = frontend
         self._metrics = metrics
         self._sandbox = sandbox
@@ -84,6 +94,7 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
+        rules = await self._rules(request)
         limit = self.limit(model_len)
         layout, sources, infos = await self._lay_out(request.messages, reservation, timeline, limit)
         if not sources:
@@ -98,7 +109,19 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        return Prepared(layout, features, _sampling(request, room))
+        return Prepared(layout, features, _sampling(request, rules, room))
+
+    async def _rules(self, request: GenerationRequest) -> LogitRules | None:
+        """What the request changes of logits, checked against the vocabulary."""
+        if self._drafts:
+            check_works_with_drafts(request)
+        check_token_ids(request, self._frontend.vocab_size)
+        asked, words = request.bad_words, list[list[int]]()
+        if asked:
+            words = await asyncio.to_thread(bad_words, asked, self._frontend)
+        rules = logit_rules(request, words)
+        check_something_is_left(request, rules, self._frontend)
+        return rules
 
     async def prepare_texts(
         self, request: CompletionRequest, timeline: Timeline, model_len: int
@@ -108,6 +131,7 @@ class Intake:
         Raises:
             ApiError: names the prompt and the remedy.
         """
+        rules = await self._rules(request)
         limit = self.limit(model_len)
         prompts = request.prompts
         most = max(limit, MAX_TEXT_TOKENS)
@@ -128,7 +152,7 @@ class Intake:
                 raise ApiError(too_many, param=param)
             layout = PromptLayout(token_ids, [])
             room = self._room(layout, [], limit, param)
-            prepared.append(Prepared(layout, [], _sampling(request, room)))
+            prepared.append(Prepared(layout, [], _sampling(request, rules, room)))
         timeline.add("gateway", [Phase("layout", begun, time.time())])
         return prepared
 
@@ -361,15 +385,19 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
-def _sampling(request: GenerationRequest, room: int) -> Sampling:
+def _sampling(request: GenerationRequest, rules: LogitRules | None, room: int) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
-    asked = request.asked_tokens or room
+    max_tokens = min(request.asked_tokens or room, room)
     return Sampling(
-        max_tokens=min(asked, room),
+        max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED,
         logprobs=request.num_logprobs,
         ignore_eos=bool(request.ignore_eos),
+        min_p=request.min_p or 0.0,
+        min_tokens=min(request.min_tokens or 0, max_tokens),
+        stop_token_ids=sorted(set(request.stop_token_ids or ())),
+        rules=rules,
     )

@@ -148,6 +148,17 @@ class HfFrontend:
         """How the vocabulary spells these tokens; "" for an id without one."""
         return [token or "" for token in self.tokenizer.convert_ids_to_tokens(list(token_ids))]
 
+    def sequences_of(self, word: str) -> list[list[int]]:
+        """Token ids of a word at the beginning of a text and, where that is another token of the same number, after a space; as vLLM has them.
+        Empty where it is spaces alone."""
+        word = word.lstrip()
+        first = self._encode(word, sanitize=False, add_special_tokens=False)
+        if not first:
+            return []
+        spaced = self._encode(f" {word}", sanitize=False, add_special_tokens=False)
+        other = len(spaced) == len(first) and spaced[0] != first[0]
+        return [first, spaced] if other else [first]
+
     def _check_parts(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> None:
         wanted: list[str] = []
         for m, message in enumerate(messages):

@@ -57,6 +57,10 @@ class Frontend(Protocol):
         """How the vocabulary spells these tokens; "" for an id without one."""
         ...
 
+    def sequences_of(self, word: str) -> list[list[int]]:
+        """Sequences of token ids that are this word in a text; empty: it has no tokens."""
+        ...
+
 
 class EncoderModel(Protocol):
     """Towers and projectors of a model, and nothing else of it."""

@@ -106,9 +106,13 @@ class NativeEngine(SteppedEngine):
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
+            min_p=wanted.min_p,
             seed=wanted.seed,
             logprobs=wanted.logprobs,
             ignore_eos=wanted.ignore_eos,
+            min_tokens=wanted.min_tokens,
+            stop_token_ids=frozenset(wanted.stop_token_ids),
+            rules=wanted.rules,
             eos_token_ids=self._model.eos_token_ids,
             suppress_token_ids=self._model.suppress_token_ids,
         )

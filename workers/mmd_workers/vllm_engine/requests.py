@@ -87,14 +87,16 @@ class RequestBuilder:
 
     def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
         """Greedy with `Draws`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
-        first token's index, so that a pod that goes on with a request does not repeat the draws of the one before."""
+        first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
         wanted = request.sampling
+        ends = [*([] if wanted.ignore_eos else self._eos), *wanted.stop_token_ids]
         params = SamplingParams(
             temperature=0.0,
             logprobs=wanted.logprobs,
             max_tokens=max_tokens,
+            min_tokens=min(max(0, wanted.min_tokens - first), max_tokens),
             ignore_eos=wanted.ignore_eos,
-            stop_token_ids=None if wanted.ignore_eos else self._eos,
+            stop_token_ids=ends,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -1,11 +1,14 @@
-"""Draws that both engines make alike: that of output token i depends on (seed, i) and the logits alone, on whichever pod it is made.
+"""Tokens that both engines choose alike: token i of an output depends on (seed, i), the logits and the tokens before it, on whichever pod it
+is made.
 
-vLLM draws from one generator a request, which another pod could not go on with. So to vLLM every request is greedy, and this processor
-leaves a request that wants a draw only the token that was drawn.
+vLLM draws from one generator a request, which another pod could not go on with, and its penalties would count the tokens of earlier pods
+as the prompt's. So to vLLM every request is greedy and without rules, and this processor leaves a request that has either only the token
+that was chosen. What ends an answer is vLLM's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +18,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.sampler import Draw, choose
+from mmd_workers.engine.logit_rules import rule_state
+from mmd_workers.engine.sampler import Draw, pick
 from mmd_workers.wire.messages import Sampling
 
 ARGUMENT = "mmd_draw"
@@ -27,7 +31,18 @@ class _Row:
     output_token_ids: list[int]  # vLLM appends to it
 
     def next(self) -> Draw:
-        return replace(self.first, index=self.first.index + len(self.output_token_ids))
+        draw, outputs = self.first, self.output_token_ids
+        if draw.rules is not None:
+            draw.rules.follow(outputs, draw.index)
+        return replace(draw, index=draw.index + len(outputs))
+
+
+def _row(first: Draw, prompt: Sequence[int], output_token_ids: list[int]) -> _Row:
+    """`prompt`: vLLM's, which ends with the output tokens of earlier pods."""
+    own = len(prompt) - first.index
+    if (rules := rule_state(first.sampling, (), prompt[:own])) is not None:
+        rules.follow(prompt[own:])
+    return _Row(replace(first, rules=rules), output_token_ids)
 
 
 class Draws(LogitsProcessor):
@@ -43,28 +58,34 @@ class Draws(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the rows of vLLM's batch."""
 
-        def row(params: VllmParams, _: list[int] | None, output_token_ids: list[int]) -> _Row | None:
+        def row(params: VllmParams, prompt: list[int] | None, output_token_ids: list[int]) -> _Row | None:
             draw = (params.extra_args or {}).get(ARGUMENT)
-            return None if draw is None else _Row(draw, output_token_ids)
+            return None if draw is None else _row(draw, prompt or (), output_token_ids)
 
         process_dict_updates(self._rows, batch_update, row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave the drawn token [n, vocab]; a row whose logits are not finite stays as it is."""
+        """Leave the chosen token [n, vocab]; a row whose largest logit is not finite stays so."""
         if self._rows:
             numbers = torch.tensor(list(self._rows), device=logits.device)
-            rows = logits[numbers]
-            finite = torch.isfinite(rows.max(dim=-1, keepdim=True).values)
-            draws = [row.next() for row in self._rows.values()]
-            tokens = choose(rows.float().masked_fill(~finite, 0.0), draws)
-            drawn = torch.full_like(rows, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
-            logits[numbers] = torch.where(finite, drawn, rows)
+            rows = logits[numbers].float()
+            tokens = pick(rows, [row.next() for row in self._rows.values()])[:, None]
+            chosen = torch.full_like(rows, -torch.inf).scatter_(-1, tokens.clamp(min=0), 0.0)
+            logits[numbers] = torch.where(tokens < 0, rows, chosen).to(logits.dtype)
         return logits
 
 
 def draw_of(wanted: Sampling, index: int) -> dict[str, Any] | None:
-    """vLLM's `extra_args` of a request whose first token here is output token `index`; None where it is greedy."""
-    if wanted.temperature <= 0:
+    """vLLM's `extra_args` of a request whose first token here is output token `index`; None where it is greedy and has no rules."""
+    if wanted.temperature <= 0 and wanted.rules is None:
         return None
-    params = SamplingParams(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed)
+    params = SamplingParams(
+        max_tokens=wanted.max_tokens,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        seed=wanted.seed,
+        rules=wanted.rules,
+    )
     return {ARGUMENT: Draw(params, index)}

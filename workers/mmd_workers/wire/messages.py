@@ -12,6 +12,7 @@ from typing import Any, Literal
 from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Modality, Role
+from mmd_api.contract.sampling import LogitRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,10 @@ class EncodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 mean no limit.
+    """How to choose tokens. Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit.
 
-    A seeded draw depends on (seed, index of the output token) alone, so it survives migration.
+    A seeded draw depends on (seed, index of the output token) alone, so it survives migration. So do the `rules`, which depend on the tokens
+    so far. `stop_token_ids` end the answer, as end-of-sequence tokens do unless `ignore_eos`; neither is sampled before `min_tokens` others.
     """
 
     max_tokens: int
@@ -200,6 +202,10 @@ class Sampling:
     seed: int = 0
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    rules: LogitRules | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,155 @@
+"""What a request's rules make of its logits. They depend on the tokens so far alone, so every pod that continues a sequence computes the same.
+
+The rules of all sequences of a step are applied together: indices are collected on the host, and the device reads and writes those logits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mmd_api.contract.sampling import LogitRules
+from mmd_workers.engine.interface import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Places = tuple[torch.Tensor, torch.Tensor]
+
+
+class TokenCounts:
+    """The tokens of a sequence, each once, and how often each is in the output. Memory grows with the number of different tokens."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        """`prompt`: tokens that count 0 times in the output."""
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.array([*self._slots, 0], dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.int64)
+
+    def add(self, token: int) -> None:
+        """Count an output token."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> Ids:
+        """The tokens [n]."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Ids:
+        """How often each is in the output [n]."""
+        return self._counts[: len(self._slots)]
+
+
+class RuleState:
+    """The rules of one sequence, and what they must know of its tokens."""
+
+    def __init__(
+        self, rules: LogitRules, min_tokens: int, ends: Iterable[int], prompt: Iterable[int]
+    ) -> None:
+        """`ends`: tokens that end the answer, which are excluded from the first `min_tokens` output tokens."""
+        self.rules = rules
+        self.num_outputs = 0
+        self.allowed = _ids(rules.allowed_token_ids)
+        self.biased = _ids(token for token, _ in rules.logit_bias)
+        self.bias = np.array([bias for _, bias in rules.logit_bias], dtype=np.float32)
+        self._min_tokens, self._ends = min_tokens, _ids(ends)
+        self._words = _ids(word[0] for word in rules.bad_words if len(word) == 1)
+        self._phrases: dict[int, list[list[int]]] = {}  # by the last token before the excluded one
+        for word in rules.bad_words:
+            if len(word) > 1:
+                self._phrases.setdefault(word[-2], []).append(word)
+        self._newest = deque[int](maxlen=max(map(len, rules.bad_words), default=1) - 1)
+        self.counts: TokenCounts | None = None
+        if rules.repetition_penalty != 1:
+            self.counts = TokenCounts(prompt)
+        elif rules.frequency_penalty or rules.presence_penalty:
+            self.counts = TokenCounts(())
+
+    def follow(self, outputs: Items[int], first: int = 0) -> None:
+        """Note the output tokens that are new since the last call. `outputs` begins with output token `first`."""
+        for token in outputs[self.num_outputs - first :]:
+            self.num_outputs += 1
+            self._newest.append(token)
+            if self.counts is not None:
+                self.counts.add(token)
+
+    def excluded(self) -> Ids:
+        """Tokens that must not come next."""
+        excluded = [self._words]
+        if self.num_outputs < self._min_tokens:
+            excluded.append(self._ends)
+        if self._newest and (phrases := self._phrases.get(self._newest[-1])):
+            newest = list(self._newest)
+            excluded.append(_ids(p[-1] for p in phrases if newest[1 - len(p) :] == p[:-1]))
+        return np.concatenate(excluded)
+
+
+def rule_state(sampling: SamplingParams, ends: Iterable[int], prompt: Iterable[int]) -> RuleState | None:
+    """The rules of a sequence that has no output yet; None where it has none. `ends`: tokens that end it."""
+    if sampling.rules is None and not sampling.min_tokens:
+        return None
+    return RuleState(sampling.rules or LogitRules(), sampling.min_tokens, ends, prompt)
+
+
+def apply_rules(logits: torch.Tensor, ruled: Items[tuple[int, RuleState]]) -> None:
+    """Change float32 logits [n, vocab] in place, in these rows. In vLLM's order, so that equal parameters have equal effects."""
+    if allowed := [(row, state.allowed) for row, state in ruled if len(state.allowed)]:
+        places, _ = _places(logits, allowed)
+        kept = logits[places]
+        logits.index_fill_(0, torch.tensor([row for row, _ in allowed], device=logits.device), -torch.inf)
+        logits[places] = kept
+    if excluded := [(row, ids) for row, state in ruled if len(ids := state.excluded())]:
+        places, _ = _places(logits, excluded)
+        logits[places] = -torch.inf
+    if biased := [(row, state) for row, state in ruled if len(state.biased)]:
+        places, (bias,) = _places(
+            logits, [(row, state.biased) for row, state in biased], [state.bias for _, state in biased]
+        )
+        logits[places] = logits[places] + bias
+    _penalize(logits, [(row, s.rules, s.counts) for row, s in ruled if s.counts and len(s.counts.ids)])
+
+
+def _penalize(logits: torch.Tensor, counted: Items[tuple[int, LogitRules, TokenCounts]]) -> None:
+    if not counted:
+        return
+    factors, less = list[Floats](), list[Floats]()
+    for _, rules, tokens in counted:
+        counts = tokens.counts
+        factors.append(np.full(len(counts), rules.repetition_penalty, dtype=np.float32))
+        penalty = rules.frequency_penalty * counts + rules.presence_penalty * (counts > 0)
+        less.append(penalty.astype(np.float32))
+    places, (factor, minus) = _places(
+        logits, [(row, tokens.ids) for row, _, tokens in counted], factors, less
+    )
+    values = logits[places]
+    logits[places] = torch.where(values > 0, values / factor, values * factor) - minus
+
+
+def _places(
+    logits: torch.Tensor, parts: Items[tuple[int, Ids]], *values: Items[Floats]
+) -> tuple[Places, list[torch.Tensor]]:
+    """Rows and tokens of logits as indices on their device, with the values that belong to them. Tokens beyond the vocabulary are left out: on
+    CUDA such an index takes the device from every request."""
+    ids = np.concatenate([ids for _, ids in parts])
+    rows = np.repeat([row for row, _ in parts], [len(ids) for _, ids in parts])
+    inside = (ids >= 0) & (ids < logits.shape[-1])
+
+    def moved(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array[inside]).to(logits.device, non_blocking=True)
+
+    return (moved(rows), moved(ids)), [moved(np.concatenate(value)) for value in values]
+
+
+def _ids(tokens: Iterable[int]) -> Ids:
+    return np.fromiter(tokens, dtype=np.int64)
