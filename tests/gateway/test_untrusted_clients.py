@@ -25,7 +25,8 @@ from mmd_workers.gateway import hold as hold_module
 from mmd_workers.gateway import service
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.body import MAX_MARKS, JsonScanner, read_json
-from mmd_workers.gateway.chat_request import MAX_PARTS, parse_chat_request
+from mmd_workers.gateway.chat_request import parse_chat_request
+from mmd_workers.gateway.conversation import MAX_PARTS
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.media.fetch import fetch
 from mmd_workers.observe import server as server_module
