@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 
 from mmd_api.contract.pools import Modality
-from mmd_workers.gateway.strict import MAX_NAME_CHARACTERS, Strict
+from mmd_workers.gateway.strict import MAX_NAME_CHARACTERS, Ignored, Strict
 
 Url = Annotated[str, Field(min_length=1)]
 
@@ -45,14 +45,15 @@ class MediaUrl(Strict):
     url: Url
 
 
-Detail = Literal["auto", "low", "high"]
-"""The model's own processor decides the resolution."""
+Detail = Annotated[
+    Literal["auto", "low", "high"] | None, Ignored("the model's own processor decides the resolution")
+]
 
 
 class ImageUrl(MediaUrl):
     """The URL of an image."""
 
-    detail: Detail | None = None
+    detail: Detail = None
 
 
 class ImageUrlPart(Strict):
@@ -71,7 +72,7 @@ class InputImagePart(Strict):
 
     type: Literal["input_image"]
     image_url: Url
-    detail: Detail | None = None
+    detail: Detail = None
 
     def source(self, param: str) -> MediaSource:
         """The image."""
