@@ -11,8 +11,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS
 from mmd_api.contract.errors import ERRORS, error_of
-from mmd_workers.gateway import admin, app, body, chat_request, completions
+from mmd_workers.gateway import admin, app, body, chat_request, completions, response_format
 from mmd_workers.gateway.api_errors import api_error
 from mmd_workers.gateway.parts import PART_TYPES
 
@@ -119,6 +120,12 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "`stop`": [stop["maxItems"], stop["items"]["maxLength"]],
         "`top_logprobs`": [most("top_logprobs", "maximum")],
         "`temperature`": [most("temperature", "maximum")],
+        "a schema as JSON, a regular expression, a grammar": [MAX_GRAMMAR_CHARACTERS],
+        "choices": [
+            response_format.MAX_CHOICES,
+            response_format.MAX_CHOICE_CHARACTERS,
+            response_format.MAX_CHOICES_CHARACTERS,
+        ],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.masks import Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log."""
+    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded, grammars disregarded), natural
+    log."""
 
     token_id: int
     logprob: float | None = None
@@ -36,26 +38,33 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
-    """Sample float32 logits [n, vocab], one row for each draw; those of suppressed tokens are overwritten. None for a row whose largest
-    logit is not finite (broken weights).
+def sample(logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None) -> list[Sampled | None]:
+    """Sample float32 logits [n, vocab], one row for each draw; those of suppressed tokens, and of tokens that `masks` does not allow, are
+    overwritten. None for a row whose largest logit is not finite (broken weights).
 
     Temperature, then top-k, then top-p (nucleus: the smallest set of most likely tokens whose mass reaches p), then the inverse
     of the cumulative distribution at `uniform(seed, index)`: tokens in order of falling probability where top-k or top-p cuts,
     else in order of their ids, which needs no sorting. What is returned comes from the device in one copy.
     """
-    tokens, logprobs = compute(logits, draws)
+    tokens, logprobs = compute(logits, draws, masks)
     if logprobs is None:
         token_ids: list[int] = tokens.tolist()
         return [Sampled(token) if token >= 0 else None for token in token_ids]
     return _with_logprobs(tokens, logprobs, draws)
 
 
-def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def compute(
+    logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `sample` does on the device: tokens [n], -1 for none; and for each row that wants log probabilities its token, that token's, the
     most likely ones' and their ids (float64 [wanted, 2 + 2 * most]; None: no row does).
     """
     _suppress(logits, draws)
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    own = None
+    if masks is not None:
+        own = logits[wanted] if wanted else None
+        masks.apply(logits)
     best, tokens = logits.max(dim=-1)
     finite = torch.isfinite(best)
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
@@ -71,8 +80,9 @@ def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, tor
         tokens[drawn] = choose(rows, [draws[row] for row in drawn])
         del rows
     tokens = torch.where(finite, tokens, -1)
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    return tokens, _logprobs(logits, tokens, draws, wanted) if wanted else None
+    if not wanted:
+        return tokens, None
+    return tokens, _logprobs(logits[wanted] if own is None else own, tokens, draws, wanted)
 
 
 def _suppress(logits: torch.Tensor, draws: Items[Draw]) -> None:
@@ -156,8 +166,8 @@ def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
 ) -> torch.Tensor:
-    """Of the `wanted` rows, in float64, in which ids and log probabilities are exact."""
-    table = torch.log_softmax(logits[wanted], dim=-1)
+    """Of the `wanted` rows, whose logits [wanted, vocab] these are; in float64, in which ids and log probabilities are exact."""
+    table = torch.log_softmax(logits, dim=-1)
     own = table.gather(-1, tokens[wanted].clamp(min=0)[:, None])
     count = min(max(draws[row].sampling.logprobs or 0 for row in wanted), table.shape[-1])
     values, ids = table.topk(count, dim=-1)

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -27,6 +28,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.parts import PART_TYPES, ContentPart, MediaSource, TextPart
+from mmd_workers.gateway.response_format import ResponseFormat, StructuredOutputs
 from mmd_workers.gateway.strict import Strict
 
 MAX_MESSAGES = 4096
@@ -124,11 +126,32 @@ class ChatRequest(Strict):
     store: Literal[False] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> list[str]:
         """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """What the answer must match, and the field it comes from; None where it is free.
+
+        Raises:
+            ApiError: two fields contradict each other.
+        """
+        found = self.response_format.grammar() if self.response_format is not None else None
+        if self.structured_outputs is not None:
+            if found is not None:
+                both = InvalidValueError("set response_format or structured_outputs, not both")
+                raise ApiError(both, param="structured_outputs")
+            found = self.structured_outputs.as_grammar()
+        if found is not None and self.ignore_eos:
+            contradiction = InvalidValueError(
+                f"ignore_eos: an answer of {found[1]} ends where it is complete; omit one of them"
+            )
+            raise ApiError(contradiction, param="ignore_eos")
+        return found
 
 
 _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -137,7 +160,6 @@ _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "parallel_tool_calls": ((True, False), "omit it"),
     "functions": (([],), "describe the functions in a system message and parse the response"),
     "function_call": (("none", "auto"), "omit it"),
-    "response_format": (({"type": "text"},), "request the format in the prompt and validate the response"),
     "frequency_penalty": ((0,), "set it to 0 or omit it"),
     "presence_penalty": ((0,), "set it to 0 or omit it"),
     "logit_bias": (({},), "omit it"),

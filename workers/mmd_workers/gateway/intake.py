@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import (
     ContextLengthError,
     MmdError,
@@ -25,6 +26,7 @@ from mmd_workers.gateway.api_errors import ApiError, refused
 from mmd_workers.gateway.chat_request import ChatRequest, conversation
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.parts import MediaSource
+from mmd_workers.gateway.response_format import GrammarCheck
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
@@ -66,6 +68,7 @@ class Intake:
         self._frontend = frontend
         self._metrics = metrics
         self._sandbox = sandbox
+        self._grammars = GrammarCheck(frontend.grammars)
 
     async def prepare(
         self, request: ChatRequest, reservation: RequestReservation, timeline: Timeline, model_len: int
@@ -81,6 +84,10 @@ class Intake:
         limit = min(self._model_len, model_len or self._model_len)
         self._check_text(messages, limit)
         self._check_media(sources)
+        grammar = None
+        if (wanted := request.grammar()) is not None:
+            grammar, param = wanted
+            await self._grammars.check(grammar, param)
         begun = time.time()
         if sources:
             infos = await self._bring(sources, reservation)
@@ -104,7 +111,7 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        return Prepared(layout, features, _sampling(request, room))
+        return Prepared(layout, features, _sampling(request, room, grammar))
 
     def _check_text(self, messages: list[dict[str, Any]], limit: int) -> None:
         """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
@@ -220,7 +227,7 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
-def _sampling(request: ChatRequest, room: int) -> Sampling:
+def _sampling(request: ChatRequest, room: int, grammar: Grammar | None) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
     asked = request.max_completion_tokens or request.max_tokens or room
     return Sampling(
@@ -231,4 +238,5 @@ def _sampling(request: ChatRequest, room: int) -> Sampling:
         seed=secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         ignore_eos=bool(request.ignore_eos),
+        grammar=grammar,
     )

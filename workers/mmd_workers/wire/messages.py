@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.answers import FinishReason, Grammar
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Modality, Role
 
@@ -190,7 +190,8 @@ class EncodeFailed:
 class Sampling:
     """How to choose tokens. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 mean no limit.
 
-    A seeded draw depends on (seed, index of the output token) alone, so it survives migration.
+    A seeded draw depends on (seed, index of the output token) alone, so it survives migration. `grammar`: what the answer must match;
+    each pod follows it from the output tokens.
     """
 
     max_tokens: int
@@ -200,6 +201,7 @@ class Sampling:
     seed: int = 0
     logprobs: int | None = None
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
