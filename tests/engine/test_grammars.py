@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pydantic_core
 import pytest
+import tokenizers
 import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
@@ -294,6 +295,63 @@ def test_masks_of_many_rows_are_those_of_each_row():
     together = Masks.of(many, torch.device("cpu"))
     for number, constraint in many.items():
         assert torch.equal(together.bits[number], Masks.of({0: constraint}, torch.device("cpu")).bits[0])
+
+
+def pieces_with_bytes():
+    """A tokenizer as Llama's was: pieces begin with a mark for a space, and what no piece has is spelled in bytes."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [
+        "▁",
+        '"',
+        '▁"',
+        '{"',
+        "{",
+        "▁{",
+        "}",
+        "[",
+        "]",
+        '":',
+        ":",
+        ",",
+        "▁true",
+        "true",
+        "a",
+        "▁a",
+        "1",
+        "12",
+    ]
+    vocab = {piece: number for number, piece in enumerate([*special, *pieces])}
+    raw = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    raw.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def test_pieces_with_marks_and_bytes_are_followed_as_the_text_that_they_decode_to():
+    small = pieces_with_bytes()
+    made, logits = Grammars(lambda: small, len(small) + 5, [EOS]), torch.Generator().manual_seed(0)
+    complete = 0
+    for _ in range(60):
+        constraint, tokens = made.begin(GRAMMARS["schema"]), []
+        while not constraint.complete and len(tokens) < 200:
+            row = torch.rand(1, len(small) + 5, generator=logits)
+            Masks.of({0: constraint}, row.device).apply(row)
+            tokens.append(int(row.argmax()))
+            constraint.advance(tokens[-1:])
+        if constraint.complete:
+            jsonschema.validate(json.loads(small.decode(tokens)), SCHEMA)
+            complete += 1
+    assert complete > 30
 
 
 def test_compiled_grammars_are_bounded_in_number_and_size():
