@@ -55,7 +55,8 @@ def page(text: str) -> str:
 def _fields(model: type[BaseModel], prefix: str, skip: str = "") -> Iterator[tuple[str, str, str]]:
     """Name, handling and text of every field of a model, and of the objects in it unless its name is `skip`."""
     schema = model.model_json_schema()
-    for name, field in model.model_fields.items():
+    for own_name, field in model.model_fields.items():
+        name = field.alias or own_name
         where = f"{prefix}{name}"
         ignored = next((mark for mark in field.metadata if isinstance(mark, Ignored)), None)
         text = _values(schema["properties"][name], schema.get("$defs", {}))

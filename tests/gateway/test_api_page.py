@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS
 from mmd_api.contract.errors import ERRORS, error_of
 from mmd_workers.gateway import (
     admin,
@@ -24,6 +25,7 @@ from mmd_workers.gateway import (
     conversation,
     intake,
     logit_rules,
+    response_format,
     tokenize,
 )
 from mmd_workers.gateway.api_errors import api_error
@@ -146,20 +148,26 @@ def test_the_page_shows_every_type_of_content_part() -> None:
 
 def test_the_page_has_the_limits_of_the_code() -> None:
     limits = {
-        "messages": conversation.MAX_MESSAGES,
-        "parts of a message": conversation.MAX_PARTS,
-        "tool calls of a message": conversation.MAX_TOOL_CALLS,
-        "brackets that open, commas and colons in the arguments of all tool calls": conversation.MAX_ARGUMENT_MARKS,
-        "prompts of a text completion": completion_request.MAX_PROMPTS,
-        "answers to all prompts of a text completion": completion_request.MAX_ANSWERS,
-        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": intake.MAX_TEXT_TOKENS,
-        "tokens of all `bad_words`": logit_rules.MAX_BAD_WORD_TOKENS,
-        "depth of the JSON body": body.MAX_DEPTH,
-        "strings, brackets, commas and colons in the body": body.MAX_MARKS,
+        "messages": [conversation.MAX_MESSAGES],
+        "parts of a message": [conversation.MAX_PARTS],
+        "tool calls of a message": [conversation.MAX_TOOL_CALLS],
+        "brackets that open, commas and colons in the arguments of all tool calls": [conversation.MAX_ARGUMENT_MARKS],
+        "prompts of a text completion": [completion_request.MAX_PROMPTS],
+        "answers to all prompts of a text completion": [completion_request.MAX_ANSWERS],
+        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [intake.MAX_TEXT_TOKENS],
+        "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
+        "depth of the JSON body": [body.MAX_DEPTH],
+        "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
+        "a schema as JSON, a regular expression, a grammar": [MAX_GRAMMAR_CHARACTERS],
+        "choices": [
+            response_format.MAX_CHOICES,
+            response_format.MAX_CHOICE_CHARACTERS,
+            response_format.MAX_CHOICES_CHARACTERS,
+        ],
     }
     table = rows(section("Parameters").split("| limit |")[1])
-    found = {cells[0]: int(cells[1]) for cells in table if cells[1].isdigit()}
-    assert found == limits
+    found = {cells[0]: [int(n) for n in re.findall(r"\d+", cells[1])] for cells in table}
+    assert {name: numbers for name, numbers in found.items() if numbers} == limits
 
 
 def test_the_page_lists_the_headers_that_are_read_and_sent() -> None:

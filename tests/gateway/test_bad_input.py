@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmd_api.contract.answers import Grammar
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.body import JsonScanner, LongNumberError, TooDeepError
 from mmd_workers.gateway.chat_request import parse_chat_request
@@ -58,6 +59,13 @@ def called(arguments: object) -> dict:
 
 CALL = called('{"x": 1}')
 RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+
+SCHEMA = "response_format.json_schema.schema"
+
+
+def schema(value: object) -> dict:
+    return body(response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": value}})
+
 
 CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("no model", body(model=...), 400, "model", "missing"),
@@ -123,7 +131,6 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("an answer that is stored", body(store=True), 400, "store", "False"),
     ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
     ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
-    ("a response format", body(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
     ("a presence penalty above 2", body(presence_penalty=2.5), 400, "presence_penalty", "less than or equal to 2"),
     ("a frequency penalty below -2", body(frequency_penalty=-2.1), 400, "frequency_penalty", "greater than or equal to -2"),
     ("a repetition penalty of 0", body(repetition_penalty=0), 400, "repetition_penalty", "greater than or equal to 0.01"),
@@ -154,6 +161,38 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a bad word of 129 characters", body(bad_words=["x" * 129]), 400, "bad_words[0]", "at most 128"),
     ("129 bad words", body(bad_words=["red"] * 129), 400, "bad_words", "at most 128"),
     ("bad words of many tokens", body(bad_words=[f"{i:03}" + "z" * 100 for i in range(20)]), 400, "bad_words", "more than the limit of 1024"),
+    ("an unknown response format", body(response_format={"type": "xml"}), 400, "response_format.type", "'json_object'"),
+    ("a response format that is a string", body(response_format="json"), 400, "response_format", "dictionary"),
+    ("json_schema without one", body(response_format={"type": "json_schema"}), 400, "response_format", "requires json_schema"),
+    ("a schema beside json_object", body(response_format={"type": "json_object", "json_schema": {"name": "x", "schema": {}}}), 400, "response_format", "no other type has it"),
+    ("a schema without name", body(response_format={"type": "json_schema", "json_schema": {"schema": {}}}), 400, "response_format.json_schema.name", "missing"),
+    ("a named nothing", body(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), 400, SCHEMA, "missing"),
+    ("a schema that is a list", schema([]), 400, SCHEMA, "dictionary"),
+    ("a schema of no type", schema({"type": "colour"}), 400, SCHEMA, "colour"),
+    ("a keyword that is not enforced", schema({"not": {"type": "string"}}), 400, SCHEMA, "Unimplemented keys"),
+    ("uniqueItems", schema({"type": "array", "uniqueItems": True}), 400, SCHEMA, "uniqueItems"),
+    ("a remote schema", schema({"$ref": "https://example.com/schema.json"}), 400, SCHEMA, "does not fetch"),
+    ("a schema in a file", schema({"$ref": "file:///etc/passwd"}), 400, SCHEMA, "does not fetch"),
+    ("a schema that is only itself", schema({"$ref": "#"}), 400, SCHEMA, "cannot be compiled"),
+    ("a schema that nothing matches", schema({"type": "string", "minLength": 3, "maxLength": 2}), 400, SCHEMA, "Unsatisfiable"),
+    ("a schema that explodes", schema({"allOf": [{"anyOf": [{"type": "object", "properties": {f"{i}{j}": {"type": "integer", "minimum": j}}} for j in range(4)]} for i in range(8)]}), 400, SCHEMA, "too large"),
+    ("a schema with 6,000 properties", schema({"type": "object", "properties": {str(i): {} for i in range(6000)}}), 400, SCHEMA, "too big"),
+    ("a schema with 1,000 optional properties", schema({"type": "object", "properties": {str(i): {} for i in range(1000)}}), 400, SCHEMA, "items; max is 2000"),
+    ("a schema of 80 kB", schema({"enum": ["x" * 80_000]}), 400, SCHEMA, "more than 65536"),
+    ("options for the library", schema({"type": "object", "not": {}, "x-guidance": {"lenient": True}}), 400, SCHEMA, "Unimplemented keys"),
+    ("a broken pattern", schema({"type": "string", "pattern": "^(a"}), 400, SCHEMA, "unclosed group"),
+    ("a broken regex", body(structured_outputs={"regex": "(a"}), 400, "structured_outputs.regex", "unclosed group"),
+    ("a broken grammar", body(structured_outputs={"grammar": "start: nothing"}), 400, "structured_outputs.grammar", "cannot be compiled"),
+    ("no structured output", body(structured_outputs={}), 400, "structured_outputs", "exactly one"),
+    ("two structured outputs", body(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs", "exactly one"),
+    ("no choices", body(structured_outputs={"choice": []}), 400, "structured_outputs.choice", "at least 1"),
+    ("2,000 choices", body(structured_outputs={"choice": ["x"] * 2000}), 400, "structured_outputs.choice", "at most 1024"),
+    ("choices of 40 kB", body(structured_outputs={"choice": ["x" * 4000] * 10}), 400, "structured_outputs.choice", "send fewer"),
+    ("two forms", body(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), 400, "structured_outputs", "not both"),
+    ("an answer that may not end", body(response_format={"type": "json_object"}, ignore_eos=True), 400, "ignore_eos", "omit one"),
+    ("allowed tokens beside a form", body(response_format={"type": "json_object"}, allowed_token_ids=[7]), 400, "allowed_token_ids", "omit one"),
+    ("bad words beside a form", body(structured_outputs={"regex": "a"}, bad_words=["red"]), 400, "bad_words", "omit one"),
+    ("least tokens beside a form", body(structured_outputs={"regex": "a"}, min_tokens=2), 400, "min_tokens", "omit one"),
     ("an unknown field", body(colour="red"), 400, "colour", "unknown field colour; remove it"),
     ("many unknown fields", body(c=1, a=2, b=3, d=4), 400, "c", "unknown fields c, a, b, ...; remove them"),
     ("unknown fields of a part", body(messages=user({**TEXT, "x": 1, "y": 2})), 400, "messages[0].content[0].x", "messages[0].content[0].x, messages[0].content[0].y; remove them"),
@@ -330,6 +369,31 @@ async def test_what_vllm_does_not_apply_to_drafts_is_refused_by_name(launch: Lau
     response = await gateway.http.post("/v1/chat/completions", json=off)
     assert response.status_code == 200, response.text
     assert len(worker.requests) == 1
+
+
+async def test_a_form_reaches_the_worker_as_a_grammar(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    recursive = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    for asked in [
+        body(response_format={"type": "json_object"}, n=2),
+        schema(recursive),
+        body(structured_outputs={"json": {"type": "boolean"}}),
+        body(structured_outputs={"regex": "[ab]+"}),
+        body(structured_outputs={"choice": ['"yes"', "nein\n"]}),
+        body(structured_outputs={"grammar": 'start: "a" start | "b"'}),
+    ]:
+        response = await gateway.http.post("/v1/chat/completions", json=asked)
+        assert response.status_code == 200, response.text
+    grammars = [request.sampling.grammar for request in worker.requests]
+    assert grammars[0] == grammars[1] == Grammar("json_schema", '{"type":"object"}')
+    assert json.loads(grammars[2].source) == recursive
+    assert [(grammar.type, grammar.source) for grammar in grammars[3:]] == [
+        ("json_schema", '{"type":"boolean"}'),
+        ("regex", "[ab]+"),
+        ("lark", r'start: "\"yes\"" | "nein\n"'),
+        ("lark", 'start: "a" start | "b"'),
+    ]
 
 
 async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: Launch) -> None:

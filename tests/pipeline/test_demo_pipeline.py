@@ -9,9 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from e2e import questions
@@ -93,6 +94,36 @@ def test_seeded_sampling_repeats_itself_and_differs_between_seeds(demo: Deployme
 
     assert sample(1) == sample(1)
     assert len({sample(seed) for seed in range(4)}) > 1
+
+
+class Seen(pydantic.BaseModel):
+    shape: Literal["circle", "square", "triangle"]
+    colour: Annotated[str, pydantic.Field(max_length=8)]
+    count: Annotated[int, pydantic.Field(ge=0, le=9)]
+    moves: bool | None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_in_a_form_is_parsed_by_openais_client(demo: Deployment, temperature: float) -> None:
+    sample = draw("image", 31)
+
+    def parse(max_tokens: int) -> Any:
+        return demo.client().chat.completions.parse(
+            model="builtin/demo",
+            messages=[{"role": "user", "content": content(sample)}],  # type: ignore[typeddict-item, list-item]
+            response_format=Seen,
+            temperature=temperature,
+            seed=5,
+            max_tokens=max_tokens,
+        )
+
+    choice = parse(200).choices[0]
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Seen)
+    with pytest.raises(openai.LengthFinishReasonError):
+        parse(6)
+    free = ask(demo, content(sample), response_format={"type": "json_object"})
+    assert free.choices[0].message.content.startswith("{")
 
 
 def test_the_encoder_loads_only_towers_and_the_others_only_the_language_model(demo: Deployment) -> None:

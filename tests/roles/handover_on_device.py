@@ -18,6 +18,7 @@ from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.kv.links import LinkManager
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.handover import KvSender
@@ -42,7 +43,7 @@ class Pod:
         self.model = TextModel(llama().to(device))
         self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self.runner = EngineRunner(make_engine(self.model, chunk_tokens=32), self.outputs.put_nowait)
-        self.engine = NativeEngine(self.runner, self.model)
+        self.engine = NativeEngine(self.runner, self.model, Grammars(lambda: None, 0, ()))
         self.links = LinkManager("Gloo", name, "i1", "127.0.0.1", device)
         self.metrics = Metrics()
         self.book = SequenceBook(bus, name, self.metrics, Tracing("test", "test", "test", None))

@@ -13,6 +13,7 @@ import torch
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.store import FeatureStore
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
@@ -85,7 +86,15 @@ class Pod:
         self.done: dict[str, asyncio.Event] = {}
         self.failed: list[Any] = []
         self.service = PrefillService(
-            *(bus, "p-0", NativeEngine(self.runner, self.model), self.store, self.source, self.book, None),  # type: ignore[arg-type]
+            *(
+                bus,
+                "p-0",
+                NativeEngine(self.runner, self.model, Grammars(lambda: None, 0, ())),
+                self.store,
+                self.source,
+                self.book,
+                None,
+            ),  # type: ignore[arg-type]
             max_waiting=8,
             max_in_engine=8,
             overlap_tokens=4,

@@ -1,7 +1,20 @@
-"""How the answer of a sequence ends, as pods report it to each other."""
+"""How the answer of a sequence ends, as pods report it to each other, and what it must match."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+MAX_GRAMMAR_CHARACTERS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match: a JSON Schema as JSON, a regular expression, or a Lark grammar in the dialect of llguidance."""
+
+    type: Literal["json_schema", "regex", "lark"]
+    source: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)]

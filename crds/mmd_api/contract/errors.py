@@ -138,6 +138,15 @@ class BadLogitsError(
     """The model returned no finite logit for this sequence: its weights or its features are invalid."""
 
 
+class GrammarFailedError(
+    MmdError,
+    code="grammar_failed",
+    status=422,
+    remedy="simplify the schema or grammar: shorter patterns, fewer optional properties and alternatives",
+):
+    """The grammar of an answer cannot be compiled or followed; only its request fails."""
+
+
 class CountMismatchError(
     MmdError, code="count_mismatch", status=500, remedy="report the model and the request: this is a defect"
 ):

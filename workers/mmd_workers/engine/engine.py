@@ -15,6 +15,7 @@ from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.errors import (
     BadLogitsError,
     CountMismatchError,
+    GrammarFailedError,
     MmdError,
     OverloadedError,
     StepFailedError,
@@ -35,10 +36,12 @@ from mmd_workers.engine.interface import (
 )
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import RuleState, rule_state
+from mmd_workers.engine.masks import Masks
 from mmd_workers.engine.room import check_fits, check_spare, preempted
 from mmd_workers.engine.sampler import Draw, Sampled, sample
 from mmd_workers.engine.scheduler import Scheduler, Work
 from mmd_workers.engine.sequence import Sequence
+from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.prompt import Feature
 
@@ -128,6 +131,7 @@ class Engine:
             ),
             stop_after_prefill=item.stop_after_prefill,
             identities=list(item.identities),
+            constraint=item.constraint,
         )
         self._sequences[item.sequence_id] = sequence
         self.scheduler.add(sequence)
@@ -247,11 +251,12 @@ class Engine:
         next_position: int,
         media_spans: Items[MediaSpan],
         arrived: float = 0.0,
+        constraint: Constraint | None = None,
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
         `token_ids` is the prompt without outputs; `output_token_ids` ends with the one token that has no KV yet, whose rotary
-        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it).
+        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it). `constraint`: as of `SequenceInput`.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -278,6 +283,7 @@ class Engine:
             rules=self._rules(sampling, token_ids),
             blocks=reservation.blocks,
             registered=reservation.shared,
+            constraint=constraint,
         )
         self._sequences[sequence_id] = sequence
         self.scheduler.start(sequence)
@@ -365,9 +371,16 @@ class Engine:
             sampling = [number for number, item in enumerate(work) if item.samples]
             if not sampling:
                 return sampled
+            constraints = {
+                row: constraint
+                for row, number in enumerate(sampling)
+                if (constraint := work[number].sequence.constraint) is not None
+            }
+            masks = Masks.of(constraints, hidden.device) if constraints else None  # before what waits for it
             rows = torch.tensor([batch.last_rows[number] for number in sampling], device=hidden.device)
             draws = [self._draw(work[number].sequence) for number in sampling]
-            for number, result in zip(sampling, sample(self.model.logits(hidden[rows]), draws), strict=True):
+            logits = self.model.logits(hidden[rows])
+            for number, result in zip(sampling, sample(logits, draws, masks), strict=True):
                 sampled[number] = result
         return sampled
 
@@ -431,6 +444,10 @@ class Engine:
         sequence = item.sequence
         computed, samples = sequence.computed, item.samples  # as of this step, before the new token
         if samples:
+            if (failure := _grammar_failure(sequence, result)) is not None:
+                self.abort(sequence.sequence_id)
+                output.failed.append((sequence.sequence_id, failure))
+                return
             if result is None:
                 self.blocks.forget(
                     sequence.blocks
@@ -478,6 +495,8 @@ class Engine:
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         sampling, newest = sequence.sampling, sequence.token_ids[-1]
         if newest in self._eos(sampling) or newest in sampling.stop_token_ids:
+            return "stop"
+        if sequence.constraint is not None and sequence.constraint.complete:
             return "stop"
         if sequence.num_outputs >= sampling.max_tokens or sequence.num_tokens >= self.max_model_len:
             return "length"
@@ -535,6 +554,17 @@ class Engine:
             blocks=self.blocks.num_blocks,
             block_tokens=self.blocks.block_tokens,
         )
+
+
+def _grammar_failure(sequence: Sequence, result: Sampled | None) -> GrammarFailedError | None:
+    """Advance a sequence's constraint over its new token; what to report if that is not possible, or its mask could not be computed."""
+    if sequence.constraint is None:
+        return None
+    try:
+        sequence.constraint.advance([] if result is None else [result.token_id])
+    except GrammarFailedError as error:
+        return error
+    return None
 
 
 def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.sampling import LogitRules
+from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import LoweredPrompt
 
 
@@ -39,6 +40,7 @@ class SequenceInput:
     `stop_after_prefill`: the engine samples one token, keeps the KV blocks until `abort`, and reports the ranges that are complete as
     `KvReady`.
     `output_token_ids`: already generated elsewhere; they are part of what has to be prefilled (`prompt` covers them too).
+    `constraint`: what the answer must match; it has advanced over `output_token_ids`, and is the engine's from now on.
     """
 
     sequence_id: str
@@ -53,6 +55,7 @@ class SequenceInput:
     identities: list[bytes] = field(
         default_factory=list
     )  # of the leading blocks, where `Engine.prefix` gave them
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from mmd_workers.engine.fusion import fused_heads, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import RuleState
+from mmd_workers.engine.masks import Masks
 from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
@@ -158,7 +159,8 @@ def _run_largest_step(
                 "architecture"
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]
-        compute(model.logits(last), _costliest_draws(model, len(work)))
+        logits = model.logits(last)
+        compute(logits, _costliest_draws(model, len(work)), Masks.of_all(*logits.shape))
     return max(ran.values())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.logit_rules import RuleState, apply_rules
+from mmd_workers.engine.masks import Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log: before rules and
-    temperature, as vLLM has them."""
+    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log: before grammars, rules
+    and temperature, as vLLM has them."""
 
     token_id: int
     logprob: float | None = None
@@ -39,30 +40,34 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
+def sample(logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None) -> list[Sampled | None]:
     """Sample float32 logits [n, vocab], one row for each draw; they are overwritten. None for a row whose largest logit is not finite
-    (broken weights).
+    (broken weights), or of which `masks` allow nothing.
 
     Rules, then temperature, then min-p (tokens at least `min_p` times as likely as the likeliest) and top-k, then top-p (nucleus: the
     smallest set of most likely tokens whose mass reaches p), then the inverse of the cumulative distribution at
     `uniform(seed, index)`: tokens in order of falling probability where one of the three cuts, else in order of their ids, which
     needs no sorting. What is returned comes from the device in one copy.
     """
-    tokens, logprobs = compute(logits, draws)
+    tokens, logprobs = compute(logits, draws, masks)
     if logprobs is None:
         token_ids: list[int] = tokens.tolist()
         return [Sampled(token) if token >= 0 else None for token in token_ids]
     return _with_logprobs(tokens, logprobs, draws)
 
 
-def compute(logits: torch.Tensor, draws: Items[Draw]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def compute(
+    logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `sample` does on the device: tokens [n], -1 for none; and for each row that wants log probabilities its token, that token's, the
     most likely ones' and their ids (float64 [wanted, 2 + 2 * most]; None: no row does).
     """
     _suppress(logits, draws)
     wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    ruled = any(draw.rules is not None for draw in draws)
-    own = logits[wanted] if wanted and ruled else None  # before the rules change them
+    changed = masks is not None or any(draw.rules is not None for draw in draws)
+    own = logits[wanted] if wanted and changed else None
+    if masks is not None:
+        masks.apply(logits)
     tokens = pick(logits, draws)
     if not wanted:
         return tokens, None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mmd_workers.engine.blocks import MediaSpan
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.logit_rules import RuleState
+from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import LoweredPrompt
 
 
@@ -49,6 +50,7 @@ class Sequence:
     computed: int = 0
     waited_steps: int = 0
     overtaken: int = 0  # admissions of others past this one while it did not fit
+    constraint: Constraint | None = None  # has advanced over all output tokens
 
     @property
     def num_tokens(self) -> int:

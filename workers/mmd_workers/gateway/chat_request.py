@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.conversation import ROLES, Messages
 from mmd_workers.gateway.parts import ANSWER_PART_TYPES
+from mmd_workers.gateway.response_format import ResponseFormat, StructuredOutputs
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
 
 MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
@@ -110,6 +112,8 @@ class GenerationRequest(Strict):
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     metadata: Annotated[dict[str, Any] | None, DISCARD, _NO_EFFECT] = None
     service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -120,6 +124,28 @@ class GenerationRequest(Strict):
     def asked_tokens(self) -> int | None:
         """The most tokens of an answer; None: as many as fit."""
         return self.max_tokens
+
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """What the answer must match, and the field it comes from; None where it is free.
+
+        Raises:
+            ApiError: two fields contradict each other.
+        """
+        found = self.response_format.grammar() if self.response_format is not None else None
+        if self.structured_outputs is not None:
+            if found is not None:
+                both = InvalidValueError("set response_format or structured_outputs, not both")
+                raise ApiError(both, param="structured_outputs")
+            found = self.structured_outputs.as_grammar()
+        if found is not None:
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    contradiction = InvalidValueError(
+                        f"{name}: {found[1]} decides which tokens may come and where the answer ends; omit one of them"
+                    )
+                    raise ApiError(contradiction, param=name)
+        return found
+
 
     @property
     def num_logprobs(self) -> int | None:
@@ -166,7 +192,6 @@ NOT_SERVED: NotServed = {
     "tool_choice": (("none", "auto"), "omit it"),
     "functions": (([],), "describe the functions in a system message and parse the response"),
     "function_call": (("none", "auto"), "omit it"),
-    "response_format": (({"type": "text"},), "request the format in the prompt and validate the response"),
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
     "audio": ((), "output is text only; omit it"),
     "web_search_options": ((), "omit it"),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import (
     ContextLengthError,
     InvalidValueError,
@@ -38,6 +39,7 @@ from mmd_workers.gateway.logit_rules import (
     logit_rules,
 )
 from mmd_workers.gateway.parts import MediaSource
+from mmd_workers.gateway.response_format import GrammarCheck
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
@@ -83,6 +85,7 @@ class Intake:
         self._frontend = frontend
         self._metrics = metrics
         self._sandbox = sandbox
+        self._grammars = GrammarCheck(frontend.grammars)
 
     async def prepare(
         self, request: ChatRequest, reservation: RequestReservation, timeline: Timeline, model_len: int
@@ -94,7 +97,7 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
-        rules = await self._rules(request)
+        rules, grammar = await self._rules(request), await self._grammar(request)
         limit = self.limit(model_len)
         layout, sources, infos = await self._lay_out(request.messages, reservation, timeline, limit)
         if not sources:
@@ -109,7 +112,7 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        return Prepared(layout, features, _sampling(request, rules, room))
+        return Prepared(layout, features, _sampling(request, rules, grammar, room))
 
     async def _rules(self, request: GenerationRequest) -> LogitRules | None:
         """What the request changes of logits, checked against the vocabulary."""
@@ -123,6 +126,14 @@ class Intake:
         check_something_is_left(request, rules, self._frontend)
         return rules
 
+    async def _grammar(self, request: GenerationRequest) -> Grammar | None:
+        """What the answer must match, once it has been compiled here."""
+        if (wanted := request.grammar()) is None:
+            return None
+        grammar, param = wanted
+        await self._grammars.check(grammar, param)
+        return grammar
+
     async def prepare_texts(
         self, request: CompletionRequest, timeline: Timeline, model_len: int
     ) -> list[Prepared]:
@@ -131,7 +142,7 @@ class Intake:
         Raises:
             ApiError: names the prompt and the remedy.
         """
-        rules = await self._rules(request)
+        rules, grammar = await self._rules(request), await self._grammar(request)
         limit = self.limit(model_len)
         prompts = request.prompts
         most = max(limit, MAX_TEXT_TOKENS)
@@ -152,7 +163,7 @@ class Intake:
                 raise ApiError(too_many, param=param)
             layout = PromptLayout(token_ids, [])
             room = self._room(layout, [], limit, param)
-            prepared.append(Prepared(layout, [], _sampling(request, rules, room)))
+            prepared.append(Prepared(layout, [], _sampling(request, rules, grammar, room)))
         timeline.add("gateway", [Phase("layout", begun, time.time())])
         return prepared
 
@@ -385,7 +396,9 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
-def _sampling(request: GenerationRequest, rules: LogitRules | None, room: int) -> Sampling:
+def _sampling(
+    request: GenerationRequest, rules: LogitRules | None, grammar: Grammar | None, room: int
+) -> Sampling:
     """The seed is always set, so that a request that moves to another pod draws the same tokens."""
     max_tokens = min(request.asked_tokens or room, room)
     return Sampling(
@@ -400,4 +413,5 @@ def _sampling(request: GenerationRequest, rules: LogitRules | None, room: int) -
         min_tokens=min(request.min_tokens or 0, max_tokens),
         stop_token_ids=sorted(set(request.stop_token_ids or ())),
         rules=rules,
+        grammar=grammar,
     )

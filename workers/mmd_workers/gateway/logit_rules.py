@@ -94,7 +94,7 @@ def check_works_with_drafts(request: GenerationRequest) -> None:
     Raises:
         ApiError: names the field.
     """
-    changed = {
+    changed: dict[str, object] = {
         "min_p": request.min_p,
         "frequency_penalty": request.frequency_penalty,
         "presence_penalty": request.presence_penalty,
@@ -103,6 +103,8 @@ def check_works_with_drafts(request: GenerationRequest) -> None:
         "allowed_token_ids": request.allowed_token_ids,
         "bad_words": request.bad_words,
     }
+    if (form := request.grammar()) is not None:
+        changed[form[1].split(".")[0]] = True
     for name, value in changed.items():
         if value:
             unsupported = UnsupportedParameterError(

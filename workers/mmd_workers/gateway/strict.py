@@ -49,7 +49,7 @@ class Strict(BaseModel):
     @classmethod
     def _has_no_unknown_field(cls, value: Any) -> Any:
         """One error for all of them: pydantic makes one each, in about 10 µs, and a body has room for many thousands."""
-        if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
+        if isinstance(value, dict) and (unknown := value.keys() - _names(cls)):
             raise PydanticCustomError("unknown_fields", "{names}", {"names": _first_of(value, unknown)})
         return value
 
@@ -130,6 +130,10 @@ def _named(error: ValidationError, tags: AbstractSet[str]) -> ApiError:
 def _is_role(context: Mapping[str, Any]) -> bool:
     """Whether a message is at fault, which its role decides, and not a part, which its type does."""
     return "role" in context["discriminator"]
+
+
+def _names(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def _first_of(value: dict[str, Any], unknown: AbstractSet[str]) -> list[str]:

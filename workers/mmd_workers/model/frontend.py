@@ -30,6 +30,7 @@ from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
@@ -92,6 +93,7 @@ class HfFrontend:
         self.vocab_size = int(adapter.config.get_text_config().vocab_size)
         self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
         self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
+        self.grammars = Grammars(lambda: tokenizer, self.vocab_size, eos_token_ids)
         self._adapter = adapter
         self._processor = processor
         self._policy = policy

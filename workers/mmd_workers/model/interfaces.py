@@ -17,6 +17,7 @@ import torch
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.medium import Decoded, MediumInfo
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import (
     Feature,
     KvLayout,
@@ -36,6 +37,7 @@ class Frontend(Protocol):
     max_model_len: int
     modalities: frozenset[Modality]
     placeholder_ids: frozenset[int]
+    grammars: Grammars
 
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.

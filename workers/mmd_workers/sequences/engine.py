@@ -56,6 +56,7 @@ class SequenceEngine(ABC):
 
         Raises:
             CapacityError: it can never fit into the context or the KV pool.
+            GrammarFailedError: its grammar cannot be compiled, or its output tokens do not match it.
         """
 
     @abstractmethod
@@ -107,6 +108,7 @@ class SequenceEngine(ABC):
         Raises:
             KeyError: nothing is reserved under this id.
             CountMismatchError: KV of some token has not been written. The reservation stays.
+            GrammarFailedError: as for `add`. The reservation stays.
         """
 
 

@@ -15,6 +15,8 @@ from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.references import layout_of, media_spans
+from mmd_workers.model import source
+from mmd_workers.model.grammar import Grammars, load_tokenizer
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.prompt import KvLayout
@@ -32,8 +34,8 @@ class NativeEngine(SteppedEngine):
 
     _runner: EngineRunner[Engine]
 
-    def __init__(self, runner: EngineRunner[Engine], model: LanguageModel) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: EngineRunner[Engine], model: LanguageModel, grammars: Grammars) -> None:
+        super().__init__(runner, grammars)
         self._model = model
         self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
 
@@ -55,6 +57,7 @@ class NativeEngine(SteppedEngine):
 
     async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
         """Lower the prompt and queue it, in one turn between two steps: a second turn would wait for another step."""
+        constraint = await self._constraint(request, request.output_token_ids)
         identities = self._identities.pop(sequence, [])
 
         def begin(engine: Engine) -> Added:
@@ -71,6 +74,7 @@ class NativeEngine(SteppedEngine):
                     output_token_ids=request.output_token_ids,
                     arrived=request.arrived,
                     stop_after_prefill=stop_after_prefill,
+                    constraint=constraint,
                 )
             )
             return Added(at, prompt.next_position)
@@ -86,6 +90,7 @@ class NativeEngine(SteppedEngine):
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
         """It decodes from the next step on."""
+        constraint = await self._constraint(request, output_token_ids)
         await self._runner.call(
             lambda engine: engine.attach(
                 sequence,
@@ -95,6 +100,7 @@ class NativeEngine(SteppedEngine):
                 next_position=next_position,
                 media_spans=media_spans(request),
                 arrived=request.arrived,
+                constraint=constraint,
             )
         )
 
@@ -188,4 +194,8 @@ class NativeHost(SteppedHost):
 
     def run(self, engine: Engine) -> None:
         """Run an engine on a dedicated thread from now on."""
-        self._engine = NativeEngine(self._run(engine), engine.model)
+        spec, model = self._pod.spec.model, engine.model
+        grammars = Grammars(
+            lambda: load_tokenizer(source.resolve(spec, weights=True)), model.vocab_size, model.eos_token_ids
+        )
+        self._engine = NativeEngine(self._run(engine), model, grammars)

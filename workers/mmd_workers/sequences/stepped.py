@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
 from mmd_workers.engine.turns import Turns
+from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.sequences.engine import EngineHost, SequenceEngine
 from mmd_workers.warmup import warm_up
+from mmd_workers.wire.messages import GenerateRequest
 
 ADVERTISED_BLOCKS = 64
 
@@ -40,8 +43,22 @@ class Reporting(Stepped, Protocol):
 class SteppedEngine(SequenceEngine):
     """Commands that need no translation. Each runs on the engine's thread, between two steps."""
 
-    def __init__(self, runner: EngineRunner[Any]) -> None:
+    def __init__(self, runner: EngineRunner[Any], grammars: Grammars) -> None:
+        """`grammars`: of the model's tokenizer."""
         self._runner = runner
+        self._grammars = grammars
+
+    async def _constraint(
+        self, request: GenerateRequest, output_token_ids: Sequence[int]
+    ) -> Constraint | None:
+        """Follow the request's grammar to where its answer is, on another thread than the engine's.
+
+        Raises:
+            GrammarFailedError: it cannot be compiled, or the tokens do not match it.
+        """
+        if (grammar := request.sampling.grammar) is None:
+            return None
+        return await asyncio.to_thread(self._grammars.begin, grammar, output_token_ids)
 
     async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
         """Put it where the model takes it from."""

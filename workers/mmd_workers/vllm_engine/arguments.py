@@ -17,7 +17,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, sampling, weights
+from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, sampling, structured, weights
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
@@ -88,7 +88,7 @@ def engine_arguments(
         "enable_mm_embeds": True,
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
-        "logits_processors": [sampling.Draws] if drafts is None else None,
+        "logits_processors": [structured.Constraints, sampling.Draws] if drafts is None else None,
         "ec_transfer_config": {
             "ec_connector": features.FeatureConnector.__name__,
             "ec_connector_module_path": module,

@@ -26,6 +26,7 @@ from mmd_api.contract import answers
 from mmd_api.contract.errors import (
     BadLogitsError,
     CountMismatchError,
+    GrammarFailedError,
     MmdError,
     OverloadedError,
     StepFailedError,
@@ -35,6 +36,7 @@ from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
 from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempted
 from mmd_workers.features.references import media_spans
+from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
 from mmd_workers.vllm_engine.kv_of_ranks import Kv
@@ -57,6 +59,7 @@ class _Sequence:
     first: int  # index of the first token that is made here
     stop_after_prefill: bool = False
     attached: bool = False
+    constraint: Constraint | None = None  # has advanced over all output tokens
     made: int = 0
     blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
     identities: list[bytes] = field(default_factory=list)  # see `_note_prefix`
@@ -93,12 +96,13 @@ class VllmCore:
         core: EngineCore,
         shelf: Shelf,
         builder: RequestBuilder,
+        grammars: Grammars,
         kv: Kv | None,
         identity_tokens: int,
         feature_row_bytes: int,
         num_threads: int,
     ) -> None:
-        """`kv`: where sequences move between pods. `identity_tokens`: tokens of the blocks whose identities are advertised.
+        """`grammars`: of the model. `kv`: where sequences move between pods. `identity_tokens`: tokens of the blocks whose identities are advertised.
         `feature_row_bytes`: of one token of a feature. `num_threads`: of OpenMP, for the thread that steps.
         """
         assert isinstance(core.scheduler, Scheduler)
@@ -110,6 +114,7 @@ class VllmCore:
         shelf.on_plan = self._planned
         self._plan: SchedulerOutput | None = None  # of the step that runs
         self._builder = builder
+        self.grammars = grammars
         self._kv = kv
         self._identity_tokens = identity_tokens
         self.feature_row_bytes = feature_row_bytes
@@ -194,8 +199,16 @@ class VllmCore:
         probe = self._builder.build("probe", request, request.output_token_ids, 1)
         return int(self._manager.get_computed_blocks(probe)[1])
 
-    def add(self, name: str, request: GenerateRequest, *, stop_after_prefill: bool) -> None:
-        """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared.
+    def add(
+        self,
+        name: str,
+        request: GenerateRequest,
+        *,
+        stop_after_prefill: bool,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared. `constraint`: of its
+        grammar, where its output tokens end.
 
         Raises:
             CapacityError: it can never fit into the context or the KV pool.
@@ -213,7 +226,9 @@ class VllmCore:
         self._check_layout(request)
         made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
         self._check_runs(made)
-        self._sequences[name] = _Sequence(request, made, len(outputs), stop_after_prefill)
+        self._sequences[name] = _Sequence(
+            request, made, len(outputs), stop_after_prefill, constraint=constraint
+        )
         for ref in request.features:
             self._shelf.share(ref.feature_id, name)
         self._begin(made)
@@ -389,8 +404,14 @@ class VllmCore:
         self._kv.write([block.block_id for block in reservation.blocks], start, tensors)
         reservation.written += tokens
 
-    def attach(self, name: str, request: GenerateRequest, output_token_ids: Sequence[int]) -> None:
-        """Start decoding a reserved sequence whose KV has been written, but for the last of `output_token_ids`.
+    def attach(
+        self,
+        name: str,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Start decoding a reserved sequence whose KV has been written, but for the last of `output_token_ids`. `constraint`: as of `add`.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -410,7 +431,9 @@ class VllmCore:
         self._check_runs(made)
         self._adopt(made, reservation, known - 1)
         del self._reservations[name]
-        self._sequences[name] = _Sequence(request, made, len(output_token_ids), attached=True)
+        self._sequences[name] = _Sequence(
+            request, made, len(output_token_ids), attached=True, constraint=constraint
+        )
         self._begin(made)
 
     def _adopt(self, request: Request, reservation: _Reservation, tokens: int) -> None:
@@ -545,9 +568,20 @@ class VllmCore:
             self._abort_spoiled(name, sequence.request)
             output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
+        complete = False
         for number, token in enumerate(made.new_token_ids):
             last = number == len(made.new_token_ids) - 1
+            if sequence.constraint is not None:
+                try:
+                    sequence.constraint.advance([token])
+                except GrammarFailedError as error:
+                    self.abort(name)
+                    output.failed.append((name, error))
+                    return
+                complete = sequence.constraint.complete
             reason = self._finish_reason(sequence, made.finish_reason) if last else None
+            if complete:
+                reason = "stop"
             logprob, top = _logprobs(made, number, sequence.source.sampling.logprobs)
             output.tokens.append(
                 SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top)
@@ -559,7 +593,7 @@ class VllmCore:
         if ended and not made.new_token_ids:
             self.abort(name)
             output.failed.append((name, _failure(made)))
-        elif ended and not sequence.stop_after_prefill:
+        elif (ended or complete) and not sequence.stop_after_prefill:
             self._note_prefix(sequence)
             self.abort(name)
 

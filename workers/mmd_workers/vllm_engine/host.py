@@ -17,6 +17,7 @@ from mmd_api.contract.pools import Modality
 from mmd_workers.closing import close_each, end_now
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.group import Leader
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
@@ -46,9 +47,15 @@ class VllmEngine(SteppedEngine):
 
     _runner: EngineRunner[VllmCore]
 
-    def __init__(self, runner: EngineRunner[VllmCore], kv_layout: KvLayout, feature_row_bytes: int) -> None:
+    def __init__(
+        self,
+        runner: EngineRunner[VllmCore],
+        grammars: Grammars,
+        kv_layout: KvLayout,
+        feature_row_bytes: int,
+    ) -> None:
         """`feature_row_bytes`: of one token of a feature, with all that belongs to it."""
-        super().__init__(runner)
+        super().__init__(runner, grammars)
         self._kv_layout = kv_layout
         self._feature_row_bytes = feature_row_bytes
 
@@ -67,10 +74,11 @@ class VllmEngine(SteppedEngine):
 
     async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
         """Queue it with vLLM's scheduler. vLLM computes rotary positions itself, so none travels."""
+        constraint = await self._constraint(request, request.output_token_ids)
 
         def begin(core: VllmCore) -> Added:
             at = time.time()
-            core.add(sequence, request, stop_after_prefill=stop_after_prefill)
+            core.add(sequence, request, stop_after_prefill=stop_after_prefill, constraint=constraint)
             return Added(at, next_position=0)
 
         return await self._runner.call(begin)
@@ -85,7 +93,10 @@ class VllmEngine(SteppedEngine):
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
         """It decodes from the next step on."""
-        await self._runner.call(lambda core: core.attach(sequence, request, output_token_ids))
+        constraint = await self._constraint(request, output_token_ids)
+        await self._runner.call(
+            lambda core: core.attach(sequence, request, output_token_ids, constraint=constraint)
+        )
 
 
 class VllmHost(SteppedHost):
@@ -155,7 +166,7 @@ class VllmHost(SteppedHost):
         metrics.loaded_bytes.inc(core.loaded_bytes)
         log.info("vLLM loaded %d bytes", core.loaded_bytes)
         self._max_model_len = core.max_model_len
-        self._engine = VllmEngine(self._run(core), core.kv_layout, core.feature_row_bytes)
+        self._engine = VllmEngine(self._run(core), core.grammars, core.kv_layout, core.feature_row_bytes)
 
     async def _with_group(self, making: Awaitable[VllmCore]) -> VllmCore:
         """What a thread makes, unless another pod of the group ends first. The followers learn at once why it cannot be made.

@@ -25,6 +25,7 @@ from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.kv_of_ranks import Kv, RankedKv
 from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
+from mmd_workers.vllm_engine.structured import grammars_of
 
 
 def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda _: None) -> VllmCore:
@@ -58,6 +59,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         core,
         shelf_of(pod.settings.incarnation),
         builder,
+        grammars_of(what.folder),
         _kv(core, device_of_kv(pod, device)) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
         row,

@@ -17,10 +17,11 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
-from mmd_api.contract.errors import StepFailedError
+from mmd_api.contract.errors import StepFailedError, UnsupportedParameterError
 from mmd_workers.engine.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
+from mmd_workers.vllm_engine.structured import followed
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 ON_HOST = MultiModalSharedField(
@@ -61,11 +62,12 @@ class RequestBuilder:
 
         Raises:
             StepFailedError: it is for an adapter that is not loaded.
+            UnsupportedParameterError: it has a grammar, beside speculative decoding.
         """
         return Request(
             request_id=name,
             prompt_token_ids=[*request.token_ids, *output_token_ids],
-            sampling_params=self._sampling(request, len(output_token_ids), max_tokens),
+            sampling_params=self._sampling(request, output_token_ids, max_tokens),
             pooling_params=None,
             arrival_time=request.arrived,
             mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
@@ -85,11 +87,18 @@ class RequestBuilder:
             )
         return self._loras.get(adapter)
 
-    def _sampling(self, request: GenerateRequest, first: int, max_tokens: int) -> SamplingParams:
-        """Greedy with `Draws`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
+    def _sampling(
+        self, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
+    ) -> SamplingParams:
+        """Greedy with `Draws` and `Constraints`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
         first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
-        wanted = request.sampling
+        wanted, first = request.sampling, len(output_token_ids)
         ends = [*([] if wanted.ignore_eos else self._eos), *wanted.stop_token_ids]
+        if self._drafts and wanted.grammar is not None:
+            raise UnsupportedParameterError(
+                "response_format and structured_outputs are not supported beside spec.engine's speculative decoding; omit them, or remove "
+                "`speculative` from the spec"
+            )
         params = SamplingParams(
             temperature=0.0,
             logprobs=wanted.logprobs,
@@ -101,7 +110,10 @@ class RequestBuilder:
             output_kind=RequestOutputKind.DELTA,
         )
         if not self._drafts:
-            params.extra_args = draw_of(wanted, first)
+            params.extra_args = {
+                **(draw_of(wanted, first) or {}),
+                **followed(wanted.grammar, output_token_ids),
+            } or None
         elif wanted.temperature > 0:
             params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k
             params.seed = int(uniform(wanted.seed, first) * 2**53) if self._seeded else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmd_api.contract.answers import FinishReason
+from mmd_api.contract.answers import FinishReason, Grammar
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Modality, Role
 from mmd_api.contract.sampling import LogitRules
@@ -193,6 +193,7 @@ class Sampling:
 
     A seeded draw depends on (seed, index of the output token) alone, so it survives migration. So do the `rules`, which depend on the tokens
     so far. `stop_token_ids` end the answer, as end-of-sequence tokens do unless `ignore_eos`; neither is sampled before `min_tokens` others.
+    `grammar`: what the answer must match; each pod follows it from the output tokens.
     """
 
     max_tokens: int
@@ -206,6 +207,7 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     rules: LogitRules | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,174 @@
+"""Answers of vLLM match their grammar, and are the same tokens wherever and however they are continued."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jsonschema
+import pydantic_core
+import pytest
+
+from mmd_api.contract.answers import Grammar
+from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
+from mmd_workers.vllm_engine.requests import RequestBuilder
+
+from . import cores
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "maximum": 999},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
+CHOICE = Grammar("lark", 'start: "yes" | "no" | "perhaps"')
+MOST = 64
+TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return cores.checkpoint("llava", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    return [cores.make(folder), cores.make(folder)]
+
+
+@pytest.fixture
+def core(pair):
+    yield pair[0]
+    cores.clear(pair)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return cores.served(folder).frontend.tokenizer
+
+
+def request_of(folder, temperature=0.0, grammar=GRAMMAR, **more):
+    asked = cores.question(folder, "what is on the table, and how large is it? " * 2, max_tokens=MOST)
+    wanted = {"ignore_eos": False, "temperature": temperature, "seed": 3, "grammar": grammar}
+    return asked.with_(**wanted | more)
+
+
+def add(core, name, request, **more):
+    """As `VllmEngine` adds it."""
+    grammar = request.sampling.grammar
+    begun = core.grammars.begin(grammar, request.output_token_ids) if grammar is not None else None
+    core.add(name, request, **{"stop_after_prefill": False, "constraint": begun} | more)
+
+
+def answer(core, request):
+    add(core, "a", request)
+    outcome = cores.step(core)
+    assert not outcome.failed, outcome.failed
+    return outcome.tokens["a"], outcome.reasons["a"]
+
+
+@TEMPERATURES
+def test_an_answer_is_valid_or_cut_by_its_length(core, folder, tokenizer, temperature):
+    for seed in range(3):
+        tokens, reason = answer(core, request_of(folder, temperature, seed=seed))
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        else:
+            assert reason == "length"
+            pydantic_core.from_json(text, allow_partial="trailing-strings")
+        cut, reason = answer(core, request_of(folder, temperature, seed=seed, max_tokens=4))
+        assert (cut, reason) == (tokens[:4], "length")
+    cores.assert_empty(core)
+
+
+@TEMPERATURES
+def test_an_answer_ends_where_nothing_can_follow(core, folder, tokenizer, temperature):
+    tokens, reason = answer(core, request_of(folder, temperature, CHOICE))
+    assert tokenizer.decode(tokens) in ("yes", "no", "perhaps")
+    assert reason == "stop"
+    cores.assert_empty(core)
+
+
+@TEMPERATURES
+def test_a_continued_request_has_the_tokens_of_one_that_was_not_interrupted(core, folder, temperature):
+    request = request_of(folder, temperature)
+    whole, reason = answer(core, request)
+    for made in (1, 2, len(whole) // 2, len(whole) - 1):
+        rest, ended = answer(core, replace(request, output_token_ids=whole[:made]))
+        assert whole[:made] + rest == whole
+        assert ended == reason
+
+
+@TEMPERATURES
+def test_prefill_here_and_decode_there_gives_the_same_tokens(core, pair, folder, temperature):
+    source, target = pair
+    request = request_of(folder, temperature)
+    whole, _ = answer(source, request)
+    cores.clear(pair)
+    add(source, "a", request, stop_after_prefill=True)
+    target.reserve("a", len(request.token_ids), MOST)
+    outcome = cores.step(source, until=lambda o: o.tokens.get("a"))
+    for first, end in outcome.ready["a"]:
+        target.write_kv("a", first, source.read_kv("a", first, end))
+    (first_token,) = outcome.tokens["a"]
+    target.attach("a", request, [first_token], constraint=target.grammars.begin(GRAMMAR, [first_token]))
+    assert [first_token, *cores.step(target).tokens["a"]] == whole
+
+
+@TEMPERATURES
+def test_neighbours_with_other_grammars_and_none_change_nothing(core, folder, temperature):
+    wanted = {
+        "json": request_of(folder, temperature),
+        "choice": request_of(folder, temperature, CHOICE),
+        "free": request_of(folder, temperature, None, max_tokens=24),
+        "other": request_of(folder, temperature, None, max_tokens=24, seed=9),
+    }
+    alone = {name: answer(core, request)[0] for name, request in wanted.items()}
+    outcome = cores.Outcome()
+    for name, request in wanted.items():
+        add(core, name, request)
+        outcome.take(core.step())
+    cores.step(core, outcome)
+    assert outcome.tokens == alone
+
+
+def test_preemption_changes_no_token(folder, core):
+    request = request_of(folder, grammar=Grammar("regex", "[a-z ]{200}"))
+    whole, _ = answer(core, request)
+    assert len(whole) == MOST
+    small = cores.make(folder, blocks=8, max_model_len=8 * cores.BLOCK, prefix_cache=False)
+    for number in range(3):
+        add(small, str(number), request)
+    outcome = cores.step(small)
+    assert small.stats().preemptions > 0
+    assert not outcome.failed
+    assert set(map(tuple, outcome.tokens.values())) == {tuple(whole)}
+
+
+def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, monkeypatch):
+    free = request_of(folder, grammar=None, max_tokens=24)
+    alone, _ = answer(core, free)
+    add(core, "free", free)
+    request = request_of(folder)
+    core.add("bad", request, stop_after_prefill=False, constraint=core.grammars.begin(CHOICE))
+    outcome = cores.step(core)
+    assert isinstance(outcome.failed.pop("bad"), GrammarFailedError)
+    assert not outcome.failed
+    assert outcome.tokens["free"] == alone
+    cores.assert_empty(core)
+
+
+def test_speculative_decoding_refuses_grammars(folder):
+    builder = RequestBuilder(frozenset({2}), None, drafts=True)
+    with pytest.raises(UnsupportedParameterError, match="speculative"):
+        builder.build("a", request_of(folder), [], 4)

@@ -1,0 +1,60 @@
+"""Which tokens the grammars of a batch allow next, applied to its logits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from llguidance import LLExecutor
+
+from mmd_workers.model.grammar import Constraint
+
+FEWEST_IN_PARALLEL = 32  # a mask takes 20 to 100 µs, and threads that wait for a core hold up the step
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Of some rows of a batch. `bits` [rows, bytes] on the CPU: bit i of a row, from the lowest of its first byte, allows token i."""
+
+    rows: list[int]
+    bits: torch.Tensor
+
+    @classmethod
+    def of(cls, constraints: dict[int, Constraint], device: torch.device) -> Masks:
+        """Compute those of the rows with a constraint, for logits on a device. To be called while it computes them: on an accelerator the
+        model runs meanwhile, and on CPUs, where it has all cores, a thread beside it would cost more than the masks. A constraint that
+        fails reports it when it advances.
+        """
+        matchers = [constraint.matcher for constraint in constraints.values()]
+        width = next(iter(constraints.values())).mask_bytes
+        bits = torch.zeros(len(matchers), width, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if len(matchers) < FEWEST_IN_PARALLEL:
+            for number, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(bits[number].data_ptr(), width)
+        else:
+            numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
+            _executor().unsafe_compute_mask_ptr(numbered, bits.data_ptr(), width, len(matchers))
+        return cls([*constraints], bits)
+
+    @classmethod
+    def of_all(cls, rows: int, vocab: int) -> Masks:
+        """Masks that allow everything, in every row: what takes most memory."""
+        return cls([*range(rows)], torch.full((rows, -(-vocab // 8)), 255, dtype=torch.uint8))
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Overwrite the logits [batch, vocab] of what is not allowed."""
+        device, vocab = logits.device, logits.shape[-1]
+        bits = self.bits.to(device, non_blocking=True)
+        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab]
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(allowed == 0, -torch.inf)
+            return
+        rows = torch.tensor(self.rows, device=device)
+        logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor(max(1, torch.get_num_threads()))

@@ -1,0 +1,133 @@
+"""The form that an answer must have: OpenAI's `response_format` and vLLM's `structured_outputs`, as the grammar that workers follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
+from mmd_api.contract.errors import GrammarFailedError, InvalidValueError, UnsupportedParameterError
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.strict import Strict
+from mmd_workers.model.grammar import Grammars
+
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARACTERS = 4096
+MAX_CHOICES_CHARACTERS = 32_768  # of all, with their quotes and escapes
+CONCURRENT_COMPILATIONS = 1  # each takes a core
+OBJECT = '{"type":"object"}'
+
+
+def _dumped(schema: dict[str, Any]) -> str:
+    """As JSON, which is what travels: the parsed schema would take ten times as much for as long as the request lasts."""
+    source = json.dumps(schema, separators=(",", ":"))
+    if len(source) > MAX_GRAMMAR_CHARACTERS:
+        raise PydanticCustomError(
+            "too_long", f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters as JSON; shorten it"
+        )
+    return source
+
+
+JsonSource = Annotated[dict[str, Any], AfterValidator(_dumped)]
+Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class JsonSchemaFormat(Strict):
+    """A named schema. Every answer matches it, whether it is `strict` or not; name and description have no effect."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    source: JsonSource = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "no_schema", "type json_schema requires json_schema, and no other type has it"
+            )
+        return self
+
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """What the answer must match, and the field it comes from; None for text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return Grammar("json_schema", OBJECT), "response_format"
+        source: Any = self.json_schema.source
+        return Grammar("json_schema", source), "response_format.json_schema.schema"
+
+
+class StructuredOutputs(Strict):
+    """As vLLM has it: one of a schema, a regular expression, choices, and a Lark grammar."""
+
+    source: JsonSource | None = Field(None, alias="json")
+    regex: Source | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARACTERS)]],
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+        ]
+        | None
+    ) = None
+    grammar: Source | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.source, self.regex, self.choice, self.grammar)) != 1:
+            raise PydanticCustomError("not_one", "set exactly one of json, regex, choice and grammar")
+        return self
+
+    def as_grammar(self) -> tuple[Grammar, str]:
+        """What the answer must match, and the field it comes from."""
+        if self.source is not None:
+            source: Any = self.source
+            return Grammar("json_schema", source), "structured_outputs.json"
+        if self.regex is not None:
+            return Grammar("regex", self.regex), "structured_outputs.regex"
+        if self.grammar is not None:
+            return Grammar("lark", self.grammar), "structured_outputs.grammar"
+        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.choice or ())
+        if len(alternatives) > MAX_CHOICES_CHARACTERS:
+            too_long = InvalidValueError(
+                f"structured_outputs.choice: the choices have more than {MAX_CHOICES_CHARACTERS} characters; send fewer"
+            )
+            raise ApiError(too_long, param="structured_outputs.choice")
+        return Grammar("lark", f"start: {alternatives}"), "structured_outputs.choice"
+
+
+class GrammarCheck:
+    """Accepts grammars that the workers will be able to follow: compiles them as they do, and follows them to their first tokens."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._places = asyncio.Semaphore(CONCURRENT_COMPILATIONS)
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Compile on another thread, one after the other.
+
+        Raises:
+            ApiError: it cannot be compiled, or this model has no tokenizer for it; names the field.
+        """
+        async with self._places:
+            try:
+                await asyncio.to_thread(self._grammars.begin, grammar)
+            except GrammarFailedError as error:
+                invalid = InvalidValueError(
+                    f"{param}: cannot be compiled: {error.message}; change or simplify it"
+                )
+                raise ApiError(invalid, param=param) from error
+            except UnsupportedParameterError as error:
+                unsupported = UnsupportedParameterError(f"{param}: {error.message}; omit it")
+                raise ApiError(unsupported, param=param) from error
