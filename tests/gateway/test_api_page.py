@@ -151,10 +151,14 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "messages": [conversation.MAX_MESSAGES],
         "parts of a message": [conversation.MAX_PARTS],
         "tool calls of a message": [conversation.MAX_TOOL_CALLS],
-        "brackets that open, commas and colons in the arguments of all tool calls": [conversation.MAX_ARGUMENT_MARKS],
+        "brackets that open, commas and colons in the arguments of all tool calls": [
+            conversation.MAX_ARGUMENT_MARKS
+        ],
         "prompts of a text completion": [completion_request.MAX_PROMPTS],
         "answers to all prompts of a text completion": [completion_request.MAX_ANSWERS],
-        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [intake.MAX_TEXT_TOKENS],
+        "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [
+            intake.MAX_TEXT_TOKENS
+        ],
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],

@@ -146,7 +146,6 @@ class GenerationRequest(Strict):
                     raise ApiError(contradiction, param=name)
         return found
 
-
     @property
     def num_logprobs(self) -> int | None:
         """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
