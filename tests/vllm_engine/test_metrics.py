@@ -129,8 +129,8 @@ def sides(folder: Path, **settings: Any) -> list[Side]:
     )
     core = cores.make(folder, blocks=blocks, **settings)
     return [
-        Side(NativeHost, NativeEngine, native, model),
-        Side(VllmHost, VllmEngine, core, core.kv_layout, core.feature_row_bytes),
+        Side(NativeHost, NativeEngine, native, model, core.grammars),
+        Side(VllmHost, VllmEngine, core, core.grammars, core.kv_layout, core.feature_row_bytes),
     ]
 
 
