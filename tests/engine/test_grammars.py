@@ -63,7 +63,7 @@ GRAMMARS = {
     "recursive": Grammar("json_schema", json.dumps(TREE)),
     "object": Grammar("json_schema", '{"type":"object"}'),
     "regex": Grammar("regex", "[a-f]{3,8}(-[0-9]+)?"),
-    "choice": Grammar("lark", 'start: "yes" | "no\\n" | "maybe ä"'),
+    "choice": Grammar("regex", "yes|no\\\n|maybe\\ ä"),
 }
 FORMS = {"schema": SCHEMA, "recursive": TREE, "object": {"type": "object"}}
 

@@ -162,7 +162,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
-        "a schema as JSON, a regular expression, a grammar": [MAX_GRAMMAR_CHARACTERS],
+        "a schema as JSON, a regular expression": [MAX_GRAMMAR_CHARACTERS],
         "choices": [
             response_format.MAX_CHOICES,
             response_format.MAX_CHOICE_CHARACTERS,

@@ -30,7 +30,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
-CHOICE = Grammar("lark", 'start: "yes" | "no" | "perhaps"')
+CHOICE = Grammar("regex", "yes|no|perhaps")
 MOST = 64
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 
@@ -139,6 +139,22 @@ def test_neighbours_with_other_grammars_and_none_change_nothing(core, folder, te
         add(core, name, request)
         outcome.take(core.step())
     cores.step(core, outcome)
+    assert outcome.tokens == alone
+
+
+@TEMPERATURES
+def test_each_of_a_batch_follows_its_own_grammar_when_those_before_it_have_ended(core, folder, temperature):
+    """vLLM moves the last row to the place of one that has ended."""
+    lengths = {"a": 2, "b": 24, "c": 24, "d": 6}
+    wanted = {
+        letter: request_of(folder, temperature, Grammar("regex", f"{letter}{{40}}"), max_tokens=length)
+        for letter, length in lengths.items()
+    }
+    alone = {name: answer(core, request)[0] for name, request in wanted.items()}
+    for name, request in wanted.items():
+        add(core, name, request)
+    outcome = cores.step(core)
+    assert not outcome.failed
     assert outcome.tokens == alone
 
 

@@ -14,7 +14,7 @@ MAX_GRAMMAR_CHARACTERS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match: a JSON Schema as JSON, a regular expression, or a Lark grammar in the dialect of llguidance."""
+    """What an answer must match: a JSON Schema as JSON, or a regular expression."""
 
-    type: Literal["json_schema", "regex", "lark"]
+    type: Literal["json_schema", "regex"]
     source: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)]

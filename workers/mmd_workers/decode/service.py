@@ -55,9 +55,8 @@ MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the o
 ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
 ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
 MAX_COMMITS = 8192  # whose answers are remembered
-UNWRITTEN_BYTES = (
-    64 << 20
-)  # of one prefill pod, received while the engine is in a step; one chunk may have more
+UNWRITTEN_BYTES = 64 << 20
+"""Received while the engine is in a step, besides one chunk of each prefill pod."""
 
 
 @dataclass(slots=True)
@@ -90,7 +89,6 @@ class _Pump:
     task: asyncio.Task[None] | None = None
     newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
     unwritten: int = 0  # bytes that are received, or being received, and not in the engine yet
-    written: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def made(self) -> PairLink | None:
@@ -101,18 +99,6 @@ class _Pump:
     def dead(self) -> str:
         """Why its link is dead; empty while it lives or is being made."""
         return "" if (link := self.made) is None else link.dead
-
-    async def take(self, num_bytes: int) -> None:
-        """Wait until there is room for them besides what the engine has still to write."""
-        while self.unwritten and self.unwritten + num_bytes > UNWRITTEN_BYTES:
-            self.written.clear()
-            await self.written.wait()
-        self.unwritten += num_bytes
-
-    def give(self, num_bytes: int) -> None:
-        """They have been written, or are not needed."""
-        self.unwritten -= num_bytes
-        self.written.set()
 
 
 class DecodeService(SequenceOwner):
@@ -141,6 +127,8 @@ class DecodeService(SequenceOwner):
         self._granting: dict[str, tuple[KvOffer, asyncio.Task[KvGrant]]] = {}  # by request
         self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
         self._writes: set[asyncio.Task[None]] = set()
+        self._unwritten = 0  # bytes, over all links
+        self._written = asyncio.Event()
         self._queue = OfferQueue()
         self._draining = False
 
@@ -374,7 +362,7 @@ class DecodeService(SequenceOwner):
             while True:
                 chunk, started = await pump.chunks.get()
                 num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
-                await pump.take(num_bytes)
+                await self._take(pump, num_bytes)
                 started.set_result(None)
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
@@ -402,7 +390,21 @@ class DecodeService(SequenceOwner):
 
     def _wrote(self, pump: _Pump, num_bytes: int, writing: asyncio.Task[None]) -> None:
         self._writes.discard(writing)
-        pump.give(num_bytes)
+        self._give(pump, num_bytes)
+
+    async def _take(self, pump: _Pump, num_bytes: int) -> None:
+        """Wait until there is room for them besides what the engine has still to write."""
+        while pump.unwritten and self._unwritten + num_bytes > UNWRITTEN_BYTES:
+            self._written.clear()
+            await self._written.wait()
+        pump.unwritten += num_bytes
+        self._unwritten += num_bytes
+
+    def _give(self, pump: _Pump, num_bytes: int) -> None:
+        """They have been written, or are not needed."""
+        pump.unwritten -= num_bytes
+        self._unwritten -= num_bytes
+        self._written.set()
 
     async def _store(self, chunk: KvChunk, tensors: list[torch.Tensor]) -> None:
         """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link.

@@ -48,7 +48,7 @@ class Masks:
         bits = self.bits.to(device, non_blocking=True)
         shifts = torch.arange(8, dtype=torch.uint8, device=device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab]
-        if len(self.rows) == len(logits):
+        if self.rows == [*range(len(logits))]:
             logits.masked_fill_(allowed == 0, -torch.inf)
             return
         rows = torch.tensor(self.rows, device=device)

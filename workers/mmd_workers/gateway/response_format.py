@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -70,7 +71,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """As vLLM has it: one of a schema, a regular expression, choices, and a Lark grammar."""
+    """As vLLM has it, but for grammars, which may cost more with each token: one of a schema, a regular expression, and choices."""
 
     source: JsonSource | None = Field(None, alias="json")
     regex: Source | None = None
@@ -81,12 +82,11 @@ class StructuredOutputs(Strict):
         ]
         | None
     ) = None
-    grammar: Source | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if sum(value is not None for value in (self.source, self.regex, self.choice, self.grammar)) != 1:
-            raise PydanticCustomError("not_one", "set exactly one of json, regex, choice and grammar")
+        if sum(value is not None for value in (self.source, self.regex, self.choice)) != 1:
+            raise PydanticCustomError("not_one", "set exactly one of json, regex and choice")
         return self
 
     def as_grammar(self) -> tuple[Grammar, str]:
@@ -96,15 +96,13 @@ class StructuredOutputs(Strict):
             return Grammar("json_schema", source), "structured_outputs.json"
         if self.regex is not None:
             return Grammar("regex", self.regex), "structured_outputs.regex"
-        if self.grammar is not None:
-            return Grammar("lark", self.grammar), "structured_outputs.grammar"
-        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.choice or ())
+        alternatives = "|".join(map(re.escape, self.choice or ()))
         if len(alternatives) > MAX_CHOICES_CHARACTERS:
             too_long = InvalidValueError(
                 f"structured_outputs.choice: the choices have more than {MAX_CHOICES_CHARACTERS} characters; send fewer"
             )
             raise ApiError(too_long, param="structured_outputs.choice")
-        return Grammar("lark", f"start: {alternatives}"), "structured_outputs.choice"
+        return Grammar("regex", alternatives), "structured_outputs.choice"
 
 
 class GrammarCheck:

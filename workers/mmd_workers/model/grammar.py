@@ -21,6 +21,7 @@ from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterErro
 
 MAX_CACHED = 32  # grammars
 MAX_CACHED_CHARACTERS = 1 << 20  # of their sources
+TOKENS_AT_ONCE = 16  # other threads wait meanwhile
 PROBE_TOKENS = 16  # how far a new grammar is followed before it is accepted
 JSON_FORM = {
     # At most one space after a comma or colon: a model that repeats white space would never end its answer.
@@ -60,8 +61,10 @@ class Constraint:
         Raises:
             GrammarFailedError: they do not match, or a limit of the library has been reached, now or while a mask was computed.
         """
-        if not self.matcher.consume_tokens(list(token_ids)):
-            raise _failure(self.matcher)
+        new = list(token_ids)
+        for start in range(0, len(new), TOKENS_AT_ONCE):
+            if not self.matcher.consume_tokens(new[start : start + TOKENS_AT_ONCE]):
+                raise _failure(self.matcher)
 
 
 class Grammars:
@@ -140,9 +143,7 @@ def load_tokenizer(folder: Path) -> Any:
 def _in_library_form(grammar: Grammar) -> str:
     if grammar.type == "json_schema":
         return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_FORM)  # type: ignore[arg-type]
-    if grammar.type == "regex":
-        return LLMatcher.grammar_from_regex(grammar.source)
-    return LLMatcher.grammar_from_lark(grammar.source)
+    return LLMatcher.grammar_from_regex(grammar.source)
 
 
 def _follow(matcher: LLMatcher) -> None:

@@ -82,7 +82,7 @@ class Constraints(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Leave what the grammars allow [n, vocab]."""
         if self._rows:
-            constraints = {number: row.follow() for number, row in self._rows.items()}
+            constraints = {number: row.follow() for number, row in sorted(self._rows.items())}
             Masks.of(constraints, logits.device).apply(logits)
         return logits
 
