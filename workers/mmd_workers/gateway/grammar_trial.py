@@ -17,8 +17,8 @@ from mmd_api.contract.errors import GrammarFailedError, OverloadedError
 from mmd_workers.gateway import grammar_process
 from mmd_workers.model.grammar import PARSER_LIMITS, in_library_form, on_one_line
 
-CPU_SECONDS = 0.5  # schemas of the largest size take a tenth of it
-MEMORY_BYTES = 64 << 20  # beyond the idle process; schemas of the largest size take a fifth of it
+CPU_SECONDS = 0.5  # the largest ordinary schemas take a quarter of it
+MEMORY_BYTES = 64 << 20  # beyond the idle process; the largest ordinary schemas take a third of it
 STACK_BYTES = 2 << 20  # a quarter of a thread's, so that no other process fails on what passes here
 WALL_SECONDS = 10.0  # on a busy node
 EXIT_SECONDS = 5.0
