@@ -1,8 +1,10 @@
 """Answers match their grammar, greedy or sampled, and are the same tokens however the work is cut, batched, preempted, moved or resumed."""
 
+import asyncio
 import functools
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from tests.support.engine_oracle import (
     text_input,
     vary,
 )
+from tests.support.waiting import DEADLINE_SECONDS
 
 EOS = 2
 MODEL_VOCAB = 560  # more than the tokenizer's 543
@@ -245,6 +248,7 @@ def test_log_probabilities_are_finite_and_the_models_own():
 
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other(monkeypatch):
+    expected = alone("schema", 0.0)[0]  # within the usual limits
     limits = {"step_lexer_fuel": 2, "step_max_items": 30}
     monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(verbose_errors=False, **limits))
     monkeypatch.setattr(grammar_module, "_follow", lambda matcher: None)
@@ -262,7 +266,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(monkeypatch):
         outcome.take(output)
     assert isinstance(failed.pop("bad"), GrammarFailedError)
     assert not failed
-    assert outcome.tokens["schema"] == alone("schema", 0.0)[0]
+    assert outcome.tokens["schema"] == expected
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
@@ -364,6 +368,32 @@ def test_compiled_grammars_are_bounded_in_number_and_size():
     for number in range(25):
         kept.begin(Grammar("regex", f"{number}" + "b" * long))
     assert sum(len(grammar.source) for grammar in kept._compiled) <= grammar_module.MAX_CACHED_CHARACTERS
+
+
+def test_grammars_that_took_long_to_compile_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_CACHED_CPU_SECONDS", 1e-9)
+    kept = Grammars(tokenizer, MODEL_VOCAB, [EOS])
+    for grammar in GRAMMARS.values():
+        kept.begin(grammar)
+        assert list(kept._compiled) == [grammar]
+
+
+async def test_a_compiled_grammar_does_not_wait_for_a_compilation():
+    kept, begun, end = Grammars(tokenizer, MODEL_VOCAB, [EOS]), threading.Event(), threading.Event()
+    kept.begin(GRAMMARS["schema"])
+    compiling = asyncio.get_running_loop().run_in_executor(
+        kept._thread, lambda: begun.set() or end.wait(DEADLINE_SECONDS)
+    )
+    other = asyncio.create_task(kept.begin_aside(GRAMMARS["regex"]))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await asyncio.to_thread(begun.wait)
+        await kept.begin_aside(GRAMMARS["schema"], alone("schema", 0.0)[0][:5])
+    assert not other.done()
+    assert GRAMMARS["regex"] not in kept
+    end.set()
+    await other
+    assert await compiling
+    assert GRAMMARS["regex"] in kept
 
 
 LEAVES = st.one_of(

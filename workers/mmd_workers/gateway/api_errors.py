@@ -32,6 +32,12 @@ class ApiError(Exception):
         self.retry_after_seconds = (estimated or RETRY_AFTER_SECONDS) if status in (429, 503) else None
 
     @property
+    def recorded(self) -> str:
+        """What a timeline keeps beside the code: of a fault of the request only the field, because the message may quote the request."""
+        is_ours = self.status >= 500 or self.status == 429
+        return self.message if is_ours else self.param or ""
+
+    @property
     def retry_after(self) -> int | None:
         """Whole seconds after which the client should come back; None: coming back does not help."""
         return None if self.retry_after_seconds is None else max(1, math.ceil(self.retry_after_seconds))

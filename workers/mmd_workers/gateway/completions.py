@@ -113,8 +113,8 @@ class Endpoint(ABC, Generic[_Body]):
                 return await work
         except TimeoutError as error:
             raise DeadlineError(
-                f"the media did not arrive within the request timeout of {gateway.request_timeout_seconds:.0f} s; send smaller media or use faster "
-                "servers, or raise spec.gateway.requestTimeoutSeconds"
+                f"the media did not arrive, or the grammar was not compiled, within the request timeout of {gateway.request_timeout_seconds:.0f} s; "
+                "send smaller media or use faster servers, retry, or raise spec.gateway.requestTimeoutSeconds"
             ) from error
 
 

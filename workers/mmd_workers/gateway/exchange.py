@@ -88,7 +88,7 @@ class Exchange:
 
     async def fail(self, error: ApiError) -> None:
         """The error as a response, or as the last event of a stream that has begun."""
-        self.timeline.code, self.timeline.error = error.code, error.message
+        self.timeline.code, self.timeline.error = error.code, error.recorded
         if self.streaming:
             self.timeline.status = error.status
             await self.events(f"data: {json.dumps(error.body())}\n\n", "data: [DONE]\n\n")

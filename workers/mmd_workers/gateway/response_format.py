@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
+from collections import OrderedDict
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -13,13 +15,14 @@ from pydantic_core import PydanticCustomError
 from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_api.contract.errors import GrammarFailedError, InvalidValueError, UnsupportedParameterError
 from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.grammar_trial import TooCostlyError, try_out
 from mmd_workers.gateway.strict import Strict
 from mmd_workers.model.grammar import Grammars
 
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
 MAX_CHOICES_CHARACTERS = 32_768  # of all, with their quotes and escapes
-CONCURRENT_COMPILATIONS = 1  # each takes a core
+MAX_REFUSED = 256  # grammars that are refused without another look
 OBJECT = '{"type":"object"}'
 
 
@@ -106,26 +109,69 @@ class StructuredOutputs(Strict):
 
 
 class GrammarCheck:
-    """Accepts grammars that the workers will be able to follow: compiles them as they do, and follows them to their first tokens."""
+    """Accepts grammars that the workers will be able to follow: compiles them as they do, and follows them to their first tokens. One that
+    is new is first compiled where it can do no harm, and one that has been refused lately is refused at once.
+    """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._places = asyncio.Semaphore(CONCURRENT_COMPILATIONS)
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest, why; the newest last
+        self._place = asyncio.Lock()  # compilations take a core each
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Compile on another thread, one after the other.
+        """Compile it on other threads and processes, one after the other; one that is known waits for none.
 
         Raises:
-            ApiError: it cannot be compiled, or this model has no tokenizer for it; names the field.
+            ApiError: it cannot be compiled, takes too much, or this model has no tokenizer for it; names the field.
         """
-        async with self._places:
-            try:
-                await asyncio.to_thread(self._grammars.begin, grammar)
-            except GrammarFailedError as error:
-                invalid = InvalidValueError(
-                    f"{param}: cannot be compiled: {error.message}; change or simplify it"
-                )
-                raise ApiError(invalid, param=param) from error
-            except UnsupportedParameterError as error:
-                unsupported = UnsupportedParameterError(f"{param}: {error.message}; omit it")
-                raise ApiError(unsupported, param=param) from error
+        digest = hashlib.sha256(f"{grammar.type} {grammar.source}".encode("utf-8", "surrogatepass")).digest()
+        try:
+            if not self._is_known(grammar, digest):
+                await self._compile(grammar, digest)
+        except GrammarFailedError as error:
+            raise ApiError(InvalidValueError(f"{param}: {error.message}"), param=param) from error
+        except UnsupportedParameterError as error:
+            unsupported = UnsupportedParameterError(f"{param}: {error.message}; omit it")
+            raise ApiError(unsupported, param=param) from error
+
+    def _is_known(self, grammar: Grammar, digest: bytes) -> bool:
+        """Raises GrammarFailedError where what is known is a refusal."""
+        if (why := self._refused.get(digest)) is not None:
+            self._refused.move_to_end(digest)
+            raise GrammarFailedError(why)
+        return grammar in self._grammars
+
+    async def _compile(self, grammar: Grammar, digest: bytes) -> None:
+        await self._place.acquire()
+        compiling: asyncio.Task[object] | None = None
+        try:
+            if self._is_known(grammar, digest):  # by now
+                return
+            await try_out(grammar)
+            compiling = asyncio.create_task(self._compile_here(grammar, digest))
+        except TooCostlyError as error:
+            raise self._refuse(digest, f"takes too much to compile ({error.message}); simplify it") from error
+        except GrammarFailedError as error:
+            raise self._refuse(digest, _cannot(error)) from error
+        finally:
+            if compiling is None:
+                self._place.release()
+        # The thread goes on when the request is cancelled, and has the place until it has ended.
+        compiling.add_done_callback(lambda _: self._place.release())
+        await asyncio.shield(compiling)
+
+    async def _compile_here(self, grammar: Grammar, digest: bytes) -> None:
+        try:
+            await self._grammars.begin_aside(grammar)
+        except GrammarFailedError as error:
+            raise self._refuse(digest, _cannot(error)) from error
+
+    def _refuse(self, digest: bytes, why: str) -> GrammarFailedError:
+        self._refused[digest] = why
+        while len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        return GrammarFailedError(why)
+
+
+def _cannot(error: GrammarFailedError) -> str:
+    return f"cannot be compiled: {error.message}; change or simplify it"

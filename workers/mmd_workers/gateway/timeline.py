@@ -43,7 +43,9 @@ class Timeline:
     last_token: float = 0.0
     status: int = 0
     code: str = "ok"  # or the code of the error
-    error: str = ""
+    error: str = (
+        ""  # its message, or the field where the request is at fault: nothing that the request contains
+    )
     finish_reasons: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     media: list[dict[str, Any]] = field(default_factory=list)

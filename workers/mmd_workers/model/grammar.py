@@ -5,9 +5,13 @@ A constraint knows the tokens of its sequence and nothing else, so every pod tha
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterErro
 MAX_CACHED = 32  # grammars
 MAX_CACHED_CHARACTERS = 1 << 20  # of their sources
 TOKENS_AT_ONCE = 16  # other threads wait meanwhile
+MAX_CACHED_CPU_SECONDS = (
+    2.0  # of their compilation: one that takes long takes memory, up to some 100 MB a second
+)
 PROBE_TOKENS = 16  # how far a new grammar is followed before it is accepted
 JSON_FORM = {
     # At most one space after a comma or colon: a model that repeats white space would never end its answer.
@@ -32,14 +39,15 @@ JSON_FORM = {
     "coerce_one_of": False,
     "lenient": False,  # a keyword that is not enforced is an error
 }
-LIMITS = LLParserLimits(
-    max_grammar_size=20_000,
-    initial_lexer_fuel=1_000_000,  # some 20 ms
-    step_lexer_fuel=200_000,  # some 14 ms
-    step_max_items=50_000,
-    max_lexer_states=10_000,  # of up to 2 kB each, in every sequence
-    verbose_errors=False,  # which quote the answer
-)
+PARSER_LIMITS = {
+    "max_grammar_size": 20_000,
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms
+    "step_lexer_fuel": 200_000,  # some 14 ms
+    "step_max_items": 50_000,
+    "max_lexer_states": 10_000,  # of up to 2 kB each, in every sequence
+    "verbose_errors": False,  # which quote the answer
+}
+LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
 
 
 class Constraint:
@@ -67,6 +75,12 @@ class Constraint:
                 raise _failure(self.matcher)
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: LLMatcher  # at the answer's start; copied for each sequence
+    cpu_seconds: float
+
+
 class Grammars:
     """The compiled grammars of one model, of which the newest are kept. Thread safe."""
 
@@ -80,38 +94,74 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        """Whether it is compiled; then it is the last to make room."""
+        return self._kept(grammar) is not None
 
     def begin(self, grammar: Grammar, output_token_ids: Iterable[int] = ()) -> Constraint:
-        """The constraint of a sequence with these output tokens so far. Compiling takes up to some 100 ms, and loading the tokenizer a
-        second: not for a thread that others wait for.
+        """The constraint of a sequence with these output tokens so far. Compiling takes as long as `gateway/grammar_trial.py` lets it,
+        and loading the tokenizer a second: not for a thread that others wait for.
 
         Raises:
             GrammarFailedError: the library cannot compile or follow the grammar; the message has its words.
             UnsupportedParameterError: the model has no tokenizer for it.
         """
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-            if compiled is not None:
-                self._compiled.move_to_end(grammar)
+        return self._at(self._compiled_of(grammar), output_token_ids)
+
+    async def begin_aside(self, grammar: Grammar, output_token_ids: Iterable[int] = ()) -> Constraint:
+        """As `begin`, but on other threads: of the compilations here only one runs at a time, and a compiled grammar waits for none.
+        What has begun goes on to its end when this is cancelled.
+
+        Raises:
+            GrammarFailedError: as for `begin`.
+            UnsupportedParameterError: as for `begin`.
+        """
+        compiled = self._kept(grammar)
         if compiled is None:
-            compiled = self._compile(grammar)
-            with self._lock:
-                self._compiled[grammar] = compiled
-                while len(self._compiled) > MAX_CACHED or self._cached_characters() > MAX_CACHED_CHARACTERS:
-                    self._compiled.popitem(last=False)
+            loop = asyncio.get_running_loop()
+            compiled = await loop.run_in_executor(self._thread, self._compiled_of, grammar)
+        return await asyncio.to_thread(self._at, compiled, output_token_ids)
+
+    def _kept(self, grammar: Grammar) -> LLMatcher | None:
+        with self._lock:
+            if (compiled := self._compiled.get(grammar)) is None:
+                return None
+            self._compiled.move_to_end(grammar)
+            return compiled.matcher
+
+    def _compiled_of(self, grammar: Grammar) -> LLMatcher:
+        if (kept := self._kept(grammar)) is not None:
+            return kept
+        self._loaded()
+        begun = time.thread_time()
+        matcher = self._compile(grammar)
+        compiled = _Compiled(matcher, time.thread_time() - begun)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > 1 and self._cached_too_much():
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _at(self, compiled: LLMatcher, output_token_ids: Iterable[int]) -> Constraint:
         constraint = Constraint(compiled.deep_copy(), -(-self._loaded().vocab_size // 32) * 4)
         constraint.advance(output_token_ids)
         return constraint
 
-    def _cached_characters(self) -> int:
-        return sum(len(grammar.source) for grammar in self._compiled)
+    def _cached_too_much(self) -> bool:
+        return (
+            len(self._compiled) > MAX_CACHED
+            or sum(len(grammar.source) for grammar in self._compiled) > MAX_CACHED_CHARACTERS
+            or sum(one.cpu_seconds for one in self._compiled.values()) > MAX_CACHED_CPU_SECONDS
+        )
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
-            compiled = LLMatcher(self._loaded(), _in_library_form(grammar), log_level=0, limits=LIMITS)
+            compiled = LLMatcher(self._loaded(), in_library_form(grammar), log_level=0, limits=LIMITS)
         except ValueError as error:
-            raise GrammarFailedError(_short(str(error))) from error
+            raise GrammarFailedError(on_one_line(str(error))) from error
         if compiled.is_error():
             raise _failure(compiled)
         _follow(compiled.deep_copy())
@@ -130,7 +180,7 @@ class Grammars:
                     )
                 except ValueError as error:
                     raise UnsupportedParameterError(
-                        f"this model's tokenizer cannot follow a grammar ({_short(str(error))})"
+                        f"this model's tokenizer cannot follow a grammar ({on_one_line(str(error))})"
                     ) from error
             return self._tokenizer
 
@@ -140,10 +190,18 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _in_library_form(grammar: Grammar) -> str:
-    if grammar.type == "json_schema":
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_FORM)  # type: ignore[arg-type]
-    return LLMatcher.grammar_from_regex(grammar.source)
+def in_library_form(grammar: Grammar) -> str:
+    """The grammar as the library takes it.
+
+    Raises:
+        GrammarFailedError: it is no text that the library can read.
+    """
+    try:
+        if grammar.type == "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_FORM)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_regex(grammar.source)
+    except ValueError as error:
+        raise GrammarFailedError(on_one_line(str(error))) from error
 
 
 def _follow(matcher: LLMatcher) -> None:
@@ -161,9 +219,9 @@ def _follow(matcher: LLMatcher) -> None:
 
 
 def _failure(matcher: LLMatcher) -> GrammarFailedError:
-    return GrammarFailedError(_short(matcher.get_error() or "the answer cannot be continued"))
+    return GrammarFailedError(on_one_line(matcher.get_error() or "the answer cannot be continued"))
 
 
-def _short(words: str) -> str:
-    """The library's words on one line, without what it appends for its developers."""
+def on_one_line(words: str) -> str:
+    """The library's words, at most 300 characters on one line, without what it appends for its developers."""
     return " ".join(words.replace("<non-verbose/>", "").split())[:300]

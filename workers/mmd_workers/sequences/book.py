@@ -13,7 +13,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError, TooLongError
+from mmd_api.contract.errors import (
+    DeadlineError,
+    GrammarFailedError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+    TooLongError,
+)
 from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
@@ -182,7 +189,9 @@ class SequenceBook:
         if (tracked := self._end(sequence)) is None:
             return
         request = tracked.request
-        log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, error.message)
+        # The words about a grammar may quote it: they are for the client alone.
+        what = error.code if isinstance(error, GrammarFailedError) else error.message
+        log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, what)
         self._metrics.errors.labels(error.code).inc()
         self._tracing.record(request.trace, tracked.phases, error.code)
         # A deadline that is not the request's own (a transfer's, a reply's) does not rule out another attempt.

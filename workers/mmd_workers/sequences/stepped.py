@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,14 +50,14 @@ class SteppedEngine(SequenceEngine):
     async def _constraint(
         self, request: GenerateRequest, output_token_ids: Sequence[int]
     ) -> Constraint | None:
-        """Follow the request's grammar to where its answer is, on another thread than the engine's.
+        """Follow the request's grammar to where its answer is, on other threads than the engine's.
 
         Raises:
             GrammarFailedError: it cannot be compiled, or the tokens do not match it.
         """
         if (grammar := request.sampling.grammar) is None:
             return None
-        return await asyncio.to_thread(self._grammars.begin, grammar, output_token_ids)
+        return await self._grammars.begin_aside(grammar, output_token_ids)
 
     async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
         """Put it where the model takes it from."""

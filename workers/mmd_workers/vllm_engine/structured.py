@@ -48,7 +48,7 @@ class _Row:
         try:
             self.constraint.advance(new)
         except GrammarFailedError as error:
-            log.warning("a grammar failed: %s", error.message)
+            log.warning("a request fails: %s", error.code)  # the message may quote the grammar
         return self.constraint
 
 
@@ -73,7 +73,7 @@ class Constraints(LogitsProcessor):
             try:
                 constraint = grammars_of(self._folder).begin(wanted.grammar, wanted.output_token_ids)
             except GrammarFailedError as error:
-                log.warning("a grammar failed: %s", error.message)
+                log.warning("a request fails: %s", error.code)  # the message may quote the grammar
                 return None
             return _Row(constraint, output_token_ids)
 
