@@ -196,6 +196,46 @@ def test_tokens_beyond_the_vocabulary_change_nothing():
     assert [token for token in range(VOCAB) if logits[0, token] > -math.inf] == [1]
 
 
+@settings(deadline=None)
+@given(
+    seeds,
+    st.lists(
+        st.tuples(tokens, tokens, st.floats(0.1, 5), st.sampled_from([0.0, 0.7])), min_size=1, max_size=5
+    ),
+)
+def test_a_token_of_prompt_and_output_is_penalized_once_and_exactly(seed, rows):
+    logits = logits_of(seed, len(rows))
+    expected, states = logits.clone(), []
+    for row, (prompt, outputs, penalty, frequency) in enumerate(rows):
+        known = sorted({*prompt, *outputs})
+        less = torch.tensor([frequency * outputs.count(token) for token in known], dtype=torch.float32)
+        values, factor = expected[row, known], torch.tensor([penalty], dtype=torch.float32)
+        expected[row, known] = torch.where(values > 0, values / factor, values * factor) - less
+        state = RuleState(LogitRules(repetition_penalty=penalty, frequency_penalty=frequency), 0, (), prompt)
+        state.follow(outputs)
+        states.append((row, state))
+    again = logits.clone()
+    apply_rules(logits, states)
+    for _, state in states[::2]:
+        state.leave_device()
+    apply_rules(again, states)
+    assert torch.equal(logits, expected)
+    assert torch.equal(again, expected)
+
+
+def test_the_tokens_of_a_prompt_go_to_the_device_once(monkeypatch):
+    sizes, from_numpy = [], torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: sizes.append(array.size) or from_numpy(array))
+    rules = LogitRules(repetition_penalty=1.3, frequency_penalty=0.5)
+    states = [(row, RuleState(rules, 0, (), range(VOCAB - row))) for row in range(3)]
+    for step in range(4):
+        for row, state in states:
+            state.follow([row] * (step + 1))
+        apply_rules(logits_of(step, 3), states)
+        assert (max(sizes) >= VOCAB) == (step == 0)
+        sizes.clear()
+
+
 def test_a_rule_that_leaves_nothing_yields_no_token():
     params = SamplingParams(1, rules=LogitRules([2], [[2]]))
     assert sample(logits_of(0), [Draw(params, 0, (), rule_state(params, (), ()))]) == [None]
@@ -217,7 +257,7 @@ def test_following_in_pieces_is_following_at_once(outputs, pieces, first):
     counts = [
         dict(zip(s.counts.ids.tolist(), s.counts.counts.tolist(), strict=True)) for s in (at_once, in_pieces)
     ]
-    assert counts[0] == counts[1] == {token: outputs.count(token) for token in {1, 9, *outputs}}
+    assert counts[0] == counts[1] == {token: outputs.count(token) for token in outputs}
 
 
 # --- in the engine ------------------------------------------------------------------------------------------------
@@ -385,6 +425,26 @@ def test_batch_mates_chunks_and_preemptions_change_nothing(how, chunk_tokens):
     outcome = run(engine)
     assert [outcome.tokens[str(n)] for n in range(2 * len(prompts))] == [*answers[::-1], *answers]
     assert engine.stats().preemptions > 0
+
+
+def test_a_preempted_sequence_leaves_nothing_on_the_device(monkeypatch):
+    _, model = of(llama)
+    engine = make_engine(model, blocks=23, block_tokens=4, prefix_cache=False)
+    preempt, kept = engine.scheduler._preempt, []
+
+    def noting(sequence):
+        before = sequence.rules.prompt._on_device
+        preempt(sequence)
+        kept.append((before is not None, sequence.rules.prompt._on_device))
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", noting)
+    for number in range(5):
+        engine.add(
+            SequenceInput(str(number), model.lower(prompt_of(20, number)), SamplingParams(NEW_TOKENS, **ALL))
+        )
+    run(engine)
+    assert any(before for before, _ in kept)
+    assert all(after is None for _, after in kept)
 
 
 @pytest.mark.parametrize("how", HOWS)

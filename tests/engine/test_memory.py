@@ -116,7 +116,7 @@ MIXES = {
 def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measured(mix, device):
     vocab, rows = 5000, 16
     model = TextModel(vary(LlamaForCausalLM(LlamaConfig(**(SMALL | {"vocab_size": vocab})))).to(device))
-    sizes = {"chunk_tokens": 1, "max_sequences": rows, "block_tokens": 8, "max_model_len": 16}
+    sizes = {"chunk_tokens": 1, "max_sequences": rows, "block_tokens": 8, "max_model_len": vocab}
     measured = activation_bytes(model, **sizes, kernel=fused_kernel)
     asked = [
         SamplingParams(1, **({"temperature": 1.0} | MIXES[mix][i % len(MIXES[mix])])) for i in range(rows)

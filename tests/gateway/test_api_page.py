@@ -159,6 +159,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [
             intake.MAX_TEXT_TOKENS
         ],
+        "characters of a text, for each token that fits": [intake.MAX_CHARACTERS_PER_TOKEN],
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],

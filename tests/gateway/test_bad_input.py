@@ -92,6 +92,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("arguments with NaN", body(messages=[called('{"x": NaN}')]), 400, "messages[0].tool_calls[0].function.arguments", "no valid JSON"),
     ("arguments like a bomb", body(messages=[called('{"x": ' + "[" * 60_000)]), 400, "messages[0].tool_calls[0].function.arguments", "no valid JSON"),
     ("arguments of many values", body(messages=[called('{"x": [' + "[]," * 30_000 + "[]]}")] * 2), 400, "messages[1].tool_calls[0].function.arguments", "more than 65536 brackets"),
+    ("a number in arguments after a string", body(messages=[called('{"x\\"1": "1", "y": ' + "1" * 401 + "}")]), 400, "messages[0].tool_calls[0].function.arguments", "more than 400 digits"),
     ("a number in arguments that takes its square to read", body(messages=[called('{"x": ' + "1" * 401 + "}")]), 400, "messages[0].tool_calls[0].function.arguments", "more than 400 digits"),
     ("129 tool calls", body(messages=[{"role": "assistant", "tool_calls": CALL["tool_calls"] * 129}]), 400, "messages[0].tool_calls", "at most 128"),
     ("tool calls of a user", body(messages=[{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls", "remove it"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
 
 import pytest
 
@@ -10,9 +12,17 @@ from mmd_api.contract import errors
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
 from mmd_workers.gateway.chat_request import ChatRequest
-from mmd_workers.gateway.conversation import conversation
+from mmd_workers.gateway.completion_request import parse_completion_request
+from mmd_workers.gateway.conversation import argument_marks, conversation
 from mmd_workers.gateway.hold import MediaHold
-from mmd_workers.gateway.intake import MAX_SEED, Intake, Prepared
+from mmd_workers.gateway.intake import (
+    ENCODING_BYTES,
+    LONG_TEXT_CHARACTERS,
+    MAX_SEED,
+    MAX_TEXT_TOKENS,
+    Intake,
+    Prepared,
+)
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.observe.metrics import Metrics
@@ -92,6 +102,169 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(intake, 
     assert f"the text has {4 * longest + 1} characters: at least 5 tokens, but at most 4 fit" in error.message
     fits = await refusal(intake, asked("x" * (4 * longest)), 5)  # it may: only tokenizing can tell
     assert "the prompt has" in fits.message
+
+
+@pytest.fixture
+def wide(frontend):
+    """Takes 128 spaces as one token, as some vocabularies do."""
+    found = copy.copy(frontend)
+    found.longest_token_characters = 128
+    return Intake(pipeline_config("wide", {}), found, DecodePool(1, 10), Metrics(["gateway"]))
+
+
+def completion(prompt, **more):
+    return parse_completion_request({"model": "m", "prompt": prompt, **more})
+
+
+async def test_sixteen_characters_for_each_token_that_fits_are_enough_whatever_the_longest_token(wide):
+    share = MediaHold(100).reservation()
+    for work, most, remedy in (
+        (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "send less text at once"),
+        (wide.prepare_texts(completion("x" * (16 * 99 + 1)), share, Timeline("r", 0.0), 100), 99, "raise spec.model.maxModelLen"),
+        (prepare(wide, asked("x" * (16 * 99 + 1)), 100), 99, "raise spec.model.maxModelLen"),
+    ):  # fmt: skip
+        with pytest.raises(ApiError) as caught:
+            await work
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+        assert (
+            f"{16 * most + 1} characters: more than 16 for each of the {most} tokens" in caught.value.message
+        )
+        assert caught.value.message.endswith(remedy)
+    with pytest.raises(ApiError, match="the prompt has"):  # only tokenizing can tell
+        await prepare(wide, asked("x" * 16 * 99), 100)
+
+
+async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, frontend):
+    each = "x" * (frontend.longest_token_characters * 4000)
+    with pytest.raises(ApiError) as caught:
+        await intake.prepare_texts(
+            completion([each] * 40), MediaHold(100).reservation(), Timeline("r", 0.0), 0
+        )
+    assert caught.value.param == "prompt"
+    assert "but at most 131072 fit; send less text at once" in caught.value.message
+
+
+class Held:
+    """A frontend whose long texts wait until they may go on, each with its share of a hold as it is then."""
+
+    def __init__(self, frontend, monkeypatch):
+        self.go, self.reached, self.running, self.most = threading.Event(), threading.Event(), 0, 0
+        call = type(frontend.tokenizer).__call__
+
+        def held(tokenizer, text, *args, **more):
+            if len(text) <= LONG_TEXT_CHARACTERS:
+                return call(tokenizer, text, *args, **more)
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.reached.set()
+            assert self.go.wait(20)
+            found = call(tokenizer, text, *args, **more)
+            self.running -= 1
+            return found
+
+        monkeypatch.setattr(type(frontend.tokenizer), "__call__", held)
+
+
+@pytest.fixture
+def held(frontend, monkeypatch):
+    waiting = Held(frontend, monkeypatch)
+    yield waiting
+    waiting.go.set()
+
+
+WORDS = LONG_TEXT_CHARACTERS // 4 + 100
+LONG = "red " * WORDS
+
+
+@pytest.mark.parametrize("path", ["tokenize", "completion", "chat"])
+async def test_a_short_text_is_encoded_while_a_long_one_is(intake, frontend, held, path):
+    hold = MediaHold(1 << 30)
+    share = hold.reservation()
+    works = {
+        "tokenize": lambda: intake.token_ids_of_text(LONG, True, share, 0),
+        "completion": lambda: intake.prepare_texts(completion(LONG), share, Timeline("r", 0.0), 0),
+        "chat": lambda: intake.token_ids(asked(LONG).messages, share, Timeline("r", 0.0), 0),
+    }
+    long = asyncio.create_task(works[path]())
+    assert await asyncio.to_thread(held.reached.wait, 20)
+    assert hold.used_bytes >= ENCODING_BYTES * len(LONG)
+    async with asyncio.timeout(20):
+        for text in ("red", "<|im_end|>"):
+            assert len((await prepare(intake, asked(text))).layout.token_ids) == tokens_of(
+                frontend, asked(text)
+            )
+            assert (await intake.token_ids_of_text("red", True, MediaHold(100).reservation(), 0)) == [346]
+    assert not long.done()
+    held.go.set()
+    await asyncio.gather(long, return_exceptions=True)  # a completion's is longer than the context
+    assert hold.used_bytes == 0
+
+
+async def test_long_texts_are_encoded_one_at_a_time_within_what_all_may_hold(intake, held):
+    hold = MediaHold(10 << 20)
+    shares = [hold.reservation() for _ in range(3)]
+    for share in shares:
+        await share.grow(1 << 20)
+    tasks = [asyncio.create_task(intake.token_ids_of_text(LONG, True, share, 0)) for share in shares]
+    assert await asyncio.to_thread(held.reached.wait, 20)
+    assert hold.used_bytes == (3 << 20) + (9 << 20) // 2
+    tasks[0].cancel()  # its client has gone; its thread goes on
+    while hold.used_bytes == 0 or not tasks[0].done():
+        await asyncio.sleep(0)
+    held.go.set()
+    async with asyncio.timeout(20):
+        assert [len(await task) for task in tasks[1:]] == [WORDS + 1] * 2
+    assert (held.most, hold.used_bytes) == (1, 3 << 20)
+
+
+def test_texts_are_encoded_alike_by_many_threads_at_once(frontend):
+    texts = ["red", "what is <|im_end|> red", "<|im_start|>" * 3, "Grüße, 世界 " * 50]
+    messages = [conversation(asked(text).messages)[0] for text in texts]
+    alone = [frontend.layout(one, []).token_ids for one in messages]
+    plain = [frontend.encode(text) for text in texts]
+    differ = []
+
+    def encode(number):
+        for turn in range(number, number + 40):
+            at = turn % len(texts)
+            if (
+                frontend.layout(messages[at], []).token_ids != alone[at]
+                or frontend.encode(texts[at]) != plain[at]
+            ):
+                differ.append(at)
+
+    threads = [threading.Thread(target=encode, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert differ == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def called(arguments):
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    return asked(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+
+
+DIGITS = "1" * 401
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [f'{{"x": "{DIGITS}"}}', f'{{"{DIGITS}": 1}}', f'{{"x": "a\\"{DIGITS}", "y": ["\\\\", "{DIGITS}"]}}', f'{{"x": "{DIGITS}'],
+)  # fmt: skip
+def test_digits_in_a_string_of_arguments_are_no_number(arguments):
+    assert argument_marks(called(arguments)) > 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [f'{{"x": {DIGITS}}}', f'{{"x": "\\\\", "y": {DIGITS}}}', f'["", {DIGITS}', f'"a" {DIGITS}']
+)
+def test_a_long_number_of_arguments_is_found_between_strings(arguments):
+    with pytest.raises(ApiError, match="more than 400 digits"):
+        argument_marks(called(arguments))
 
 
 @pytest.mark.parametrize(

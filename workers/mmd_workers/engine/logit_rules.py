@@ -1,6 +1,7 @@
 """What a request's rules make of its logits. They depend on the tokens so far alone, so every pod that continues a sequence computes the same.
 
 The rules of all sequences of a step are applied together: indices are collected on the host, and the device reads and writes those logits.
+Only the tokens of a prompt, which may be as many as the vocabulary has, stay on the device from step to step.
 """
 
 from __future__ import annotations
@@ -22,14 +23,35 @@ Floats = npt.NDArray[np.float32]
 Places = tuple[torch.Tensor, torch.Tensor]
 
 
-class TokenCounts:
-    """The tokens of a sequence, each once, and how often each is in the output. Memory grows with the number of different tokens."""
+class PromptTokens:
+    """The different tokens of a prompt, which stay on the device of the logits until `leave_device`, and their penalty."""
 
-    def __init__(self, prompt: Iterable[int]) -> None:
-        """`prompt`: tokens that count 0 times in the output."""
-        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
-        self._ids = np.array([*self._slots, 0], dtype=np.int64)
-        self._counts = np.zeros(len(self._ids), dtype=np.int64)
+    def __init__(self, prompt: Iterable[int], repetition_penalty: float) -> None:
+        self._ids = np.unique(_ids(prompt))
+        self._repetition_penalty = repetition_penalty
+        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def penalize(self, row: torch.Tensor) -> None:
+        """Change float32 logits [vocab] in place."""
+        if self._on_device is None:
+            inside = self._ids[(self._ids >= 0) & (self._ids < len(row))]
+            ids = torch.from_numpy(inside).to(row.device, copy=True)  # counted where memory is measured
+            self._on_device = ids, torch.tensor([self._repetition_penalty], device=row.device)
+        ids, penalty = self._on_device
+        row.index_copy_(0, ids, _repeated(row[ids], penalty))
+
+    def leave_device(self) -> None:
+        """Free what is on the device, until the next step."""
+        self._on_device = None
+
+
+class TokenCounts:
+    """The different tokens of an output, and how often each is in it."""
+
+    def __init__(self) -> None:
+        self._slots = dict[int, int]()
+        self._ids = np.zeros(1, dtype=np.int64)
+        self._counts = np.zeros(1, dtype=np.int64)
 
     def add(self, token: int) -> None:
         """Count an output token."""
@@ -70,11 +92,10 @@ class RuleState:
             if len(word) > 1:
                 self._phrases.setdefault(word[-2], []).append(word)
         self._newest = deque[int](maxlen=max(map(len, rules.bad_words), default=1) - 1)
-        self.counts: TokenCounts | None = None
-        if rules.repetition_penalty != 1:
-            self.counts = TokenCounts(prompt)
-        elif rules.frequency_penalty or rules.presence_penalty:
-            self.counts = TokenCounts(())
+        repeats = rules.repetition_penalty != 1
+        self.prompt = PromptTokens(prompt, rules.repetition_penalty) if repeats else None
+        counts = repeats or rules.frequency_penalty or rules.presence_penalty
+        self.counts = TokenCounts() if counts else None
 
     def follow(self, outputs: Items[int], first: int = 0) -> None:
         """Note the output tokens that are new since the last call. `outputs` begins with output token `first`."""
@@ -83,6 +104,11 @@ class RuleState:
             self._newest.append(token)
             if self.counts is not None:
                 self.counts.add(token)
+
+    def leave_device(self) -> None:
+        """Free what is on the device, until the next step."""
+        if self.prompt is not None:
+            self.prompt.leave_device()
 
     def excluded(self) -> Ids:
         """Tokens that must not come next."""
@@ -117,12 +143,22 @@ def apply_rules(logits: torch.Tensor, ruled: Items[tuple[int, RuleState]]) -> No
             logits, [(row, state.biased) for row, state in biased], [state.bias for _, state in biased]
         )
         logits[places] = logits[places] + bias
-    _penalize(logits, [(row, s.rules, s.counts) for row, s in ruled if s.counts and len(s.counts.ids)])
+    counted = [(row, s.rules, s.counts) for row, s in ruled if s.counts and len(s.counts.ids)]
+    penalized = (
+        _penalized(logits, counted) if counted else None
+    )  # before a token of the prompt, too, is changed
+    for row, state in ruled:
+        if state.prompt is not None:
+            state.prompt.penalize(logits[row])
+    if penalized is not None:
+        places, values = penalized
+        logits[places] = values
 
 
-def _penalize(logits: torch.Tensor, counted: Items[tuple[int, LogitRules, TokenCounts]]) -> None:
-    if not counted:
-        return
+def _penalized(
+    logits: torch.Tensor, counted: Items[tuple[int, LogitRules, TokenCounts]]
+) -> tuple[Places, torch.Tensor]:
+    """Where logits of output tokens are, and what they become."""
     factors, less = list[Floats](), list[Floats]()
     for _, rules, tokens in counted:
         counts = tokens.counts
@@ -132,8 +168,12 @@ def _penalize(logits: torch.Tensor, counted: Items[tuple[int, LogitRules, TokenC
     places, (factor, minus) = _places(
         logits, [(row, tokens.ids) for row, _, tokens in counted], factors, less
     )
-    values = logits[places]
-    logits[places] = torch.where(values > 0, values / factor, values * factor) - minus
+    return places, _repeated(logits[places], factor) - minus
+
+
+def _repeated(values: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens that would repeat."""
+    return torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _places(

@@ -160,20 +160,26 @@ def _run_largest_step(
             )
         last = hidden[torch.zeros(len(work), dtype=torch.int64, device=device)]
         logits = model.logits(last)
-        compute(logits, _costliest_draws(model, len(work)), Masks.of_all(*logits.shape))
+        draws = _costliest_draws(model, len(work), min(max_model_len, logits.shape[-1]))
+        compute(logits, draws, Masks.of_all(*logits.shape))
     return max(ran.values())
 
 
-def _costliest_draws(model: LanguageModel, count: int) -> list[Draw]:
+def _costliest_draws(model: LanguageModel, count: int, prompt_tokens: int) -> list[Draw]:
     """What takes most memory to sample: rows that are cut are sorted, beside one that is not they are copied, and log probabilities are
-    of all, before rules change the logits."""
+    of all, before rules change the logits. Each row's prompt has so many different tokens, which are penalized."""
     cut = SamplingParams(
         max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logprobs=MOST_LOGPROBS
     )
     whole = SamplingParams(max_tokens=1, temperature=1.0, logprobs=MOST_LOGPROBS)
-    rules = RuleState(LogitRules(logit_bias=[(0, 1.0)]), 0, (), ())
+    rules = LogitRules(logit_bias=[(0, 1.0)], repetition_penalty=1.1)
     return [
-        Draw(whole if row == 0 < count - 1 else cut, 0, model.suppress_token_ids, rules)
+        Draw(
+            whole if row == 0 < count - 1 else cut,
+            0,
+            model.suppress_token_ids,
+            RuleState(rules, 0, (), range(prompt_tokens)),
+        )
         for row in range(count)
     ]
 

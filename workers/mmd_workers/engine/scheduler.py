@@ -215,6 +215,8 @@ class Scheduler:
         sequence.blocks = []
         sequence.computed = sequence.registered = 0
         self.preemptions += 1
+        if sequence.rules is not None:
+            sequence.rules.leave_device()
         if sequence.prompt is None:
             sequence.state = SequenceState.HELD
             self.preempted.append(sequence)

@@ -190,7 +190,9 @@ class TextCompletions(_Generation[CompletionRequest]):
         self, exchange: Exchange, request: CompletionRequest, reservation: RequestReservation
     ) -> tuple[list[Prepared], AnswerShape, int]:
         gateway = self._gateway
-        prompts = await gateway.intake.prepare_texts(request, exchange.timeline, gateway.model_len())
+        prompts = await gateway.intake.prepare_texts(
+            request, reservation, exchange.timeline, gateway.model_len()
+        )
         echo: list[str] = []
         if request.echo:
             for (_, prompt), prepared in zip(request.prompts, prompts, strict=True):

@@ -21,6 +21,7 @@ MAX_TOOL_CALLS = 128  # of a message, as OpenAI allows
 MAX_ARGUMENT_MARKS = 65_536
 """Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
 _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 CallName = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -154,18 +155,35 @@ def argument_marks(messages: Sequence[Message]) -> int:
     marks = 0
     for param, call in _calls(messages):
         arguments = call.function.arguments
-        marks += 1 + sum(map(arguments.count, "[{,:"))
+        own = 1 + sum(map(arguments.count, "[{,:"))
+        marks += own
         if marks > MAX_ARGUMENT_MARKS:
             fault = InvalidValueError(
                 f"{param}: the arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, commas and colons; send fewer messages"
             )
             raise ApiError(fault, param=param)
-        if _LONG_NUMBER.search(arguments):
+        if _has_long_number(arguments, own):
             fault = InvalidValueError(
                 f"{param}: a number has more than {MAX_DIGITS} digits; send it as a string"
             )
             raise ApiError(fault, param=param)
     return marks
+
+
+def _has_long_number(arguments: str, marks: int) -> bool:
+    """Whether JSON with so many `marks`, and so at most as many strings, has a number outside them that is too long. One step of Python for
+    each string; what follows more strings than that is never read as JSON."""
+    if not _LONG_NUMBER.search(arguments):
+        return False
+    at = 0
+    for _ in range(marks + 1):
+        string = _STRING.search(arguments, at)
+        if _LONG_NUMBER.search(arguments, at, string.start() if string else len(arguments)):
+            return True
+        if string is None:
+            return False
+        at = string.end()
+    return False
 
 
 def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[MediaSource]]:

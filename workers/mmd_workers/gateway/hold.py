@@ -169,6 +169,11 @@ class Share:
             self.num_bytes -= num_bytes
             raise
 
+    @property
+    def room_bytes(self) -> int:
+        """What it can still take, once others have returned what they hold."""
+        return max(0, self._budget.allowance_bytes + self._budget.share_bytes - self.num_bytes)
+
     def shrink(self, to_bytes: int) -> None:
         """Keep only so much. No `grow` may be in flight."""
         if to_bytes < self.num_bytes:

@@ -9,9 +9,11 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import (
@@ -56,7 +58,15 @@ PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of
 MAX_SEED = 2**63
 MAX_TEXT_TOKENS = 131_072
 """Of all prompts of a text completion, and of what is tokenized alone, where the model takes fewer."""
+MAX_CHARACTERS_PER_TOKEN = 16
+"""Of a text on average: a vocabulary's longest token may be 128 spaces, and every character takes time and memory to encode."""
+LONG_TEXT_CHARACTERS = 16_384
+ENCODING_BYTES = 600  # that the tokenizer takes for a character until it has its ids, at most
+_SHORTEN = "shorten it, or raise spec.model.maxModelLen"
+_LESS = "send less text at once"
 _PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,8 @@ class Intake:
         self._metrics = metrics
         self._sandbox = sandbox
         self._grammars = GrammarCheck(frontend.grammars)
+        self._long_turn = asyncio.Lock()
+        self._long_texts = ThreadPoolExecutor(1, "long-text")  # which may still encode for one that has gone
 
     async def prepare(
         self, request: ChatRequest, reservation: RequestReservation, timeline: Timeline, model_len: int
@@ -99,7 +111,9 @@ class Intake:
         """
         rules, grammar = await self._rules(request), await self._grammar(request)
         limit = self.limit(model_len)
-        layout, sources, infos = await self._lay_out(request.messages, reservation, timeline, limit)
+        layout, sources, infos = await self._lay_out(
+            request.messages, reservation, timeline, limit - 1, _SHORTEN
+        )
         if not sources:
             reservation.release()  # the text is a list of tokens now
         room = self._room(layout, sources, limit)
@@ -135,9 +149,14 @@ class Intake:
         return grammar
 
     async def prepare_texts(
-        self, request: CompletionRequest, timeline: Timeline, model_len: int
+        self,
+        request: CompletionRequest,
+        reservation: RequestReservation,
+        timeline: Timeline,
+        model_len: int,
     ) -> list[Prepared]:
-        """Lay out the prompts of a text completion; check limits. `model_len`: see `prepare`.
+        """Lay out the prompts of a text completion; check limits. `reservation` has room for long ones while they are encoded.
+        `model_len`: see `prepare`.
 
         Raises:
             ApiError: names the prompt and the remedy.
@@ -148,13 +167,14 @@ class Intake:
         most = max(limit, MAX_TEXT_TOKENS)
         texts = [(param, one) for param, one in prompts if isinstance(one, str)]
         for param, text in texts:
-            self._check_characters(len(text), limit, param)
-        self._check_characters(sum(len(text) for _, text in texts), most, "prompt")
+            self._check_characters(len(text), limit - 1, param, _SHORTEN)
+        self._check_characters(sum(len(text) for _, text in texts), most, "prompt", _LESS)
         begun = time.time()
         prepared: list[Prepared] = []
         total = 0
         for param, prompt in prompts:
-            token_ids = await self.text_ids(param, prompt, request.add_special_tokens is not False)
+            special_tokens = request.add_special_tokens is not False
+            token_ids = await self.text_ids(param, prompt, special_tokens, reservation)
             total += len(token_ids)
             if total > most:
                 too_many = ContextLengthError(
@@ -167,7 +187,9 @@ class Intake:
         timeline.add("gateway", [Phase("layout", begun, time.time())])
         return prepared
 
-    async def text_ids(self, param: str, prompt: Prompt, special_tokens: bool) -> list[int]:
+    async def text_ids(
+        self, param: str, prompt: Prompt, special_tokens: bool, reservation: RequestReservation
+    ) -> list[int]:
         """Token ids of a text or of ids as given. `special_tokens`: a text gets those that the tokenizer puts around it.
 
         Raises:
@@ -175,7 +197,8 @@ class Intake:
         """
         frontend = self._frontend
         if isinstance(prompt, str):
-            token_ids = await asyncio.to_thread(frontend.encode, prompt, special_tokens=special_tokens)
+            encode = partial(frontend.encode, prompt, special_tokens=special_tokens)
+            token_ids = await self._encoded(encode, len(prompt), reservation)
         else:
             token_ids = prompt
         if not token_ids:
@@ -218,24 +241,27 @@ class Intake:
             ApiError: names the part and the remedy.
         """
         most = max(self.limit(model_len), MAX_TEXT_TOKENS)
-        layout, _, _ = await self._lay_out(messages, reservation, timeline, most)
+        layout, _, _ = await self._lay_out(messages, reservation, timeline, most, _LESS)
         return self._counted(layout.token_ids, most, "messages")
 
-    async def token_ids_of_text(self, prompt: str, special_tokens: bool, model_len: int) -> list[int]:
-        """Token ids of a text, of which there may be more than what fits the model. `model_len`: see `prepare`.
+    async def token_ids_of_text(
+        self, prompt: str, special_tokens: bool, reservation: RequestReservation, model_len: int
+    ) -> list[int]:
+        """Token ids of a text, of which there may be more than what fits the model. `reservation`: see `prepare_texts`; `model_len`: see
+        `prepare`.
 
         Raises:
             ApiError: the text is too long.
         """
         most = max(self.limit(model_len), MAX_TEXT_TOKENS)
-        self._check_characters(len(prompt), most, "prompt")
-        ids = await asyncio.to_thread(self._frontend.encode, prompt, special_tokens=special_tokens)
-        return self._counted(ids, most, "prompt")
+        self._check_characters(len(prompt), most, "prompt", _LESS)
+        encode = partial(self._frontend.encode, prompt, special_tokens=special_tokens)
+        return self._counted(await self._encoded(encode, len(prompt), reservation), most, "prompt")
 
     def _counted(self, token_ids: list[int], most: int, param: str) -> list[int]:
         if len(token_ids) > most:
             too_long = ContextLengthError(
-                f"{param}: {len(token_ids)} tokens are more than the limit of {most} for tokenizing; send less text at once"
+                f"{param}: {len(token_ids)} tokens are more than the limit of {most} for tokenizing; {_LESS}"
             )
             raise ApiError(too_long, param=param)
         return token_ids
@@ -249,32 +275,55 @@ class Intake:
         messages: Sequence[Message],
         reservation: RequestReservation,
         timeline: Timeline,
-        limit: int,
+        most_tokens: int,
+        remedy: str,
     ) -> tuple[PromptLayout, list[MediaSource], list[MediumInfo]]:
-        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `limit` tokens is refused before."""
+        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `most_tokens` is refused before, with this
+        `remedy`."""
         await reservation.grow(argument_marks(messages) * MARK_BYTES)
         found, sources = conversation(messages)
-        self._check_characters(sum(map(_characters_of, found)), limit, "messages")
+        characters = sum(map(_characters_of, found))
+        self._check_characters(characters, most_tokens, "messages", remedy)
         self._check_media(sources)
         begun = time.time()
         infos = await self._bring(sources, reservation) if sources else []
         fetched = time.time()
         try:
-            layout = await asyncio.to_thread(self._frontend.layout, found, infos)
+            layout = await self._encoded(
+                partial(self._frontend.layout, found, infos), characters, reservation
+            )
         except MmdError as error:
             raise refused(error, _part_of(error.message)) from error
         timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
         return layout, sources, infos
 
-    def _check_characters(self, characters: int, limit: int, param: str) -> None:
+    async def _encoded(
+        self, encode: Callable[[], _Made], characters: int, reservation: RequestReservation
+    ) -> _Made:
+        """What `encode` makes of so many characters, in a thread. Long texts are encoded one at a time, so that others never wait for them, and
+        their memory is counted, up to half of what the request may still hold: others wait for their turn with what they hold."""
+        if characters <= LONG_TEXT_CHARACTERS:
+            return await asyncio.to_thread(encode)
+        async with self._long_turn:
+            before = reservation.num_bytes
+            await reservation.grow(min(characters * ENCODING_BYTES, reservation.room_bytes // 2))
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._long_texts, encode)
+            finally:
+                reservation.shrink(before)
+
+    def _check_characters(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
         """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
         longest = self._frontend.longest_token_characters
-        if characters > (limit - 1) * longest:
-            too_long = ContextLengthError(
-                f"the text has {characters} characters: at least {-(-characters // longest)} tokens, but at most {limit - 1} fit; "
-                "shorten it, or raise spec.model.maxModelLen"
-            )
-            raise ApiError(too_long, param=param)
+        if characters > most_tokens * longest:
+            fault = f"at least {-(-characters // longest)} tokens, but at most {most_tokens} fit"
+        elif characters > most_tokens * MAX_CHARACTERS_PER_TOKEN:
+            fault = f"more than {MAX_CHARACTERS_PER_TOKEN} for each of the {most_tokens} tokens that fit"
+        else:
+            return
+        raise ApiError(
+            ContextLengthError(f"the text has {characters} characters: {fault}; {remedy}"), param=param
+        )
 
     def _check_media(self, sources: list[MediaSource]) -> None:
         most = self.policy.max_items_per_request

@@ -110,7 +110,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
             work = intake.token_ids(request.messages, reservation, exchange.timeline, model_len)
         else:
             work = intake.token_ids_of_text(
-                request.prompt or "", request.add_special_tokens is not False, model_len
+                request.prompt or "", request.add_special_tokens is not False, reservation, model_len
             )
         token_ids = await self._in_time(exchange, work)
         await reservation.grow(BYTES_PER_TOKEN * len(token_ids))

@@ -5,6 +5,7 @@ Counts come from the model's own processors, run on tensors that have a shape bu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -105,7 +106,12 @@ class HfFrontend:
         self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
         self._control_re = _any_of(tokenizer.added_tokens_encoder)
-        self._lock = threading.Lock()
+        tokenizer(
+            ""
+        )  # sets what its file has otherwise, as truncation: after this, encoding changes nothing of a fast tokenizer
+        self._lock: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if tokenizer.is_fast else threading.Lock()
+        )
         self._probe = ProbeCache(self._probe_uncached, PROBES_BYTES)
 
     def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
@@ -262,7 +268,7 @@ class HfFrontend:
         ):  # as the processors do: a template that writes the first token writes all
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and text.startswith(bos))
-        with self._lock:  # the tokenizer switches how it treats added tokens while it encodes marked text
+        with self._lock:  # of a tokenizer written in Python
             if not sanitize:
                 return [
                     int(i) for i in self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
