@@ -400,7 +400,7 @@ LEAVES = st.one_of(
     st.builds(lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n}, st.integers(-99, 99), st.integers(0, 99)),
     st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 8)),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}, {"type": "string", "format": "date"}]),
-    st.builds(lambda values: {"enum": values}, st.lists(st.one_of(st.integers(), st.text(max_size=5), st.booleans()), min_size=1, max_size=4, unique_by=repr)),
+    st.builds(lambda values: {"enum": values}, st.lists(st.one_of(st.integers(-(2**53), 2**53), st.text(max_size=5), st.booleans()), min_size=1, max_size=4, unique_by=repr)),
 )  # fmt: skip
 SCHEMAS = st.recursive(
     LEAVES,

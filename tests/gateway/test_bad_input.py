@@ -169,6 +169,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a schema beside json_object", body(response_format={"type": "json_object", "json_schema": {"name": "x", "schema": {}}}), 400, "response_format", "no other type has it"),
     ("a schema without name", body(response_format={"type": "json_schema", "json_schema": {"schema": {}}}), 400, "response_format.json_schema.name", "missing"),
     ("a named nothing", body(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), 400, SCHEMA, "missing"),
+    ("an integer that no float is", schema({"enum": [2**53 + 1]}), 400, SCHEMA, "beyond"),
     ("a schema that is a list", schema([]), 400, SCHEMA, "dictionary"),
     ("a schema of no type", schema({"type": "colour"}), 400, SCHEMA, "colour"),
     ("a keyword that is not enforced", schema({"not": {"type": "string"}}), 400, SCHEMA, "Unimplemented keys"),

@@ -22,6 +22,7 @@ from mmd_workers.model.grammar import Grammars
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
 MAX_CHOICES_CHARACTERS = 32_768  # of all, with their quotes and escapes
+MAX_INTEGER = 2**53
 MAX_REFUSED = 256  # grammars that are refused without another look
 OBJECT = '{"type":"object"}'
 
@@ -33,7 +34,17 @@ def _dumped(schema: dict[str, Any]) -> str:
         raise PydanticCustomError(
             "too_long", f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters as JSON; shorten it"
         )
+    json.loads(source, parse_int=_exact)
     return source
+
+
+def _exact(digits: str) -> int:
+    """The library reads integers as floating-point numbers, and would make the model answer another one."""
+    if abs(number := int(digits)) > MAX_INTEGER:
+        raise PydanticCustomError(
+            "too_large", f"the schema has an integer beyond ±{MAX_INTEGER}; use a smaller one, or a string"
+        )
+    return number
 
 
 JsonSource = Annotated[dict[str, Any], AfterValidator(_dumped)]
