@@ -275,6 +275,15 @@ def test_tokens_that_do_not_match_cannot_be_continued():
         grammars().begin(GRAMMARS["schema"], [10, 11, 12])
 
 
+def test_a_constraint_that_has_failed_says_so_without_a_new_token():
+    constraint = grammars().begin(GRAMMARS["schema"])
+    constraint.advance([])
+    with pytest.raises(GrammarFailedError):
+        constraint.advance([10, 11, 12])
+    with pytest.raises(GrammarFailedError):
+        constraint.advance([])
+
+
 def test_masks_leave_the_rows_of_others_and_forbid_what_is_not_in_the_tokenizer():
     logits = torch.zeros(3, MODEL_VOCAB)
     two = {0: grammars().begin(GRAMMARS["choice"]), 2: grammars().begin(GRAMMARS["regex"])}

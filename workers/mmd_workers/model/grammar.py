@@ -70,7 +70,7 @@ class Constraint:
             GrammarFailedError: they do not match, or a limit of the library has been reached, now or while a mask was computed.
         """
         new = list(token_ids)
-        for start in range(0, len(new), TOKENS_AT_ONCE):
+        for start in range(0, max(1, len(new)), TOKENS_AT_ONCE):  # without tokens too a failure shows
             if not self.matcher.consume_tokens(new[start : start + TOKENS_AT_ONCE]):
                 raise _failure(self.matcher)
 
