@@ -297,17 +297,20 @@ class WaitingEngine(BusyEngine):
             done.set_result(None)
 
 
+async def granted(sender: KvSender, engine: WaitingEngine) -> asyncio.Task[None]:
+    """A hand-over of three ranges, once it has its grant."""
+    reserving = asyncio.create_task(sender.reserve(request()))
+    await until(lambda: engine.commands() == ["reserve"])
+    engine.end_step()
+    return asyncio.create_task(sender.hand_over(request(), "r#0", await reserving, three_ranges()))
+
+
 async def test_a_handover_waits_for_one_step_after_its_grant_however_many_chunks_it_has(
     connect: Connect,
 ) -> None:
     engine = WaitingEngine()
     async with pair(connect, engine) as (sender, _):
-        reserving = asyncio.create_task(sender.reserve(request()))
-        await until(lambda: engine.commands() == ["reserve"])
-        engine.end_step()
-        handing_over = asyncio.create_task(
-            sender.hand_over(request(), "r#0", await reserving, three_ranges())
-        )
+        handing_over = await granted(sender, engine)
         await until(lambda: engine.commands() == HANDED_OVER[1:])
         engine.end_step()
         await handing_over
@@ -321,12 +324,7 @@ async def test_a_decoder_in_a_long_step_receives_no_more_than_it_has_room_for(
     monkeypatch.setattr(service, "UNWRITTEN_BYTES", 2 * chunk_bytes)
     engine = WaitingEngine()
     async with pair(connect, engine) as (sender, _):
-        reserving = asyncio.create_task(sender.reserve(request()))
-        await until(lambda: engine.commands() == ["reserve"])
-        engine.end_step()
-        handing_over = asyncio.create_task(
-            sender.hand_over(request(), "r#0", await reserving, three_ranges())
-        )
+        handing_over = await granted(sender, engine)
         await until(lambda: engine.commands() == ["write 0", "write 4"])
         await asyncio.sleep(3 * CHUNK_SECONDS)
         assert engine.commands() == ["write 0", "write 4"]

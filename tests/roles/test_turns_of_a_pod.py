@@ -1,4 +1,4 @@
-"""Only a pod that is told to, and that computes on CPUs, takes turns."""
+"""Engines take turns only on CPUs, and only in pods whose settings name a file for it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class _Turn(Strict):
 
 
 class PromptMessage(_Turn):
-    """What the model is told."""
+    """Instructions, or what the user says."""
 
     role: Literal["system", "developer", "user"]
     content: Content

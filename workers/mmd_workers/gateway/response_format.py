@@ -21,7 +21,7 @@ from mmd_workers.model.grammar import Grammars
 
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
-MAX_CHOICES_CHARACTERS = 32_768  # of all, with their quotes and escapes
+MAX_CHOICES_CHARACTERS = 32_768  # of all, with their escapes
 MAX_INTEGER = 2**53
 MAX_REFUSED = 256  # grammars that are refused without another look
 OBJECT = '{"type":"object"}'

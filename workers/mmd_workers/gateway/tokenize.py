@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -90,6 +91,12 @@ def parse_detokenize_request(value: object) -> DetokenizeRequest:
     return validated(DetokenizeRequest, value, DETOKENIZE_NOT_SERVED, TAGS)
 
 
+async def _reply(exchange: Exchange, response: Callable[[], bytes], num_tokens: int) -> None:
+    """Send what `response` makes, in a thread where that takes long."""
+    long = num_tokens >= IN_THREAD_TOKENS
+    await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
+
+
 class Tokenize(Endpoint[TokenizeRequest]):
     """POST /tokenize."""
 
@@ -122,8 +129,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
                 Tokens(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=strings)
             )
 
-        long = len(token_ids) >= IN_THREAD_TOKENS
-        await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
+        await _reply(exchange, response, len(token_ids))
 
 
 class Detokenize(Endpoint[DetokenizeRequest]):
@@ -147,5 +153,4 @@ class Detokenize(Endpoint[DetokenizeRequest]):
         def response() -> bytes:
             return to_json(TokenText(prompt=gateway.frontend.decode(token_ids, special_tokens=True)))
 
-        long = len(token_ids) >= IN_THREAD_TOKENS
-        await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
+        await _reply(exchange, response, len(token_ids))
