@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,15 +34,20 @@ def tables() -> str:
     for path, (model, not_served) in ENDPOINTS.items():
         parts.append(f"\n### `{path}`\n\n{HEAD}")
         rows = [*_fields(model, "", skip="messages"), *_refused(not_served)]
-        parts += [_row(*row) for row in sorted(rows)]
+        parts += _rows(sorted(rows))
     parts.append(f"\n### Messages\n\n{HEAD}")
-    found: dict[tuple[str, str], list[str]] = {}  # a field may differ between roles and types of parts
-    for name, handling, text in _nested(chat_request.ChatRequest.model_fields["messages"], "messages[]"):
+    parts += _rows(_nested(chat_request.ChatRequest.model_fields["messages"], "messages[]"))
+    return "".join([*parts, "\n"])
+
+
+def _rows(fields: Iterable[tuple[str, str, str]]) -> list[str]:
+    """One for each field, which may differ between roles, types of parts and other branches."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, handling, text in fields:
         texts = found.setdefault((name, handling), [])
         if text not in texts:
             texts.append(text)
-    parts += [_row(*field, " or ".join(texts)) for field, texts in found.items()]
-    return "".join([*parts, "\n"])
+    return [_row(*field, " or ".join(texts)) for field, texts in found.items()]
 
 
 def page(text: str) -> str:

@@ -27,6 +27,7 @@ from mmd_workers.gateway import (
     logit_rules,
     response_format,
     tokenize,
+    tools,
 )
 from mmd_workers.gateway.api_errors import api_error
 from mmd_workers.gateway.parts import PART_TYPES
@@ -151,6 +152,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "messages": [conversation.MAX_MESSAGES],
         "parts of a message": [conversation.MAX_PARTS],
         "tool calls of a message": [conversation.MAX_TOOL_CALLS],
+        "tools": [tools.MAX_TOOLS],
+        "characters of a tool's description": [tools.MAX_DESCRIPTION_CHARACTERS],
         "brackets that open, commas and colons in the arguments of all tool calls": [
             conversation.MAX_ARGUMENT_MARKS
         ],
@@ -163,7 +166,9 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
-        "a schema as JSON, a regular expression": [MAX_GRAMMAR_CHARACTERS],
+        "a schema as JSON, a regular expression, all schemas of tools that an answer must match": [
+            MAX_GRAMMAR_CHARACTERS
+        ],
         "choices": [
             response_format.MAX_CHOICES,
             response_format.MAX_CHOICE_CHARACTERS,

@@ -68,6 +68,10 @@ def schema(value: object) -> dict:
     return body(response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": value}})
 
 
+def tools(*functions: dict, **more: object) -> dict:
+    return body(tools=[{"type": "function", "function": function} for function in functions], **more)
+
+
 CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("no model", body(model=...), 400, "model", "missing"),
     ("another model", body(model="gpt-5"), 404, "model", "builtin/demo"),
@@ -132,7 +136,32 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),
     ("an answer that is stored", body(store=True), 400, "store", "False"),
     ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
-    ("tools", body(tools=[{"type": "function"}]), 400, "tools", "not supported: describe"),
+    ("functions", body(functions=[{"name": "f"}]), 400, "functions", "use tools"),
+    ("a tool without function", body(tools=[{"type": "function"}]), 400, "tools[0].function", "missing"),
+    ("a tool of another type", body(tools=[{"type": "web_search"}]), 400, "tools[0].type", "'function'"),
+    ("a tool without name", tools({}), 400, "tools[0].function.name", "missing"),
+    ("a tool with a space in its name", tools({"name": "a b"}), 400, "tools[0].function.name", "pattern"),
+    ("a tool with a long name", tools({"name": "a" * 65}), 400, "tools[0].function.name", "pattern"),
+    ("a tool with an unknown field", tools({"name": "f", "returns": {}}), 400, "tools[0].function.returns", "remove it"),
+    ("a tool with a long description", tools({"name": "f", "description": "x" * 16_385}), 400, "tools[0].function.description", "at most 16384"),
+    ("two tools of one name", tools({"name": "f"}, {"name": "f"}), 400, "tools[1].function.name", "another tool has the name 'f'"),
+    ("129 tools", tools(*[{"name": f"f{i}"} for i in range(129)]), 400, "tools", "at most 128"),
+    ("parameters that are a list", tools({"name": "f", "parameters": []}), 400, "tools[0].function.parameters", "dictionary"),
+    ("parameters that are a string", tools({"name": "f", "parameters": {"type": "string"}}), 400, "tools[0].function.parameters", "type must be 'object'"),
+    ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65536 characters"),
+    ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "messages", "tokens that fit"),
+    ("tools that are too long for a grammar", tools(*[{"name": f"f{i}", "parameters": {"title": "x" * 40_000}} for i in range(2)], tool_choice="required"), 400, "tools", "more than 65536 characters together"),
+    ("a tool that must match what is not enforced", tools({"name": "f", "strict": True, "parameters": {"not": {}}}), 400, "tools", "Unimplemented keys"),
+    ("a tool that must match what explodes", tools({"name": "f", "parameters": {"properties": {str(i): {} for i in range(3000)}}}, tool_choice="required"), 400, "tools", "too big"),
+    ("a tool with an integer that no float is", tools({"name": "f"}, {"name": "g", "strict": True, "parameters": {"enum": [2**53 + 1]}}), 400, "tools[1].function.parameters", "beyond"),
+    ("a choice that is a number", tools({"name": "f"}, tool_choice=5), 400, "tool_choice", "none, auto, required or an object"),
+    ("a choice of another word", tools({"name": "f"}, tool_choice="any"), 400, "tool_choice", "'required'"),
+    ("a choice without tools", body(tool_choice="required"), 400, "tool_choice", "needs tools"),
+    ("the choice of no tool", tools({"name": "f"}, tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice.function.name", "no tool has the name 'g'"),
+    ("a choice without name", tools({"name": "f"}, tool_choice={"type": "function"}), 400, "tool_choice.function", "missing"),
+    ("the choice among no tools", tools({"name": "f"}, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}), 400, "tool_choice.allowed_tools.tools", "at least 1"),
+    ("the choice among other tools", tools({"name": "f"}, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}}), 400, "tool_choice.allowed_tools.tools[0].function.name", "add it to tools"),
+    ("a forced call without end", tools({"name": "f"}, tool_choice="required", ignore_eos=True), 400, "ignore_eos", "tool_choice decides"),
     ("a presence penalty above 2", body(presence_penalty=2.5), 400, "presence_penalty", "less than or equal to 2"),
     ("a frequency penalty below -2", body(frequency_penalty=-2.1), 400, "frequency_penalty", "greater than or equal to -2"),
     ("a repetition penalty of 0", body(repetition_penalty=0), 400, "repetition_penalty", "greater than or equal to 0.01"),
@@ -362,9 +391,11 @@ async def test_what_vllm_does_not_apply_to_drafts_is_refused_by_name(launch: Lau
     drafts = {"speculative": {"method": "ngram", "numSpeculativeTokens": 3}}
     gateway = await launch(engine={"type": "VLLM", "decode": drafts})
     worker = await gateway.worker("the red circle")
-    for name, value in RULES.items():
+    forced = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+    for name, value in {**RULES, "tool_choice": "required"}.items():
+        more = forced if name == "tool_choice" else {}
         with subtests.test(name):
-            response = await gateway.http.post("/v1/chat/completions", json=body(**{name: value}))
+            response = await gateway.http.post("/v1/chat/completions", json=body(**{**more, name: value}))
             assert_is_error(response, 400, name, "remove spec.engine.decode.speculative")
     off = body(
         frequency_penalty=0, repetition_penalty=1, min_p=0, logit_bias={}, min_tokens=2, stop_token_ids=[9]

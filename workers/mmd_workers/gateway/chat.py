@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from array import array
 from collections.abc import Collection, Sequence
 
 from mmd_api.contract.errors import MmdError
+from mmd_workers.gateway.call_parser import CallParser, CallPart, Parsed
 from mmd_workers.gateway.chat_response import (
     ApiFinishReason,
     AssistantMessage,
+    CalledFunction,
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
+    FunctionDelta,
     PromptTokensDetails,
     TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -44,14 +50,19 @@ class ChoiceStream:
         min_tokens: int = 0,
         logprobs: bool,
         token_ids: bool,
+        parser: CallParser | None = None,
     ) -> None:
-        """`stop_token_ids`: tokens that are no text where they end the answer. `min_tokens`: of those no stop string ends it."""
+        """`stop_token_ids`: tokens that are no text where they end the answer. `min_tokens`: of those no stop string ends it. `parser`: reads
+        the calls of tools in it.
+        """
         self.index = index
         self.sequence = sequence
         self.finish_reason: ApiFinishReason | None = None
         self.completion_tokens = 0
         self._frontend = frontend
-        self._detokenizer = IncrementalDetokenizer(frontend.decode)
+        self._parser = parser
+        kept = frozenset[int]() if parser is None else parser.special_token_ids
+        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=kept))
         self._scanner = StopScanner(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
@@ -86,13 +97,17 @@ class ChoiceStream:
                 self.finish_reason = "stop"
             if self.finish_reason is not None:
                 break
-        piece = "".join(text)
+        parsed = self._parse("".join(text))
         unseen = entries or (token_ids if self._token_ids else [])
-        if not piece and not unseen and self.finish_reason is None:
+        if not parsed.content and not parsed.calls and not unseen and self.finish_reason is None:
             if self.sequence.error is not None and self.sequence.ended:
                 raise self.sequence.error
             return None
-        delta = Delta(content=piece) if self._begun else Delta(role="assistant", content=piece)
+        delta = Delta(content=parsed.content) if parsed.content or not parsed.calls else Delta()
+        if not self._begun:
+            delta.role = "assistant"
+        if parsed.calls:
+            delta.tool_calls = list(map(_call_delta, parsed.calls))
         self._begun = True
         chunk = ChunkChoice(
             index=self.index,
@@ -103,6 +118,18 @@ class ChoiceStream:
         if self._token_ids:
             chunk.token_ids = token_ids
         return chunk
+
+    def _parse(self, text: str) -> Parsed:
+        """The content and calls in the next text, and at the end of the answer what they make of its finish reason."""
+        if self._parser is None:
+            return Parsed(text)
+        parsed = self._parser.push(text)
+        if self.finish_reason is not None:
+            rest = self._parser.flush()
+            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+            if self.finish_reason == "stop" and self._parser.complete:
+                self.finish_reason = "tool_calls"
+        return parsed
 
     def _entry(self, item: Taken) -> TokenLogprobs:
         if item.logprob is None:
@@ -132,12 +159,17 @@ class CompleteChoice:
         self._stream = stream
         self._logprobs = logprobs
         self._text = io.StringIO()
+        self._calls: list[tuple[str, str, io.StringIO]] = []  # id, name, arguments
         self._token_ids = array("l")
         self.entries: list[bytes] = []
 
     def add(self, part: ChunkChoice) -> None:
         """Take the next part of the answer."""
         self._text.write(part.delta.content or "")
+        for call in part.delta.tool_calls or ():
+            if call.id is not None:
+                self._calls.append((call.id, call.function.name or "", io.StringIO()))
+            self._calls[call.index][2].write(call.function.arguments)
         self._token_ids.extend(part.token_ids or ())
         if part.logprobs is not None and part.logprobs.content:
             self.entries.append(b"," if self.entries else b"")
@@ -147,9 +179,16 @@ class CompleteChoice:
 
     def choice(self, *, token_ids: bool) -> Choice:
         """The complete answer, without its `entries`."""
+        calls = [
+            ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments.getvalue()))
+            for call_id, name, arguments in self._calls
+        ]
+        message = AssistantMessage(content=self._text.getvalue())
+        if calls:
+            message = AssistantMessage(content=message.content or None, tool_calls=calls)
         return Choice(
             index=self._stream.index,
-            message=AssistantMessage(content=self._text.getvalue()),
+            message=message,
             logprobs=ChoiceLogprobs(content=[]) if self._logprobs else None,
             finish_reason=self._stream.finish_reason or "stop",
             token_ids=self._token_ids.tolist() if token_ids else None,
@@ -167,6 +206,13 @@ def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]
     for choice, after in zip(choices, rest, strict=True):
         pieces += [_LOGPROBS_BEGIN, *choice.entries, after]
     return pieces
+
+
+def _call_delta(part: CallPart) -> ToolCallDelta:
+    if part.id is None:
+        return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
+    function = FunctionDelta(name=part.name, arguments=part.arguments)
+    return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
 
 
 def _utf8(token: str) -> list[int] | None:

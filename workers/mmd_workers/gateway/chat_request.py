@@ -18,6 +18,7 @@ from mmd_workers.gateway.conversation import ROLES, Messages
 from mmd_workers.gateway.parts import ANSWER_PART_TYPES
 from mmd_workers.gateway.response_format import ResponseFormat, StructuredOutputs
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.tools import CHOICE_TAGS, ToolChoice, Tools, ToolUse, tool_use
 
 MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
 MAX_STOP_TOKEN_IDS = 128
@@ -137,14 +138,28 @@ class GenerationRequest(Strict):
                 both = InvalidValueError("set response_format or structured_outputs, not both")
                 raise ApiError(both, param="structured_outputs")
             found = self.structured_outputs.as_grammar()
-        if found is not None:
+        if (field := found[1] if found is not None else self.calls_field) is not None:
             for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
                     contradiction = InvalidValueError(
-                        f"{name}: {found[1]} decides which tokens may come and where the answer ends; omit one of them"
+                        f"{name}: {field} decides which tokens may come and where the answer ends; omit one of them"
                     )
                     raise ApiError(contradiction, param=name)
         return found
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None: there are none.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        return None
+
+    @property
+    def calls_field(self) -> str | None:
+        """The field for which calls of tools must match a grammar; None: they need not."""
+        return None if (use := self.tool_use) is None else use.field
 
     @property
     def num_logprobs(self) -> int | None:
@@ -163,7 +178,9 @@ class ChatRequest(GenerationRequest):
     safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
-    parallel_tool_calls: Annotated[bool | None, Ignored("there are no tools to call")] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Annotated[
         dict[str, Any] | None, DISCARD, Ignored("a hint for speed: the answer is the same without it")
     ] = None
@@ -181,16 +198,23 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None: there are none.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 NOT_SERVED: NotServed = {
-    "tools": (([],), "describe the tools in a system message and parse the response"),
-    "tool_choice": (("none", "auto"), "omit it"),
-    "functions": (([],), "describe the functions in a system message and parse the response"),
-    "function_call": (("none", "auto"), "omit it"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
     "audio": ((), "output is text only; omit it"),
     "web_search_options": ((), "omit it"),
@@ -199,7 +223,7 @@ NOT_SERVED: NotServed = {
 }
 
 
-TAGS = frozenset({"text", "parts", "one", "list", *ANSWER_PART_TYPES, *ROLES})
+TAGS = frozenset({"text", "parts", "one", "list", *CHOICE_TAGS, *ANSWER_PART_TYPES, *ROLES})
 
 
 def parse_chat_request(value: object) -> ChatRequest:
@@ -216,6 +240,7 @@ def parse_chat_request(value: object) -> ChatRequest:
     if request.top_logprobs and not request.logprobs:
         raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
     check_together(request)
+    _ = request.tool_use
     return request
 
 

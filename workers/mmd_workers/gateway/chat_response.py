@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class TopLogprob(BaseModel):
@@ -51,15 +51,31 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-ApiFinishReason = Literal["stop", "length"]
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunction(BaseModel):
+    """The function of a call. `arguments`: JSON, unless the answer was cut or the model wrote something else."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
 class Choice(BaseModel):
@@ -84,11 +100,28 @@ class ChatCompletion(BaseModel):
     timings: dict[str, float] | None = None
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to the function of a call."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to a call: the first one has all fields, the others more of the arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     """What a chunk adds to a choice."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(BaseModel):

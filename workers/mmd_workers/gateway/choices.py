@@ -86,6 +86,7 @@ class Choices:
                 min_tokens=sampling.min_tokens,
                 logprobs=request.num_logprobs is not None,
                 token_ids=bool(request.return_token_ids),
+                parser=None if prepared.new_parser is None else prepared.new_parser(),
             )
         )
 

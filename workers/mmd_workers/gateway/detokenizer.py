@@ -108,7 +108,7 @@ class StopScanner:
             _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
-        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        hold = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -118,6 +118,6 @@ class StopScanner:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

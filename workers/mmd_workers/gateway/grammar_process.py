@@ -13,6 +13,7 @@ import time
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+SPECIAL_TOKEN_ID = 257  # of the vocabulary of bytes that it compiles for
 STARTED = b"started\n"  # before the grammar is touched: an end after it is the grammar's doing
 
 

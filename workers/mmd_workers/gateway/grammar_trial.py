@@ -52,7 +52,7 @@ async def try_out(
         OverloadedError: the process did not start, or did not get as much CPU in time: not the grammar's fault.
     """
     job = {
-        "grammar": in_library_form(grammar),
+        "grammar": in_library_form(grammar, special_token_id=grammar_process.SPECIAL_TOKEN_ID),
         "limits": PARSER_LIMITS,
         "cpu_seconds": cpu_seconds,
         "memory_bytes": memory_bytes,

@@ -29,6 +29,7 @@ from mmd_api.contract.sampling import LogitRules
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
 from mmd_workers.gateway.body import MARK_BYTES
+from mmd_workers.gateway.call_parser import CallParser
 from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest
 from mmd_workers.gateway.completion_request import CompletionRequest, Prompt
 from mmd_workers.gateway.conversation import Message, argument_marks, conversation
@@ -43,12 +44,14 @@ from mmd_workers.gateway.logit_rules import (
 from mmd_workers.gateway.parts import MediaSource
 from mmd_workers.gateway.response_format import GrammarCheck
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.gateway.tools import ToolUse
 from mmd_workers.media.fetch import fetch
 from mmd_workers.media.identity import feature_id
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import PromptLayout
+from mmd_workers.model.tool_calls import FORMS, Spelling
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.jobs import check_fits
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
@@ -71,11 +74,14 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that may be placed: the exact prompt, its features, and how to sample."""
+    """A request that may be placed: the exact prompt, its features, and how to sample. `new_parser`: reads the calls of tools in an answer;
+    None where it can have none.
+    """
 
     layout: PromptLayout
     features: list[FeatureRef]
     sampling: Sampling
+    new_parser: Callable[[], CallParser] | None = None
 
 
 class Intake:
@@ -109,10 +115,12 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
-        rules, grammar = await self._rules(request), await self._grammar(request)
+        rules, tools = await self._rules(request), request.tool_use
+        spelling = None if tools is None else await self._spelling()
+        grammar = await self._grammar(request, tools, spelling)
         limit = self.limit(model_len)
         layout, sources, infos = await self._lay_out(
-            request.messages, reservation, timeline, limit - 1, _SHORTEN
+            request.messages, tools, reservation, timeline, limit - 1, _SHORTEN
         )
         if not sources:
             reservation.release()  # the text is a list of tokens now
@@ -126,7 +134,8 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        return Prepared(layout, features, _sampling(request, rules, grammar, room))
+        new_parser = None if tools is None or spelling is None else partial(tools.parser, spelling)
+        return Prepared(layout, features, _sampling(request, rules, grammar, room), new_parser)
 
     async def _rules(self, request: GenerationRequest) -> LogitRules | None:
         """What the request changes of logits, checked against the vocabulary."""
@@ -140,13 +149,37 @@ class Intake:
         check_something_is_left(request, rules, self._frontend)
         return rules
 
-    async def _grammar(self, request: GenerationRequest) -> Grammar | None:
-        """What the answer must match, once it has been compiled here."""
-        if (wanted := request.grammar()) is None:
-            return None
-        grammar, param = wanted
-        await self._grammars.check(grammar, param)
+    async def _grammar(
+        self, request: GenerationRequest, tools: ToolUse | None = None, spelling: Spelling | None = None
+    ) -> Grammar | None:
+        """What the answer must match, once it has been compiled here. `spelling`: of calls of `tools`."""
+        grammar, param = request.grammar() or (None, "")
+        if tools is not None and spelling is not None:
+            grammar, param = tools.grammar(spelling, grammar), param or "tools"
+        if grammar is not None:
+            await self._grammars.check(grammar, param)
         return grammar
+
+    async def _spelling(self) -> Spelling:
+        """How the model writes calls of tools.
+
+        Raises:
+            ApiError: it has not been made for tools, or writes calls as no form that is known.
+        """
+        frontend = self._frontend
+        if not await asyncio.to_thread(lambda: frontend.renders_tools):
+            unsupported = UnsupportedInputError(
+                "tools: this model's chat template does not render tools; describe them in a system message and parse the answer, set "
+                "tool_choice to 'none', or use another model"
+            )
+            raise ApiError(unsupported, param="tools")
+        if (spelling := await asyncio.to_thread(lambda: frontend.call_spelling)) is None:
+            unsupported = UnsupportedInputError(
+                f"tools: this model's chat template writes calls in a form that is not known (known: {', '.join(FORMS)}); describe the tools in "
+                "a system message and parse the answer, set tool_choice to 'none', or use another model"
+            )
+            raise ApiError(unsupported, param="tools")
+        return spelling
 
     async def prepare_texts(
         self,
@@ -231,6 +264,7 @@ class Intake:
     async def token_ids(
         self,
         messages: Sequence[Message],
+        tools: ToolUse | None,
         reservation: RequestReservation,
         timeline: Timeline,
         model_len: int,
@@ -241,7 +275,9 @@ class Intake:
             ApiError: names the part and the remedy.
         """
         most = max(self.limit(model_len), MAX_TEXT_TOKENS)
-        layout, _, _ = await self._lay_out(messages, reservation, timeline, most, _LESS)
+        if tools is not None:
+            await self._spelling()
+        layout, _, _ = await self._lay_out(messages, tools, reservation, timeline, most, _LESS)
         return self._counted(layout.token_ids, most, "messages")
 
     async def token_ids_of_text(
@@ -273,6 +309,7 @@ class Intake:
     async def _lay_out(
         self,
         messages: Sequence[Message],
+        tools: ToolUse | None,
         reservation: RequestReservation,
         timeline: Timeline,
         most_tokens: int,
@@ -280,9 +317,10 @@ class Intake:
     ) -> tuple[PromptLayout, list[MediaSource], list[MediumInfo]]:
         """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `most_tokens` is refused before, with this
         `remedy`."""
-        await reservation.grow(argument_marks(messages) * MARK_BYTES)
+        marks, described = (0, []) if tools is None else (tools.marks, tools.for_template)
+        await reservation.grow((argument_marks(messages) + marks) * MARK_BYTES)
         found, sources = conversation(messages)
-        characters = sum(map(_characters_of, found))
+        characters = sum(map(_characters_of, found)) + (0 if tools is None else tools.characters)
         self._check_characters(characters, most_tokens, "messages", remedy)
         self._check_media(sources)
         begun = time.time()
@@ -290,7 +328,7 @@ class Intake:
         fetched = time.time()
         try:
             layout = await self._encoded(
-                partial(self._frontend.layout, found, infos), characters, reservation
+                partial(self._frontend.layout, found, infos, described), characters, reservation
             )
         except MmdError as error:
             raise refused(error, _part_of(error.message)) from error

@@ -105,6 +105,8 @@ def check_works_with_drafts(request: GenerationRequest) -> None:
     }
     if (form := request.grammar()) is not None:
         changed[form[1].split(".")[0]] = True
+    if (field := request.calls_field) is not None:
+        changed[field] = True
     for name, value in changed.items():
         if value:
             unsupported = UnsupportedParameterError(

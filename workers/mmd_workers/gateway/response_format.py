@@ -27,13 +27,22 @@ MAX_REFUSED = 256  # grammars that are refused without another look
 OBJECT = '{"type":"object"}'
 
 
-def _dumped(schema: dict[str, Any]) -> str:
+def as_json(schema: dict[str, Any]) -> str:
     """As JSON, which is what travels: the parsed schema would take ten times as much for as long as the request lasts."""
     source = json.dumps(schema, separators=(",", ":"))
     if len(source) > MAX_GRAMMAR_CHARACTERS:
         raise PydanticCustomError(
             "too_long", f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters as JSON; shorten it"
         )
+    return source
+
+
+def exact_integers(source: str) -> str:
+    """The schema, if the library keeps all of its integers.
+
+    Raises:
+        PydanticCustomError: it has one that is too large.
+    """
     json.loads(source, parse_int=_exact)
     return source
 
@@ -47,7 +56,7 @@ def _exact(digits: str) -> int:
     return number
 
 
-JsonSource = Annotated[dict[str, Any], AfterValidator(_dumped)]
+JsonSource = Annotated[dict[str, Any], AfterValidator(as_json), AfterValidator(exact_integers)]
 Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 

@@ -87,7 +87,7 @@ def _same(value: object, allowed: object) -> bool:
     return value == allowed
 
 
-_OF_BRANCHES = ("content", "prompt", "stop")
+_OF_BRANCHES = ("content", "prompt", "stop", "tool_choice")
 """Fields that are unions of branches with names."""
 
 

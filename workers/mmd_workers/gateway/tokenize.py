@@ -18,6 +18,7 @@ from mmd_workers.gateway.conversation import Messages
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.strict import NotServed, Strict, validated
+from mmd_workers.gateway.tools import Tools, tool_use
 
 IN_THREAD_TOKENS = 4096  # from so many on, a thread takes the texts and JSON of tokens
 BYTES_PER_TOKEN = 64  # id, text, and the JSON of both
@@ -29,6 +30,7 @@ class TokenizeRequest(Strict):
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: Literal[True] | None = None
@@ -60,7 +62,6 @@ TOKENIZE_NOT_SERVED: NotServed = {
     "continue_final_message": ((False,), "the prompt ends where the answer begins; omit it"),
     "chat_template": ((), "the model's own template is used; omit it"),
     "chat_template_kwargs": (({},), "omit it"),
-    "tools": (([],), "describe the tools in a system message"),
     "mm_processor_kwargs": (({},), "omit it"),
 }
 DETOKENIZE_NOT_SERVED: NotServed = {}
@@ -78,6 +79,8 @@ def parse_tokenize_request(value: object) -> TokenizeRequest:
         raise ApiError(MissingParameterError("prompt is missing; send prompt or messages"), param="prompt")
     if request.prompt is not None and request.messages is not None:
         raise ApiError(InvalidValueError("set prompt or messages, not both"), param="messages")
+    if request.tools and request.messages is None:
+        raise ApiError(InvalidValueError("tools: a text has no place for them; send messages"), param="tools")
     if request.messages is not None and request.add_special_tokens:
         fault = InvalidValueError(
             "add_special_tokens: the chat template decides which special tokens messages get; omit it"
@@ -114,7 +117,8 @@ class Tokenize(Endpoint[TokenizeRequest]):
             gateway.check_model(request.model)
         model_len, intake = gateway.model_len(), gateway.intake
         if request.messages is not None:
-            work = intake.token_ids(request.messages, reservation, exchange.timeline, model_len)
+            tools = tool_use(request.tools, None, None)
+            work = intake.token_ids(request.messages, tools, reservation, exchange.timeline, model_len)
         else:
             work = intake.token_ids_of_text(
                 request.prompt or "", request.add_special_tokens is not False, reservation, model_len

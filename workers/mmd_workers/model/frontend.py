@@ -11,6 +11,7 @@ import inspect
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +29,18 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.model import inputs as media_inputs
-from mmd_workers.model import source
+from mmd_workers.model import source, tool_calls
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
+from mmd_workers.model.tool_calls import Spelling
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
 _WRITTEN = frozenset({"content", "tool_calls", "tool_call_id", "name"})
 """Fields of a message with text of the user's."""
-_NEEDLES = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_result")
-_TOOL_CALL: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "text", "text": "call the tool"}]},
-    {
-        "role": "assistant",
-        "content": [],
-        "tool_calls": [
-            {
-                "id": "mmdprobed",  # nine letters and digits, as templates of Mistral require
-                "type": "function",
-                "function": {"name": _NEEDLES[0], "arguments": {_NEEDLES[1]: _NEEDLES[2]}},
-            }
-        ],
-    },
-    {
-        "role": "tool",
-        "content": [{"type": "text", "text": _NEEDLES[3]}],
-        "tool_call_id": "mmdprobed",
-        "name": _NEEDLES[0],
-    },
-]
-"""A call and its result, to find out whether a template renders them."""
 PROCESSOR_ERRORS = (
     ValueError,
     ZeroDivisionError,
@@ -114,10 +94,15 @@ class HfFrontend:
         )
         self._probe = ProbeCache(self._probe_uncached, PROBES_BYTES)
 
-    def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
+    def layout(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediumInfo],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
-        Tool calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object.
+        Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object.
         Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium.
 
         Raises:
@@ -126,11 +111,13 @@ class HfFrontend:
         """
         self._check_parts(messages, media)
         self._check_tool_calls(messages)
-        sanitize = self._mentions_control_token(messages)
+        sanitize = self._mentions_control_token(messages, tools)
         if sanitize:
             messages = self._mark(messages)
+            tools = self._marked(list(tools), keys=True)
         if self._processor is None:
-            return PromptLayout(self._text_ids(messages, sanitize), [])
+            rendered = self._render(messages, tools)
+            return PromptLayout(self._encode(rendered, sanitize, add_special_tokens=False), [])
         plans = [self._sampling(number, info) for number, info in enumerate(media)]
         probes = [
             self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
@@ -138,7 +125,7 @@ class HfFrontend:
         replacements: dict[str, list[str]] = {}
         for info, probe in zip(media, probes, strict=True):
             replacements.setdefault(info.modality, []).append(probe.replacement)
-        text, order = self._adapter.expand(self._processor, self._render(messages), replacements)
+        text, order = self._adapter.expand(self._processor, self._render(messages, tools), replacements)
         token_ids = self._encode(text, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
 
@@ -148,9 +135,23 @@ class HfFrontend:
         """
         return self._encode(text, sanitize=False, add_special_tokens=None if special_tokens else False)
 
-    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of token ids; special tokens are skipped unless `special_tokens` is true."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens))
+    def decode(
+        self, token_ids: Sequence[int], *, special_tokens: bool = False, kept: AbstractSet[int] = frozenset()
+    ) -> str:
+        """Text of token ids; special tokens other than those that are `kept` are skipped unless `special_tokens` is true."""
+        if kept.isdisjoint(token_ids):
+            return self._decode(list(token_ids), special_tokens)
+        text, part = "", list[int]()
+        for token_id in token_ids:
+            if token_id in kept:
+                text += self._decode(part, special_tokens) + str(self.tokenizer.decode([token_id]))
+                part = []
+            else:
+                part.append(token_id)
+        return text + self._decode(part, special_tokens)
+
+    def _decode(self, token_ids: list[int], special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=not special_tokens))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """How the vocabulary spells these tokens; "" for an id without one."""
@@ -204,19 +205,44 @@ class HfFrontend:
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
         """Whether the text that the template makes has a call's name and arguments, and its result."""
-        try:
-            text = self._render(_TOOL_CALL)
-        except UnsupportedInputError:
-            return False
-        return all(needle in text for needle in _NEEDLES)
+        return tool_calls.renders_call(self._rendered_if_possible(tool_calls.probed_call()))
 
-    def _mentions_control_token(self, messages: Sequence[dict[str, Any]]) -> bool:
+    @functools.cached_property
+    def renders_tools(self) -> bool:
+        """Whether the model's template has a place for tools. The first look takes milliseconds."""
+        asked = tool_calls.probed_call()[:1]
+        return tool_calls.renders_tool(self._rendered_if_possible(asked, [tool_calls.probed_tool()]))
+
+    @functools.cached_property
+    def call_spelling(self) -> Spelling | None:
+        """How the model writes calls of tools; None: in no form that is known. The first look takes milliseconds."""
+        probed = tool_calls.probed_call()
+        special = {
+            token: token_id
+            for token in tool_calls.SPECIAL
+            if (token_id := self.tokenizer.added_tokens_encoder.get(token)) is not None
+            and self.tokenizer.added_tokens_decoder[token_id].special
+        }
+        before = self._rendered_if_possible(probed[:1])
+        return tool_calls.spelling_of(self._rendered_if_possible(probed), before, special)
+
+    def _rendered_if_possible(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        try:
+            return self._render(messages, tools)
+        except UnsupportedInputError:
+            return ""
+
+    def _mentions_control_token(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> bool:
         return any(
             self._control_re.search(text)
             for message in messages
             for key in _WRITTEN & message.keys()
             for text in _written(message[key])
-        )
+        ) or any(map(self._control_re.search, _written(list(tools), keys=True)))
 
     def _mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Mark control tokens that users wrote, so that they are neither replaced nor encoded as such."""
@@ -240,7 +266,7 @@ class HfFrontend:
             return [self._marked(item, keys=keys) for item in value]
         return mark_control_tokens(value, self._control_re)
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text of a conversation in which each medium is one marker.
 
         Raises:
@@ -248,19 +274,16 @@ class HfFrontend:
         """
         try:
             if self._processor is not None:
-                return self._adapter.render(self._processor, _as_parts(messages))
+                return self._adapter.render(self._processor, _as_parts(messages), tools)
             return str(
                 self.tokenizer.apply_chat_template(
-                    _as_text(messages), tokenize=False, add_generation_prompt=True
+                    _as_text(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
                 )
             )
         except (TemplateError, *PROCESSOR_ERRORS) as error:
             raise UnsupportedInputError(
                 f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
             ) from error
-
-    def _text_ids(self, messages: Sequence[dict[str, Any]], sanitize: bool) -> list[int]:
-        return self._encode(self._render(messages), sanitize, add_special_tokens=False)
 
     def _encode(self, text: str, sanitize: bool, add_special_tokens: bool | None = None) -> list[int]:
         if (

@@ -6,6 +6,8 @@ A constraint knows the tokens of its sequence and nothing else, so every pod tha
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -47,6 +49,7 @@ PARSER_LIMITS = {
     "max_lexer_states": 10_000,  # of up to 2 kB each, in every sequence
     "verbose_errors": False,  # which quote the answer
 }
+_SPECIAL_TOKEN = re.compile(r"<\[\d+\]>")
 LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
 
 
@@ -190,18 +193,31 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def in_library_form(grammar: Grammar) -> str:
-    """The grammar as the library takes it.
+def in_library_form(grammar: Grammar, *, special_token_id: int | None = None) -> str:
+    """The grammar as the library takes it. `special_token_id`: stands for every special token, where a vocabulary has no other.
 
     Raises:
         GrammarFailedError: it is no text that the library can read.
     """
     try:
         if grammar.type == "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_FORM)  # type: ignore[arg-type]
-        return LLMatcher.grammar_from_regex(grammar.source)
+            return _schema(grammar.source)
+        if grammar.type == "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        composite = json.loads(grammar.source)
+        lark = composite["lark"]
+        if special_token_id is not None:
+            lark = _SPECIAL_TOKEN.sub(f"<[{special_token_id}]>", lark)
+        made = {name: _schema(json.dumps(one)) for name, one in composite["json_schema"].items()}
+        made |= {name: LLMatcher.grammar_from_regex(one) for name, one in composite["regex"].items()}
+        parts = [{**json.loads(one)["grammars"][0], "name": name} for name, one in made.items()]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})
     except ValueError as error:
         raise GrammarFailedError(on_one_line(str(error))) from error
+
+
+def _schema(source: str) -> str:
+    return LLMatcher.grammar_from_json_schema(source, overrides=JSON_FORM)  # type: ignore[arg-type]
 
 
 def _follow(matcher: LLMatcher) -> None:

@@ -10,6 +10,7 @@ What differs between architectures is in `model.adapters`, the only place that n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from mmd_workers.model.prompt import (
     ProcessedMedium,
     PromptLayout,
 )
+from mmd_workers.model.tool_calls import Spelling
 
 
 class Frontend(Protocol):
@@ -39,7 +41,22 @@ class Frontend(Protocol):
     placeholder_ids: frozenset[int]
     grammars: Grammars
 
-    def layout(self, messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]) -> PromptLayout:
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the model's template has a place for tools."""
+        ...
+
+    @property
+    def call_spelling(self) -> Spelling | None:
+        """How the model writes calls of tools; None: in no form that is known."""
+        ...
+
+    def layout(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediumInfo],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> PromptLayout:
         """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
         Raises:
@@ -51,8 +68,10 @@ class Frontend(Protocol):
         """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text."""
         ...
 
-    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of token ids; special tokens are skipped unless `special_tokens` is true."""
+    def decode(
+        self, token_ids: Sequence[int], *, special_tokens: bool = False, kept: AbstractSet[int] = frozenset()
+    ) -> str:
+        """Text of token ids; special tokens other than those that are `kept` are skipped unless `special_tokens` is true."""
         ...
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:

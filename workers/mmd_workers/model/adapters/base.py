@@ -56,9 +56,15 @@ class Adapter:
         ids = {self.placeholder_id(modality) for modality in MODALITIES}
         return tuple(sorted(i for i in ids if i is not None and i < vocab_size))
 
-    def render(self, processor: Any, messages: Sequence[dict[str, Any]]) -> str:
-        """Chat messages to text in which each medium is one marker."""
-        return str(processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    def render(
+        self, processor: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """Chat messages and tools to text in which each medium is one marker."""
+        return str(
+            processor.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        )
 
     def expand(
         self, processor: Any, text: str, replacements: Mapping[str, list[str]]

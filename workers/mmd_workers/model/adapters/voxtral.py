@@ -22,11 +22,13 @@ class VoxtralAdapter(Adapter):
         del processor
         return frozenset({"audio"})
 
-    def render(self, processor: Any, messages: Sequence[dict[str, Any]]) -> str:
+    def render(
+        self, processor: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """By the tokenizer's template: the processor's own method insists on decoding sound itself."""
         return str(
             processor.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         )
 

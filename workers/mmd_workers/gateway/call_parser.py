@@ -1,0 +1,229 @@
+"""Reads the calls of tools in an answer, piece by piece.
+
+transformers' own `parse_response` does not serve: it needs a `response_template`, which few checkpoints have, returns the arguments of a
+call only once it has ended, and fails on a call that is broken. Independent of requests and the network.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+
+import regex
+
+from mmd_workers.gateway.conversation import MAX_TOOL_CALLS
+from mmd_workers.gateway.detokenizer import overlap
+from mmd_workers.model.tool_calls import Spelling
+
+CALL_ID_CHARACTERS = 9  # letters and digits, as templates of Mistral require
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_BLANK = " \t\r\n"
+_IN_STRING = regex.compile(r'["\\]')
+_OUTSIDE = regex.compile(r'["\[\]{}]|[^ \t\r\nA-Za-z0-9+.,:\-]')
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What a piece of an answer adds to one of its calls: at first `id` and `name`, then parts of the arguments, which are JSON."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What pieces of an answer are: content, and parts of calls, one for each call."""
+
+    content: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class CallParser:
+    """Reads the calls of one answer, however its text is cut into pieces.
+
+    A call has begun once its name, which is that of a tool, and the brace of its arguments are there; what follows is its arguments, until
+    they are complete or cannot be JSON. All other text is content, also what looks like the beginning of a call; of white space that at the
+    beginning, before a call, and after one is left out.
+    """
+
+    def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
+        """`most`: calls; what comes after them is content. The text must have the tokens of `special_token_ids`."""
+        form = spelling.form
+        self.special_token_ids = frozenset(spelling.special.values())
+        self._marker = form.marker
+        self._first = regex.compile(form.first)
+        self._after = regex.compile(form.after)
+        self._following = regex.compile(form.following) if form.following else None
+        self._last = regex.compile(form.last)
+        self._names = names
+        self._most = 1 if form.separator is None else most
+        self._held = ""  # not decided yet
+        self._blank: list[str] = []  # white space at the beginning or after a call
+        self._said = False  # content since then
+        self._step = self._text
+        self._arguments = _Arguments()
+        self._parsed = Parsed()
+        self.num_calls = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the arguments of all of them are complete."""
+        return self.num_calls > 0 and not self._arguments.open
+
+    def push(self, piece: str) -> Parsed:
+        """What became certain with this piece."""
+        return self._parse(piece, final=False)
+
+    def flush(self) -> Parsed:
+        """The rest, at the end of the answer."""
+        parsed = self._parse("", final=True)
+        if not self.num_calls:
+            parsed.content += "".join(self._blank)
+        return parsed
+
+    def _parse(self, piece: str, *, final: bool) -> Parsed:
+        self._held += piece
+        self._parsed = Parsed()
+        while self._held and self._step(final):
+            pass
+        return self._parsed
+
+    # Each step returns whether there is another one: False, more text has to come.
+
+    def _text(self, final: bool) -> bool:
+        if not self._said:
+            rest = self._held.lstrip(_BLANK)
+            self._blank.append(self._held[: len(self._held) - len(rest)])
+            self._held = rest
+            if not rest:
+                return False
+            if not self._marker and not self.num_calls:
+                self._step = self._beginning
+                return True
+        at = self._held.find(self._marker) if self._marker else -1
+        if at >= 0:
+            self._content(at)
+            self._step = self._beginning
+            return True
+        self._content(len(self._held) - (0 if final else overlap(self._held, self._marker)))
+        return False
+
+    def _beginning(self, final: bool) -> bool:
+        found = self._first.match(self._held, partial=not final)
+        if found and found.partial:
+            return False
+        if not self._begin(found):
+            self._content(max(1, len(self._marker)))
+            self._step = self._text
+        return True
+
+    def _begin(self, found: regex.Match[str] | None) -> bool:
+        if found is None or found["name"] not in self._names or self.num_calls >= self._most:
+            return False
+        self._blank.clear()
+        call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_CHARACTERS))
+        self._parsed.calls.append(CallPart(self.num_calls, call_id, found["name"], ""))
+        self.num_calls += 1
+        self._held = self._held[found.end() :]
+        self._arguments = _Arguments(open=True)
+        self._step = self._in_arguments
+        return True
+
+    def _in_arguments(self, final: bool) -> bool:
+        del final
+        end, is_json = self._arguments.scan(self._held)
+        if end:
+            calls = self._parsed.calls
+            if not calls or calls[-1].index != self.num_calls - 1:
+                calls.append(CallPart(self.num_calls - 1, None, None, ""))
+            calls[-1].arguments += self._held[:end]
+            self._held = self._held[end:]
+        if not is_json:
+            self._go_on_with_text()
+        elif not self._arguments.open:
+            self._said = False
+            self._step = self._at_end_of_call
+        return True
+
+    def _at_end_of_call(self, final: bool) -> bool:
+        found = self._after.match(self._held, partial=True)
+        if found is None:
+            self._go_on_with_text()
+        elif found.partial:
+            return self._unfinished(final)
+        else:
+            self._held = self._held[found.end() :]
+            self._step = self._text if self._following is None else self._after_call
+        return True
+
+    def _after_call(self, final: bool) -> bool:
+        assert self._following is not None
+        following = self._following.match(self._held, partial=True)
+        last = self._last.match(self._held, partial=True)
+        if following and not following.partial and self._begin(following):
+            return True
+        if last and not last.partial:
+            self._held = self._held[last.end() :]
+            self._step = self._text
+        elif (following and following.partial) or last:
+            return self._unfinished(final)
+        else:
+            self._go_on_with_text()
+        return True
+
+    def _unfinished(self, final: bool) -> bool:
+        """What comes after the arguments may be cut off with the answer: the call is complete."""
+        if final:
+            self._held = ""
+        return False
+
+    def _go_on_with_text(self) -> None:
+        self._said = True
+        self._step = self._text
+
+    def _content(self, characters: int) -> None:
+        if characters > 0:
+            self._parsed.content += "".join(self._blank) + self._held[:characters]
+            self._blank.clear()
+            self._said = True
+            self._held = self._held[characters:]
+
+
+@dataclass(slots=True)
+class _Arguments:
+    """Where the arguments of a call end, which begin with a brace: where as many brackets are closed as opened, or at what is no JSON."""
+
+    open: bool = False
+    _depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+
+    def scan(self, text: str) -> tuple[int, bool]:
+        """Where in the next piece they end, or the piece does, and whether they can be JSON so far."""
+        at = 0
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return len(text), True
+            mark, at = found.group(), found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\" and self._in_string:
+                self._escaped = True
+            elif mark in ("{", "["):
+                self._depth += 1
+            elif mark in ("}", "]"):
+                self._depth -= 1
+                if self._depth == 0:
+                    self.open = False
+                    return at, True
+            else:
+                return found.start(), False
+        return len(text), True

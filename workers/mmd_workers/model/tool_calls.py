@@ -1,0 +1,134 @@
+"""The forms in which chat templates write calls of tools. Independent of models, requests and the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import regex
+
+_W = r"[ \t\r\n]{0,8}"
+_NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
+_OBJECT = rf'(?P<open>\{{{_W}"name"{_W}:{_W}"){_NAME}(?P<middle>"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W})(?=\{{)'
+"""A call as a JSON object, from its beginning to its arguments."""
+_PROBED = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_result")
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a family of models writes calls, as regular expressions. What they match is bounded, so that no more text than that is held.
+
+    `marker`: begins a call, or a list of calls; without one a call begins with the answer. `first`: from the marker to the arguments of a
+    call, with the groups `open`, `name` and `middle`. `after`: what follows the arguments. `following`: from there to the arguments of the
+    next call of a list. `last`: the end of the list. `separator`: between calls, as the model writes it; None: it makes one call.
+    """
+
+    marker: str
+    first: str
+    after: str
+    following: str = ""
+    last: str = ""
+    separator: str | None = None
+
+
+FORMS: dict[str, CallForm] = {
+    "Hermes": CallForm(
+        marker="<tool_call>",
+        first=rf"(?P<begin>)<tool_call>{_W}{_OBJECT}",
+        after=rf"{_W}\}}{_W}</tool_call>",
+        separator="\n",
+    ),
+    "Mistral": CallForm(
+        marker="[TOOL_CALLS]",
+        first=rf"(?P<begin>\[TOOL_CALLS\]{_W}\[{_W}){_OBJECT}",
+        after=rf'(?P<id>{_W},{_W}"id"{_W}:{_W}"[A-Za-z0-9_-]{{0,64}}")?{_W}\}}',
+        following=rf"{_W},{_W}{_OBJECT}",
+        last=rf"{_W}\]",
+        separator=", ",
+    ),
+    "Mistral with [ARGS]": CallForm(
+        marker="[TOOL_CALLS]",
+        first=rf"(?P<begin>)(?P<open>\[TOOL_CALLS\]{_W}){_NAME}(?:\[CALL_ID\][A-Za-z0-9_-]{{1,64}})?(?P<middle>\[ARGS\]{_W})(?=\{{)",
+        after="",
+        separator="",
+    ),
+    "Llama 3": CallForm(
+        marker="",
+        first=rf"(?P<begin>)(?:<\|python_tag\|>)?{_OBJECT}",
+        after=rf"{_W}\}}",
+    ),
+}
+SPECIAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
+"""Parts of calls that are special tokens of some models, which texts leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How one model writes calls: `begin`, then for each call `open`, its name, `middle`, its arguments and `close`, with the form's separator
+    between calls, and `end`. `special`: the parts of these that are special tokens, with their ids.
+    """
+
+    form: CallForm
+    begin: str
+    open: str
+    middle: str
+    close: str
+    end: str
+    special: dict[str, int] = field(default_factory=dict)
+
+
+def spelling_of(rendered: str, before: str, special: dict[str, int]) -> Spelling | None:
+    """How a template writes calls, given what it makes of `probed_call`, and of the messages before the call; None: in another form."""
+    for form in FORMS.values():
+        arguments = rf'\{{{_W}"{_PROBED[1]}"{_W}:{_W}"{_PROBED[2]}"{_W}\}}'
+        whole = regex.compile(f"{form.first}{arguments}(?P<after>{form.after})(?P<last>{form.last})")
+        for found in whole.finditer(rendered):
+            if found["name"] != _PROBED[0]:
+                continue
+            if not form.marker and rendered[: found.start()].rstrip() != before.rstrip():
+                continue  # of another form, whose marker stands before it
+            return Spelling(
+                form,
+                begin=found["begin"],
+                open=rendered[found.end("begin") : found.start("name")],
+                middle=found["middle"],
+                close=found["after"].removeprefix(found.groupdict().get("id") or ""),
+                end=found["last"],
+                special=special,
+            )
+    return None
+
+
+def probed_call() -> list[dict[str, object]]:
+    """A conversation with a call and its result, in the shape of Hugging Face's chat templates."""
+    name, key, value, result = _PROBED
+    call_id = "mmdprobed"  # letters and digits, as templates of Mistral require
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": {key: value}}}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "call the tool"}]},
+        {"role": "assistant", "content": [], "tool_calls": [call]},
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": result}],
+            "tool_call_id": call_id,
+            "name": name,
+        },
+    ]
+
+
+def probed_tool() -> dict[str, object]:
+    """A tool, in the shape of Hugging Face's chat templates."""
+    name, key, *_ = _PROBED
+    properties = {key: {"type": "string", "description": "a value"}}
+    parameters = {"type": "object", "properties": properties, "required": [key]}
+    function = {"name": name, "description": "a tool", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def renders_call(text: str) -> bool:
+    """Whether a template has written every part of `probed_call`."""
+    return all(needle in text for needle in _PROBED)
+
+
+def renders_tool(text: str) -> bool:
+    """Whether a template has written `probed_tool`."""
+    return all(needle in text for needle in _PROBED[:2])
