@@ -61,12 +61,25 @@ TREE = {
         }
     },
 }
+CALLS = {
+    "lark": 'start: <[1]> call (", " call){0,2}\ncall: "f(" @tool ")" | "g(" @word ")"\n',
+    "json_schema": {
+        "tool": {
+            "type": "object",
+            "properties": {"a": {"enum": ["x", 1]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    },
+    "regex": {"word": "[a-f]{3,8}"},
+}
 GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(SCHEMA)),
     "recursive": Grammar("json_schema", json.dumps(TREE)),
     "object": Grammar("json_schema", '{"type":"object"}'),
     "regex": Grammar("regex", "[a-f]{3,8}(-[0-9]+)?"),
     "choice": Grammar("regex", "yes|no\\\n|maybe\\ ä"),
+    "composite": Grammar("composite", json.dumps(CALLS)),
 }
 FORMS = {"schema": SCHEMA, "recursive": TREE, "object": {"type": "object"}}
 
@@ -144,6 +157,19 @@ def test_regexes_and_choices_are_matched_and_end_by_themselves(temperature):
     assert re.fullmatch("[a-f]{0,8}(-[0-9]*)?", text_of(tokens))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_a_composite_begins_with_its_special_token_and_follows_its_parts(temperature):
+    (first, *tokens), reason = alone("composite", temperature)
+    assert first == 1
+    text = text_of(tokens)
+    calls = re.split(r"(?<=\)), ", text)
+    complete = r'f\(\{"a": ?("x"|1)\}\)|g\([a-f]{3,8}\)'
+    whole, last = (calls, []) if reason == "stop" else (calls[:-1], calls[-1:])
+    assert 1 <= len(calls) <= 3
+    assert all(re.fullmatch(complete, call) for call in whole), calls
+    assert all(call[:2] in ("", "f", "g", "f(", "g(") for call in last)
+
+
 def test_an_optional_end_is_the_models_choice():
     engine = make_engine(model())
     engine.add(constrained("a", Grammar("regex", "[a-z]{1,400}"), prompt_of(9, 3), temperature=2.0))
@@ -218,7 +244,7 @@ def test_prefill_here_and_decode_there_gives_the_same_tokens(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["schema", "recursive"])
+@pytest.mark.parametrize("name", ["schema", "recursive", "composite"])
 def test_a_request_goes_on_on_another_pod_after_any_of_its_tokens(name, temperature):
     whole, reason = alone(name, temperature)
     for made in range(1, len(whole), 3):

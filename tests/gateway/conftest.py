@@ -12,6 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from examples import random_model
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import free_port
 from mmd_workers.gateway import leave, service
@@ -90,3 +91,10 @@ async def launch(
         await one.openai.close()
         await one.http.aclose()
         await one.admin.aclose()
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    random_model.build("llama", folder, seed=1, size=random_model.Size())
+    return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from openai import AsyncOpenAI
@@ -98,6 +99,16 @@ class Running:
         async with asyncio.timeout(DEADLINE_SECONDS):
             while await self.metric(name) != value:
                 await asyncio.sleep(0.02)
+
+
+def with_template(folder: Path, target: Path, template: str) -> Path:
+    """A copy of a model with another chat template, in the folder `target`."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (target / file.name).symlink_to(file)
+    (target / "chat_template.jinja").write_text(template)
+    return target
 
 
 Launch = Callable[..., Awaitable[Running]]

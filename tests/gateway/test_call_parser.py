@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -29,7 +30,7 @@ def parsed(reader: CallParser, pieces: list[str]) -> tuple[str, list[Call]]:
         content += found.content
         for part in found.calls:
             if part.name is not None:
-                assert part.index == len(calls) and part.id is not None
+                assert (part.index, part.id is None) == (len(calls), False)
                 calls.append((part.name, ""))
             assert part.index == len(calls) - 1
             calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
@@ -145,7 +146,7 @@ def test_a_name_and_arguments_come_as_soon_as_they_are_there() -> None:
     assert reader.push('<tool_call>{"name": "add", "arguments": ').calls == []
     (begun,) = reader.push('{"a').calls
     assert (begun.index, begun.name, begun.arguments) == (0, "add", '{"a')
-    assert len(begun.id or "") == 9 and (begun.id or "").isalnum()
+    assert re.fullmatch("[A-Za-z0-9]{9}", begun.id or "")
     (more,) = reader.push('": 1').calls
     assert (more.id, more.name, more.arguments) == (None, None, '": 1')
     assert not reader.complete

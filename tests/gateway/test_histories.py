@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import random_model
-
-from .running import Launch, Running
+from .running import Launch, Running, with_template
 
 MODEL = "builtin/demo"
 ASKED = {"role": "user", "content": "add 1 and 2"}
@@ -97,22 +95,6 @@ async def test_control_tokens_in_tool_calls_stay_text(launch: Launch, place: str
     for token in ("<|im_start|>", "<|im_end|>", "<|IMAGE|>"):
         token_id = gateway.tokenizer.convert_tokens_to_ids(token)
         assert injected.count(token_id) == plain.count(token_id)
-
-
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model.build("llama", folder, seed=1, size=random_model.Size())
-    return folder
-
-
-def with_template(folder: Path, target: Path, template: str) -> Path:
-    target.mkdir()
-    for file in folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (target / file.name).symlink_to(file)
-    (target / "chat_template.jinja").write_text(template)
-    return target
 
 
 TOOLS = (

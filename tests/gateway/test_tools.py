@@ -9,13 +9,11 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from examples import random_model
 from mmd_api.contract.answers import Grammar
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.grammar import Grammars
 
-from .running import Launch, Running
-from .test_histories import with_template
+from .running import Launch, Running, with_template
 
 MODEL = "builtin/demo"
 ASKED = [{"role": "user", "content": "add 1 and 2"}]
@@ -205,6 +203,16 @@ WRONG = '<tool_call>{"name": "add", "arguments": {"a": "1"}}</tool_call>'
 TEXT = "the red circle"
 BOTH = f"{CALL}\n{CALL_NOW}"
 
+
+def wants(schema: dict) -> dict:
+    """A tool `add` whose one argument that it names is a number."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], **schema}
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+NAMED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+MORE = '<tool_call>{"name": "add", "arguments": {"a": 1, "z": 2}}</tool_call>'
+
 FOLLOWED: list[tuple[str, dict, list[str], list[str]]] = [
     ("required", {"tool_choice": "required"}, [CALL, CALL_NOW, BOTH], [TEXT, f"a {CALL}", WRONG, ""]),
     ("one required", {"tool_choice": "required", "parallel_tool_calls": False}, [CALL], [BOTH, TEXT]),
@@ -212,6 +220,8 @@ FOLLOWED: list[tuple[str, dict, list[str], list[str]]] = [
     ("some required", {"tool_choice": REQUIRED}, [CALL_NOW], [CALL, TEXT]),
     ("some allowed", {"tool_choice": ALLOWED}, [TEXT, CALL_NOW, f"a {CALL_NOW}"], [CALL]),
     ("strict", {"tools": [STRICT, NOW]}, [TEXT, CALL, BOTH, f"a\n{BOTH}", "a <tool", ""], [WRONG, f"a {WRONG}"]),
+    ("arguments that are named", {"tools": [wants({})], "tool_choice": "required"}, [NAMED], [MORE]),
+    ("others as well", {"tools": [wants({"additionalProperties": True})], "tool_choice": "required"}, [NAMED, MORE], [WRONG]),
     ("one allowed", {"parallel_tool_calls": False}, [TEXT, CALL, WRONG, f"a {CALL}"], [BOTH]),
     ("an answer in a form", {"response_format": FORM}, ["true", CALL, BOTH], [TEXT, f"a {CALL}"]),
     ("a forced call beside a form", {"response_format": FORM, "tool_choice": "required"}, [CALL], ["true"]),
@@ -248,13 +258,6 @@ async def test_a_free_choice_needs_no_grammar(launch: Launch) -> None:
 
 
 # Other models' templates
-
-
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model.build("llama", folder, seed=1, size=random_model.Size())
-    return folder
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import jsonschema
 import pytest
+from pydantic import BaseModel
 
 from tests.support import oracle
 from tests.support.local_deployment import Deployment
@@ -48,6 +51,48 @@ def after_the_tool(demo: Deployment) -> str:
     tokens = httpx.post(f"{demo.local.gateway_url}/tokenize", json={"messages": HISTORY}, timeout=60).json()
     answer = demo.client().completions.create(model=MODEL, prompt=tokens["tokens"], **GREEDY)
     return answer.choices[0].text
+
+
+COLOR = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green", "blue"]}, "sides": {"enum": [3, 4]}},
+    "required": ["color", "sides"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "draw", "description": "Draws a shape.", "parameters": COLOR},
+}
+ONE: dict[str, Any] = {
+    "tools": [TOOL],
+    "tool_choice": {"type": "function", "function": {"name": "draw"}},
+    "temperature": 0,
+    "max_tokens": 160,
+}
+ASKED = [{"role": "user", "content": "Draw something."}]
+
+
+class Shape(BaseModel):
+    """A shape."""
+
+    color: Literal["red", "green", "blue"]
+    sides: Literal[3, 4]
+
+
+def check_call(name: str, arguments: str) -> dict[str, Any]:
+    assert name == "draw"
+    found: dict[str, Any] = json.loads(arguments)
+    jsonschema.validate(found, COLOR)
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(demo: Deployment) -> dict[str, Any]:
+    """The arguments of the one call that the model can make to `ASKED`."""
+    (choice,) = demo.client().chat.completions.create(model=MODEL, messages=ASKED, **ONE).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    return check_call(call.function.name, call.function.arguments)
 
 
 def v1(demo: Deployment) -> dict[str, Any]:
@@ -132,3 +177,74 @@ def test_litellm_chats_streams_and_completes(demo: Deployment, expected: str, af
     assert litellm.text_completion(**text).choices[0].text == expected
     streamed = litellm.text_completion(stream=True, **text)
     assert "".join(c.choices[0].text or "" for c in streamed) == expected
+
+
+def test_the_tool_loop_of_the_official_client(demo: Deployment, drawn: dict[str, Any]) -> None:
+    client, messages = demo.client(), [*ASKED]
+    with client.chat.completions.stream(model=MODEL, messages=messages, **ONE) as stream:
+        deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        answer = stream.get_final_completion().choices[0]
+    assert len(deltas) > 1
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls
+    assert check_call(call.function.name, call.function.arguments) == drawn
+    messages += [
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
+    last = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], **GREEDY)
+    assert last.choices[0].finish_reason in ("stop", "length")
+    parts = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[TOOL], stream=True, **GREEDY
+    )
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == last.choices[0].message.content
+    tokens = {"messages": messages, "tools": [TOOL]}
+    prompt = httpx.post(f"{demo.local.gateway_url}/tokenize", json=tokens, timeout=60).json()["tokens"]
+    assert last.usage.prompt_tokens == len(prompt)
+
+
+def test_forced_calls_match_their_schemas_however_they_are_drawn(demo: Deployment) -> None:
+    wild = {**ONE, "temperature": 2.0, "n": 8, "seed": 3}
+    for more in ({}, {"tool_choice": "required", "parallel_tool_calls": False}):
+        answer = demo.client().chat.completions.create(model=MODEL, messages=ASKED, **{**wild, **more})
+        found = [
+            check_call(c.message.tool_calls[0].function.name, c.message.tool_calls[0].function.arguments)
+            for c in answer.choices
+        ]
+        assert len({json.dumps(arguments) for arguments in found}) > 1
+        assert {len(c.message.tool_calls) for c in answer.choices} == {1}
+        assert {c.finish_reason for c in answer.choices} == {"tool_calls"}
+
+
+def test_langchain_binds_tools_and_gets_structured_output(demo: Deployment, drawn: dict[str, Any]) -> None:
+    chat = ChatOpenAI(model=MODEL, **v1(demo), temperature=0, max_tokens=160)
+    bound = chat.bind_tools([TOOL], tool_choice="draw")
+    answer = bound.invoke(ASKED)
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("draw", drawn)]
+    chunks = list(bound.stream(ASKED))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("draw", drawn)]
+    call = answer.tool_calls[0]
+    history = [HumanMessage("Draw something."), answer, ToolMessage("done", tool_call_id=call["id"])]
+    assert isinstance(chat.bind_tools([TOOL]).invoke(history), AIMessage)
+    for method in ("function_calling", "json_schema"):
+        shape = chat.with_structured_output(Shape, method=method).invoke("Draw something.")
+        assert isinstance(shape, Shape)
+    strict = chat.bind_tools([TOOL], strict=True, parallel_tool_calls=False).invoke(ASKED)
+    assert len(strict.tool_calls) <= 1
+
+
+def test_litellm_calls_tools(demo: Deployment, drawn: dict[str, Any]) -> None:
+    where = {"api_base": f"{demo.local.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
+    chat = {"model": f"openai/{MODEL}", "messages": ASKED, **where, **ONE}
+    message = litellm.completion(**chat).choices[0].message
+    (call,) = message.tool_calls
+    assert check_call(call.function.name, call.function.arguments) == drawn
+    whole = litellm.stream_chunk_builder(list(litellm.completion(stream=True, **chat)))
+    (streamed,) = whole.choices[0].message.tool_calls
+    assert check_call(streamed.function.name, streamed.function.arguments) == drawn
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    again = {**chat, "messages": [*ASKED, message, result], "tool_choice": "auto"}
+    assert litellm.completion(**again).choices[0].finish_reason

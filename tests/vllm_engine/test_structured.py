@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import jsonschema
@@ -31,6 +32,19 @@ SCHEMA = {
 }
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
 CHOICE = Grammar("regex", "yes|no|perhaps")
+CALLS = {
+    "lark": 'start: <[1]> call (", " call){0,2}\ncall: "f(" @tool ")" | "g(" @word ")"\n',
+    "json_schema": {
+        "tool": {
+            "type": "object",
+            "properties": {"a": {"enum": ["x", 1]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    },
+    "regex": {"word": "[a-f]{3,8}"},
+}
+COMPOSITE = Grammar("composite", json.dumps(CALLS))
 MOST = 64
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 
@@ -97,6 +111,19 @@ def test_an_answer_ends_where_nothing_can_follow(core, folder, tokenizer, temper
     assert tokenizer.decode(tokens) in ("yes", "no", "perhaps")
     assert reason == "stop"
     cores.assert_empty(core)
+
+
+@TEMPERATURES
+def test_a_composite_begins_with_its_special_token_and_goes_on_anywhere(core, folder, tokenizer, temperature):
+    request = request_of(folder, temperature, COMPOSITE)
+    whole, reason = answer(core, request)
+    assert whole[0] == 1
+    assert reason == "stop"
+    call = r'(f\(\{"a": ?("x"|1)\}\)|g\([a-f]{3,8}\))'
+    assert re.fullmatch(f"{call}(, {call}){{0,2}}", tokenizer.decode(whole[1:], skip_special_tokens=True))
+    for made in (1, len(whole) // 2):
+        rest, _ = answer(core, replace(request, output_token_ids=whole[:made]))
+        assert whole[:made] + rest == whole
 
 
 @TEMPERATURES

@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway.call_parser import CallParser, CallPart, Parsed
 from mmd_workers.gateway.chat_response import (
+    AnsweredCall,
+    AnsweredFunction,
     ApiFinishReason,
     AssistantMessage,
-    CalledFunction,
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
@@ -20,7 +21,6 @@ from mmd_workers.gateway.chat_response import (
     FunctionDelta,
     PromptTokensDetails,
     TokenLogprobs,
-    ToolCall,
     ToolCallDelta,
     TopLogprob,
     Usage,
@@ -180,7 +180,7 @@ class CompleteChoice:
     def choice(self, *, token_ids: bool) -> Choice:
         """The complete answer, without its `entries`."""
         calls = [
-            ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments.getvalue()))
+            AnsweredCall(id=call_id, function=AnsweredFunction(name=name, arguments=arguments.getvalue()))
             for call_id, name, arguments in self._calls
         ]
         message = AssistantMessage(content=self._text.getvalue())

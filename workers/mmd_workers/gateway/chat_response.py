@@ -54,19 +54,19 @@ class Usage(BaseModel):
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class CalledFunction(BaseModel):
+class AnsweredFunction(BaseModel):
     """The function of a call. `arguments`: JSON, unless the answer was cut or the model wrote something else."""
 
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class AnsweredCall(BaseModel):
     """A call that the model makes."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: AnsweredFunction
 
 
 class AssistantMessage(BaseModel):
@@ -75,7 +75,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = Field(None, exclude_if=lambda calls: calls is None)
+    tool_calls: list[AnsweredCall] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
 class Choice(BaseModel):

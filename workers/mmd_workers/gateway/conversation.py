@@ -80,6 +80,9 @@ class CalledFunction(Strict):
 
     name: CallName
     arguments: str
+    parsed_arguments: Annotated[
+        Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
+    ] = None
 
 
 class ToolCall(Strict):

@@ -168,7 +168,7 @@ class ToolUse:
                 exact_integers(source)
             except PydanticCustomError as error:
                 raise ApiError(InvalidValueError(f"{param}: {error.message()}"), param=param) from error
-            schemas[f"tool{number}"] = json.loads(source)
+            schemas[f"tool{number}"] = _closed(json.loads(source))
             called.append(f"{_quoted(tool.name + spelling.middle, spelling)} @tool{number}")
         composite: dict[str, Any] = {"lark": "", "json_schema": schemas, "regex": {}}
         if answer is not None and not self.forced:
@@ -227,6 +227,14 @@ def tool_use(
 def _source(tool: FunctionTool) -> str:
     parameters: Any = tool.parameters  # JSON since it was validated
     return json.dumps(NO_PARAMETERS) if parameters is None else str(parameters)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, without arguments that it does not name, unless it says something about them."""
+    open_ended = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+    if "properties" not in schema or not open_ended.isdisjoint(schema):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answer: bool) -> str:
