@@ -149,6 +149,14 @@ async def test_the_process_reports_the_words_of_the_library() -> None:
         await try_out(schema({"not": {}}))
 
 
+async def test_special_tokens_of_any_model_are_tried_out() -> None:
+    source = {"lark": "start: <[151657]> @a", "json_schema": {"a": {"type": "integer"}}, "regex": {}}
+    await try_out(Grammar("composite", json.dumps(source)))
+    source["json_schema"] = {"a": {"type": "colour"}}
+    with pytest.raises(GrammarFailedError, match="colour"):
+        await try_out(Grammar("composite", json.dumps(source)))
+
+
 async def test_a_cancelled_check_leaves_no_process(started: list[Process], grammars: Grammars) -> None:
     check = GrammarCheck(grammars)
     task = asyncio.create_task(check.check(OBJECT, "field"))
@@ -247,11 +255,14 @@ async def test_a_hostile_schema_is_refused_and_its_text_is_in_the_answer_alone(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await launch()
-    field = "response_format.json_schema.schema"
 
-    async def refused(value: dict) -> str:
+    async def refused(value: dict, *, tool: bool = False) -> str:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "response_format": form}
+        of_a_tool = {"properties": {"x": value}, "$defs": value.get("$defs", {})}
+        function = {"name": "f", "parameters": of_a_tool, "strict": True}
+        asked = {"tools": [{"type": "function", "function": function}]} if tool else {"response_format": form}
+        field = "tools" if tool else "response_format.json_schema.schema"
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **asked}
         response = await gateway.http.post("/v1/chat/completions", json=body)
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
@@ -262,5 +273,7 @@ async def test_a_hostile_schema_is_refused_and_its_text_is_in_the_answer_alone(
 
     assert SECRET in await refused({"type": "string", SECRET: 1, "pattern": f"{SECRET}("})
     assert "takes too much to compile" in await refused(doubling(26, f"^{SECRET}+$"))
+    assert SECRET in await refused({"type": "string", "pattern": f"{SECRET}("}, tool=True)
+    assert "takes too much to compile" in await refused(doubling(26, f"^{SECRET}+$"), tool=True)
     listed = await gateway.admin.get("/debug/requests")
     assert SECRET not in listed.text + caplog.text

@@ -154,10 +154,12 @@ class Intake:
     ) -> Grammar | None:
         """What the answer must match, once it has been compiled here. `spelling`: of calls of `tools`."""
         grammar, param = request.grammar() or (None, "")
-        if tools is not None and spelling is not None:
-            grammar, param = tools.grammar(spelling, grammar), param or "tools"
         if grammar is not None:
             await self._grammars.check(grammar, param)
+        if tools is not None and spelling is not None:
+            grammar = tools.grammar(spelling, grammar)
+            if grammar is not None:
+                await self._grammars.check(grammar, "tools")
         return grammar
 
     async def _spelling(self) -> Spelling:
