@@ -263,10 +263,12 @@ async def test_a_free_choice_needs_no_grammar(launch: Launch) -> None:
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 ASSISTANT = "{% if add_generation_prompt %}[assistant]{% endif %}"
+TAGGED = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
 LISTED = '[TOOL_CALLS] [{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}]'
 WITH_ARGS = "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
 LLAMA = '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
 FOREIGN = "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>"
+TOKENS = {TAGGED: ("<tool_call>", "</tool_call>")}
 PREFIXED = "<|call|>" + LLAMA
 
 
@@ -302,39 +304,43 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
     assert refused.value.param == "tools"
 
 
-def with_special_tokens(folder: Path, *tokens: str) -> None:
-    """Give names of special tokens to the first of the tokenizer's, which are special."""
+def with_tokens(folder: Path, *tokens: str, special: bool) -> None:
+    """Give names to the first tokens of the tokenizer, which are special or not."""
     file = folder / "tokenizer.json"
     text = file.read_text()
-    added = [token["content"] for token in json.loads(text)["added_tokens"] if token["special"]]
-    for old, new in zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=False):
-        assert old in added
+    for old, new in zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=True):
         text = text.replace(json.dumps(old), json.dumps(new))
+    settings = json.loads(text)
+    for added in settings["added_tokens"]:
+        if added["content"] in tokens:
+            added["special"] = special
     file.unlink()
-    file.write_text(text)
+    file.write_text(json.dumps(settings))
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("kind", ["text", "token", "special token"])
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (TAGGED, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),
         (LISTED, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]'),
         (WITH_ARGS, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}'),
         (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
     ],
-    ids=["list", "args", "object"],
+    ids=["tags", "list", "args", "object"],
 )
 async def test_calls_are_forced_and_read_in_the_form_of_the_template(
-    launch: Launch, text_model: Path, tmp_path: Path, call: str, said: str, special: bool
+    launch: Launch, text_model: Path, tmp_path: Path, call: str, said: str, kind: str
 ) -> None:
     folder = with_template(text_model, tmp_path / "model", template(call))
-    if special:
-        with_special_tokens(folder, "[TOOL_CALLS]", "[ARGS]")
+    marker, *others = TOKENS.get(call, ("[TOOL_CALLS]", "[ARGS]"))
+    if kind != "text":
+        with_tokens(folder, marker, *others, special=kind == "special token")
     gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     token_ids = tokenizer.encode(said, add_special_tokens=False)
-    if special and "[TOOL_CALLS]" in said:
-        assert token_ids[0] == tokenizer.convert_tokens_to_ids("[TOOL_CALLS]") < 5
+    if kind != "text" and marker in said:
+        assert token_ids[0] == tokenizer.convert_tokens_to_ids(marker)
     worker = await gateway.worker(token_ids)
     for tools, choice in (([ADD, NOW], "required"), ([STRICT], "auto")):
         made = await answer(gateway, tools=tools, tool_choice=choice)
@@ -349,3 +355,8 @@ async def test_calls_are_forced_and_read_in_the_form_of_the_template(
         text = tokenizer.encode("the", add_special_tokens=False)
         begun = grammars.begin(grammar).matcher.try_consume_tokens(text)
         assert begun == (len(text) if choice == "auto" else 0)
+        if kind != "text" and marker in said and choice == "auto":
+            spelled = [
+                token for letter in marker for token in tokenizer.encode(letter, add_special_tokens=False)
+            ]
+            assert grammars.begin(grammar).matcher.try_consume_tokens(spelled) == len(spelled) - 1

@@ -50,9 +50,9 @@ class CallParser:
     """
 
     def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
-        """`most`: calls; what comes after them is content. The text must have the tokens of `special_token_ids`."""
+        """`most`: calls; what comes after them is content. The text must have the tokens of `token_ids`."""
         form = spelling.form
-        self.special_token_ids = frozenset(spelling.special.values())
+        self.token_ids = frozenset(spelling.tokens.values())
         self._marker = form.marker
         self._first = regex.compile(form.first)
         self._after = regex.compile(form.after)

@@ -61,7 +61,7 @@ class ChoiceStream:
         self.completion_tokens = 0
         self._frontend = frontend
         self._parser = parser
-        kept = frozenset[int]() if parser is None else parser.special_token_ids
+        kept = frozenset[int]() if parser is None else parser.token_ids
         self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=kept))
         self._scanner = StopScanner(stops)
         self._stop_token_ids = frozenset(stop_token_ids)

@@ -5,6 +5,7 @@ their schemas. Independent of the network.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -240,7 +241,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answer: bool) -> str:
     """In the library's language: calls of tools, which are `called` so, as the model writes them.
 
-    Text goes on until a call begins: a special token is never a part of it, another marker ends it where it is complete.
+    Text goes on until a call begins: a marker that is a token is no part of it, another one ends it where it is complete.
     """
     form = spelling.form
     begin, opened = _quoted(spelling.begin, spelling), _quoted(spelling.open, spelling)
@@ -258,9 +259,10 @@ def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answe
     elif not form.marker:
         starts = ["TEXT?", "calls"]
         rules.append(r"TEXT: /[^{\s](?s:.*)/")
-    elif form.marker in spelling.special:
+    elif form.marker in spelling.tokens:
         starts = ["TEXT", " ".join(["TEXT", "calls"])]
-        rules.append("TEXT: /(?s:.*)/")
+        marker = re.escape(form.marker)
+        rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/")
     else:
         first = _quoted((spelling.begin + spelling.open).removeprefix(form.marker), spelling)
         starts = ["TEXT", f"marked {first} {rest}"]
@@ -269,10 +271,10 @@ def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answe
 
 
 def _quoted(text: str, spelling: Spelling) -> str:
-    """A text in the library's language, its special tokens by their ids; empty where the text is."""
-    found = min(((at, token) for token in spelling.special if (at := text.find(token)) >= 0), default=None)
+    """A text in the library's language, its tokens by their ids; empty where the text is."""
+    found = min(((at, token) for token in spelling.tokens if (at := text.find(token)) >= 0), default=None)
     if found is None:
         return json.dumps(text) if text else ""
     at, token = found
     before, after = _quoted(text[:at], spelling), _quoted(text[at + len(token) :], spelling)
-    return " ".join(part for part in (before, f"<[{spelling.special[token]}]>", after) if part)
+    return " ".join(part for part in (before, f"<[{spelling.tokens[token]}]>", after) if part)

@@ -217,14 +217,10 @@ class HfFrontend:
     def call_spelling(self) -> Spelling | None:
         """How the model writes calls of tools; None: in no form that is known. The first look takes milliseconds."""
         probed = tool_calls.probed_call()
-        special = {
-            token: token_id
-            for token in tool_calls.SPECIAL
-            if (token_id := self.tokenizer.added_tokens_encoder.get(token)) is not None
-            and self.tokenizer.added_tokens_decoder[token_id].special
-        }
+        added = self.tokenizer.added_tokens_encoder
+        tokens = {token: int(added[token]) for token in tool_calls.MAY_BE_TOKENS if token in added}
         before = self._rendered_if_possible(probed[:1])
-        return tool_calls.spelling_of(self._rendered_if_possible(probed), before, special)
+        return tool_calls.spelling_of(self._rendered_if_possible(probed), before, tokens)
 
     def _rendered_if_possible(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()

@@ -57,14 +57,14 @@ FORMS: dict[str, CallForm] = {
         after=rf"{_W}\}}",
     ),
 }
-SPECIAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
-"""Parts of calls that are special tokens of some models, which texts leave out."""
+MAY_BE_TOKENS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
+"""Parts of calls that some models have as tokens of their own: special ones, which texts leave out, and others, which no shorter tokens may spell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """How one model writes calls: `begin`, then for each call `open`, its name, `middle`, its arguments and `close`, with the form's separator
-    between calls, and `end`. `special`: the parts of these that are special tokens, with their ids.
+    between calls, and `end`. `tokens`: the ids of those parts of calls that are tokens of their own.
     """
 
     form: CallForm
@@ -73,10 +73,10 @@ class Spelling:
     middle: str
     close: str
     end: str
-    special: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
 
 
-def spelling_of(rendered: str, before: str, special: dict[str, int]) -> Spelling | None:
+def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling | None:
     """How a template writes calls, given what it makes of `probed_call`, and of the messages before the call; None: in another form."""
     for form in FORMS.values():
         arguments = rf'\{{{_W}"{_PROBED[1]}"{_W}:{_W}"{_PROBED[2]}"{_W}\}}'
@@ -93,7 +93,7 @@ def spelling_of(rendered: str, before: str, special: dict[str, int]) -> Spelling
                 middle=found["middle"],
                 close=found["after"].removeprefix(found.groupdict().get("id") or ""),
                 end=found["last"],
-                special=special,
+                tokens=tokens,
             )
     return None
 
