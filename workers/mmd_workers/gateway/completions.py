@@ -174,6 +174,7 @@ class ChatCompletions(_Generation[ChatRequest]):
         gateway = self._gateway
         prepared = await gateway.intake.prepare(request, reservation, exchange.timeline, gateway.model_len())
         request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
+        request.tools = request.tool_choice = None
         shape = ChatShape(logprobs=request.num_logprobs is not None, token_ids=bool(request.return_token_ids))
         return [prepared], shape, 0
 

@@ -134,7 +134,7 @@ class Intake:
             {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
             for f in features
         ]
-        new_parser = None if tools is None or spelling is None else partial(tools.parser, spelling)
+        new_parser = None if tools is None or spelling is None else tools.parsers(spelling)
         return Prepared(layout, features, _sampling(request, rules, grammar, room), new_parser)
 
     async def _rules(self, request: GenerationRequest) -> LogitRules | None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
@@ -146,9 +147,9 @@ class ToolUse:
             return "tools"
         return None if self.parallel else "parallel_tool_calls"
 
-    def parser(self, spelling: Spelling) -> CallParser:
-        """Reads the calls of one answer."""
-        return CallParser(spelling, self.allowed, most=MAX_TOOL_CALLS if self.parallel else 1)
+    def parsers(self, spelling: Spelling) -> Callable[[], CallParser]:
+        """Makes what reads the calls of one answer, without keeping the tools themselves."""
+        return partial(CallParser, spelling, self.allowed, most=MAX_TOOL_CALLS if self.parallel else 1)
 
     def grammar(self, spelling: Spelling, answer: Grammar | None) -> Grammar | None:
         """What the answer must match: calls, or unless they are forced `answer` or any text before calls. None: it is free.
