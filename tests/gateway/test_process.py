@@ -43,11 +43,11 @@ MESH = f"r1-{of_model(ModelSpec(id='builtin/demo'))}"
 
 @contextlib.asynccontextmanager
 async def running(
-    server: NatsServer, tmp_path: Path, **environment: str
+    server: NatsServer, tmp_path: Path, gateway: dict | None = None, **environment: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
     port = free_port()
     config = tmp_path / "pipeline.json"
-    config.write_text(pipeline_config("own", {}).dump())
+    config.write_text(pipeline_config("own", gateway or {}).dump())
     child = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("mmd")),
         "gateway",

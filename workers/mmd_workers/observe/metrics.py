@@ -95,6 +95,30 @@ class Metrics(MetricTable):
             "state: loading, ready, draining, drained",
         )
 
+        self._begin("Tenants (gateway, with spec.gateway.auth)", "gateway")
+        self.tenant_requests = counter(
+            "mmd_tenant_requests_total",
+            "Finished requests of each tenant, by HTTP status",
+            "tenant: `name` in keys.yaml, or (removed)",
+            "status: `200`, `429` and other HTTP statuses",
+        )
+        self.tenant_running = gauge(
+            "mmd_tenant_requests_running",
+            "Requests of each tenant that are in flight",
+            "tenant: `name` in keys.yaml",
+        )
+        self.refused_keys = counter(
+            "mmd_gateway_unauthorized_total",
+            "Requests answered with status 401, by what was wrong with their API key",
+            "reason: missing, malformed, unknown, expired",
+            moved_by="trouble",
+        )
+        self.keys_rejected = gauge(
+            "mmd_gateway_keys_rejected_state",
+            "1 while the file of API keys is missing or invalid; the last valid one is in effect, if there was one",
+            moved_by="trouble",
+        )
+
         self._begin("Media (gateway)", "gateway")
         self.fetch_bytes = counter(
             "mmd_media_fetched_bytes_total", "Media received from clients and URLs", "modality"
