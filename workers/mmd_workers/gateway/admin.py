@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import NotFoundError
-from mmd_api.contract.load import WorkerState
+from mmd_api.contract.load import MAX_FAULT_CHARACTERS, WorkerState
 from mmd_api.contract.pools import ROLES
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
@@ -82,6 +82,8 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         beat = heartbeat()
         held = gateway.dispatcher.held_by_role()
         report = gateway.demand.report(beat.pod, beat.revision, held)
+        if gateway.access is not None:
+            report = report.model_copy(update={"keys_fault": gateway.access.fault[:MAX_FAULT_CHARACTERS]})
         return JSONResponse(report.model_dump(mode="json"))
 
     async def targets(_request: Request) -> Response:
