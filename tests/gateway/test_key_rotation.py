@@ -15,8 +15,8 @@ from mmd_api.tenants import hash_of, new_key
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
 
+from .process import BODY, MESH, TEXT, running
 from .scripted import ScriptedWorker, answer_well
-from .test_process import BODY, MESH, TEXT, running
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from mmd_api.contract.errors import RateLimitError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
 from mmd_api.tenants import TenantLimits
 from mmd_workers.gateway.accounting import kept_promises
-from mmd_workers.gateway.limits import RequestsOfAMinute, Usage
+from mmd_workers.gateway.limits import RequestsOfAMinute, TenantUsage
 from mmd_workers.gateway.timeline import Timeline
 
 
@@ -20,14 +20,14 @@ def limits(**which: int) -> TenantLimits:
     return TenantLimits.model_validate(which)
 
 
-def refused(usage: Usage, limits: TenantLimits, now: float, gateways: int = 1) -> RateLimitError:
+def refused(usage: TenantUsage, limits: TenantLimits, now: float, gateways: int = 1) -> RateLimitError:
     with pytest.raises(RateLimitError) as error:
         usage.begin("search", limits, gateways, now)
     return error.value
 
 
 def test_requests_of_a_minute_are_refused_beyond_the_limit_until_the_oldest_is_a_minute_old() -> None:
-    usage, limit = Usage(), limits(requestsPerMinute=3)
+    usage, limit = TenantUsage(), limits(requestsPerMinute=3)
     for now in (10.2, 20.0, 30.0):
         usage.begin("search", limit, 1, now)
         usage.end(0.1)
@@ -40,7 +40,7 @@ def test_requests_of_a_minute_are_refused_beyond_the_limit_until_the_oldest_is_a
 
 
 def test_a_refused_request_does_not_count() -> None:
-    usage, limit = Usage(), limits(requestsPerMinute=1)
+    usage, limit = TenantUsage(), limits(requestsPerMinute=1)
     usage.begin("search", limit, 1, 0.0)
     usage.end(0.1)
     for now in range(60):
@@ -49,7 +49,7 @@ def test_a_refused_request_does_not_count() -> None:
 
 
 def test_requests_in_flight_are_refused_beyond_the_limit_until_one_ends() -> None:
-    usage, limit = Usage(), limits(concurrentRequests=2)
+    usage, limit = TenantUsage(), limits(concurrentRequests=2)
     usage.begin("search", limit, 1, 0.0)
     usage.begin("search", limit, 1, 0.0)
     error = refused(usage, limit, 1.0)
@@ -59,7 +59,7 @@ def test_requests_in_flight_are_refused_beyond_the_limit_until_one_ends() -> Non
 
 
 def test_the_time_to_retry_follows_how_long_requests_take() -> None:
-    usage, limit = Usage(), limits(concurrentRequests=2)
+    usage, limit = TenantUsage(), limits(concurrentRequests=2)
     usage.begin("search", limit, 1, 0.0)
     usage.end(20.0)
     usage.begin("search", limit, 1, 20.0)
@@ -68,7 +68,7 @@ def test_the_time_to_retry_follows_how_long_requests_take() -> None:
 
 
 def test_a_limit_is_divided_among_gateways_and_rounded_up() -> None:
-    usage, limit = Usage(), limits(concurrentRequests=3)
+    usage, limit = TenantUsage(), limits(concurrentRequests=3)
     usage.begin("search", limit, 2, 0.0)
     usage.begin("search", limit, 2, 0.0)
     error = refused(usage, limit, 0.0, gateways=2)
@@ -77,7 +77,7 @@ def test_a_limit_is_divided_among_gateways_and_rounded_up() -> None:
 
 
 def test_without_limits_nothing_is_refused() -> None:
-    usage = Usage()
+    usage = TenantUsage()
     for _ in range(10_000):
         usage.begin("search", TenantLimits(), 1, 0.0)
 

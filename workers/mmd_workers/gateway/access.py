@@ -17,7 +17,7 @@ from typing import Any
 
 from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
 from mmd_api.tenants import MAX_FILE_BYTES, Tenant, digest, digest_of, parse_tenants
-from mmd_workers.gateway.limits import Usage
+from mmd_workers.gateway.limits import TenantUsage
 from mmd_workers.live import LiveFile
 from mmd_workers.observe.metrics import Metrics
 
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class KnownTenant:
     """A tenant at this gateway: as the file has it now, and what it uses. Outlives changes of the file."""
 
     tenant: Tenant = field(repr=False)
-    usage: Usage = field(default_factory=Usage)
+    usage: TenantUsage = field(default_factory=TenantUsage)
 
     @property
     def name(self) -> str:
@@ -50,8 +50,8 @@ class Access:
 
     def __init__(self, metrics: Metrics, gateways: Callable[[], int] = lambda: 1) -> None:
         self._metrics, self._gateways = metrics, gateways
-        self._clients: dict[str, Client] = {}
-        self._by_digest: Mapping[bytes, tuple[Client, datetime | None]] | None = None
+        self._known: dict[str, KnownTenant] = {}
+        self._by_digest: Mapping[bytes, tuple[KnownTenant, datetime | None]] | None = None
         self.fault = "not read yet"
         metrics.keys_rejected.set(0)
 
@@ -62,16 +62,16 @@ class Access:
 
     def take(self, tenants: Iterable[Tenant]) -> None:
         """Put tenants and their keys in force, all at once; requests in flight go on."""
-        clients, by_digest = {}, dict[bytes, tuple[Client, datetime | None]]()
+        known_now, by_digest = {}, dict[bytes, tuple[KnownTenant, datetime | None]]()
         for tenant in tenants:
-            client = clients[tenant.name] = self._clients.get(tenant.name) or Client(tenant)
-            client.tenant = tenant
-            by_digest |= {digest_of(key): (client, key.expires) for key in tenant.keys}
-        for gone in self._clients.keys() - clients.keys():
+            known = known_now[tenant.name] = self._known.get(tenant.name) or KnownTenant(tenant)
+            known.tenant = tenant
+            by_digest |= {digest_of(key): (known, key.expires) for key in tenant.keys}
+        for gone in self._known.keys() - known_now.keys():
             self._metrics.tenant_requests.remove_by_labels({"tenant": gone})
-        self._clients, self._by_digest, self.fault = clients, by_digest, ""
+        self._known, self._by_digest, self.fault = known_now, by_digest, ""
 
-    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
+    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> KnownTenant:
         """The tenant whose key a request has. `headers`: raw names and values.
 
         A key is hashed before it is compared with anything: how long that takes depends on its length alone, and the time of the look-up
@@ -96,43 +96,43 @@ class Access:
             raise self._refused(
                 "unknown", "the API key is not valid; check that it is complete, or use another"
             )
-        client, expires = found
+        known, expires = found
         if expires is not None and datetime.now(UTC) >= expires:
             raise self._refused("expired", f"the API key has expired ({expires.isoformat()}); use a new one")
-        return client
+        return known
 
     def _refused(self, reason: str, message: str) -> InvalidApiKeyError:
         self._metrics.refused_keys.labels(reason).inc()
         return InvalidApiKeyError(message)
 
     @contextlib.contextmanager
-    def admitted(self, client: Client) -> Iterator[None]:
+    def admitted(self, known: KnownTenant) -> Iterator[None]:
         """Count a request of a tenant in and out.
 
         Raises:
             RateLimitError: the tenant has as many as it may.
         """
         began = time.monotonic()
-        client.usage.begin(client.name, client.tenant.limits, self._gateways(), began)
+        known.usage.begin(known.name, known.tenant.limits, self._gateways(), began)
         try:
             yield
         finally:
-            client.usage.end(time.monotonic() - began)
+            known.usage.end(time.monotonic() - began)
 
-    def count(self, client: Client, status: int) -> None:
+    def count(self, known: KnownTenant, status: int) -> None:
         """A request of a tenant has ended."""
-        name = client.name if self._clients.get(client.name) is client else REMOVED
+        name = known.name if self._known.get(known.name) is known else REMOVED
         self._metrics.tenant_requests.labels(name, str(status)).inc()
 
     def sample(self) -> None:
         """Set the gauge of requests in flight, at a scrape."""
         self._metrics.tenant_running.clear()
-        for name, client in self._clients.items():
-            self._metrics.tenant_running.labels(name).set(client.usage.running)
+        for name, known in self._known.items():
+            self._metrics.tenant_running.labels(name).set(known.usage.running)
 
     def summary(self) -> dict[str, Any]:
         """What `/debug/state` shows."""
-        return {"enabled": True, "tenants": len(self._clients), "fault": self.fault}
+        return {"enabled": True, "tenants": len(self._known), "fault": self.fault}
 
 
 class LiveKeys(LiveFile):

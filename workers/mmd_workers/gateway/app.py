@@ -16,7 +16,7 @@ from mmd_api.contract import paths
 from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.authentication import AuthenticationMiddleware, client_of
+from mmd_workers.gateway.authentication import AuthenticationMiddleware, tenant_of
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
@@ -65,13 +65,13 @@ def api_routes(gateway: Gateway) -> list[Route]:
     """The API, which both ports serve; on the one for clients it may need keys."""
 
     async def models(request: Request) -> Response:
-        names = gateway.names_for(client_of(request.scope))
+        names = gateway.names_for(tenant_of(request.scope))
         return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in names]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            gateway.check_model(name, client_of(request.scope))
+            gateway.check_model(name, tenant_of(request.scope))
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
         return JSONResponse(_model(gateway, name))

@@ -8,12 +8,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
-from mmd_workers.gateway.access import Access, Client
+from mmd_workers.gateway.access import Access, KnownTenant
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 
 CHALLENGE = 'Bearer realm="mmd"'
-_SCOPE_KEY = "mmd_client"
+_SCOPE_KEY = "mmd_tenant"
 
 
 class AuthenticationMiddleware:
@@ -33,9 +33,9 @@ class AuthenticationMiddleware:
         await self._app(scope, receive, send)
 
 
-def client_of(scope: Scope) -> Client | None:
+def tenant_of(scope: Scope) -> KnownTenant | None:
     """The tenant that a request was let in for; None where the gateway needs no keys."""
-    found: Client | None = scope.get(_SCOPE_KEY)
+    found: KnownTenant | None = scope.get(_SCOPE_KEY)
     return found
 
 

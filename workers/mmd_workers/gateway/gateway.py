@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mmd_api.contract.errors import ModelNotFoundError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
-from mmd_workers.gateway.access import Access, Client
+from mmd_workers.gateway.access import Access, KnownTenant
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.hold import Budget, MediaHold
@@ -69,17 +69,17 @@ class Gateway:
         """The adapter that a served name stands for; empty: the model alone."""
         return name if name in self.adapters else ""
 
-    def names_for(self, client: Client | None) -> list[str]:
+    def names_for(self, tenant: KnownTenant | None) -> list[str]:
         """Of these, those that a tenant may use; all where there are no tenants."""
-        return [name for name in self.names if client is None or client.may_use(name)]
+        return [name for name in self.names if tenant is None or tenant.may_use(name)]
 
-    def check_model(self, name: str, client: Client | None) -> None:
+    def check_model(self, name: str, tenant: KnownTenant | None) -> None:
         """Check that this gateway serves the model, to that tenant.
 
         Raises:
             ApiError: 404, with the names that are served. A model that the tenant may not use does not exist for it.
         """
-        if name not in (served := self.names_for(client)):
+        if name not in (served := self.names_for(tenant)):
             names = " or ".join(repr(one) for one in served)
             remedy = f"use {names}" if names else "this API key allows none that is"
             fault = ModelNotFoundError(
@@ -92,8 +92,8 @@ class Gateway:
         return min(arrived + self.request_timeout_seconds, self.drained_at)
 
     @contextlib.contextmanager
-    def admit(self, client: Client | None) -> Iterator[None]:
-        """Count a request in and out; `client`: the tenant that it is of.
+    def admit(self, tenant: KnownTenant | None) -> Iterator[None]:
+        """Count a request in and out; `tenant`: whose it is.
 
         Raises:
             TooManyRequestsError: too many at once.
@@ -106,7 +106,7 @@ class Gateway:
                 "or raise spec.gateway.maxConcurrentRequests",
                 retry_after_seconds=1.0,
             )
-        with self.access.admitted(client) if self.access and client else contextlib.nullcontext():
+        with self.access.admitted(tenant) if self.access and tenant else contextlib.nullcontext():
             self.running += 1
             try:
                 yield

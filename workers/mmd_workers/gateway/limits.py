@@ -52,7 +52,7 @@ def _forgotten_at(second: int) -> int:
 
 
 @dataclass(slots=True)
-class Usage:
+class TenantUsage:
     """What a tenant uses at this gateway. Limits may change at any time; requests in flight stay."""
 
     running: int = 0

@@ -111,7 +111,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
     ) -> None:
         gateway = self._gateway
         if request.model is not None:
-            gateway.check_model(request.model, exchange.client)
+            gateway.check_model(request.model, exchange.tenant)
         model_len, intake = gateway.model_len(), gateway.intake
         if request.messages is not None:
             work = intake.token_ids(request.messages, reservation, exchange.timeline, model_len)
@@ -146,7 +146,7 @@ class Detokenize(Endpoint[DetokenizeRequest]):
     ) -> None:
         gateway, token_ids = self._gateway, request.tokens
         if request.model is not None:
-            gateway.check_model(request.model, exchange.client)
+            gateway.check_model(request.model, exchange.tenant)
         gateway.intake.check_ids("tokens", token_ids)
         await reservation.grow(BYTES_PER_TOKEN * len(token_ids))
 
