@@ -179,6 +179,7 @@ async def test_no_oddity_of_headers_lets_anybody_in(launch: Launch, file: Path) 
         [("authorization", "Basic eDp5"), ("x-api-key", key)],
         [("x-api-key", key), ("x-api-key", "other")],
         [("x-api-key", "other"), ("authorization", f"Bearer {key}")],
+        *([("x-api-key", key), ("x-api-key", f"other{number}")] for number in range(20)),
         [("x-api-key", f"{key},{key}")],
         [("x_api_key", key)],
         [("proxy-authorization", f"Bearer {key}")],
@@ -194,6 +195,15 @@ async def test_a_head_that_is_too_long_is_refused_by_the_server(launch: Launch, 
     gateway = await with_key(launch, file, new_key())
     refused = await gateway.http.get("/v1/models", headers=bearer("x" * 100_000))
     assert refused.status_code == 400
+
+
+async def test_a_client_without_a_key_is_refused_before_its_body_is_read(launch: Launch, file: Path) -> None:
+    gateway = await with_key(launch, file, new_key())
+    sizes = [("content-length", str(10**9)), ("content-type", "application/json")]
+    path = "/v1/chat/completions"
+    assert await raw_status(gateway, "POST", path, *sizes) == 401
+    assert await raw_status(gateway, "POST", path, *sizes, ("expect", "100-continue")) == 401
+    assert await raw_status(gateway, "POST", path, ("transfer-encoding", "chunked")) == 401
 
 
 async def test_an_expired_key_is_refused_with_its_reason(launch: Launch, file: Path) -> None:

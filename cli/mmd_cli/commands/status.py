@@ -93,7 +93,7 @@ def _access(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"API keys: {NO_KEYS}"
             return
         fault = f"; its file of keys cannot be used: {auth['fault']}" if auth["fault"] else ""
-        yield f"API keys: {facts['pod']} has those of {auth['tenants']} tenants{fault}"
+        yield f"API keys: needed; tenants that {facts['pod']} knows: {auth['tenants']}{fault}"
 
 
 def _measured(load: Mapping[str, Any]) -> str:
