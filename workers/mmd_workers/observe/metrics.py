@@ -1,6 +1,6 @@
 """Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Independent of what it counts.
 
-Labels take values from small fixed sets only: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
+Labels take values from small fixed sets, and names of tenants from their file: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
 this table.
 """
 
@@ -101,11 +101,13 @@ class Metrics(MetricTable):
             "Finished requests of each tenant, by HTTP status",
             "tenant: `name` in keys.yaml, or (removed)",
             "status: `200`, `429` and other HTTP statuses",
+            moved_by="tenants",
         )
         self.tenant_running = gauge(
             "mmd_tenant_requests_running",
             "Requests of each tenant that are in flight",
             "tenant: `name` in keys.yaml",
+            moved_by="tenants",
         )
         self.refused_keys = counter(
             "mmd_gateway_unauthorized_total",
