@@ -266,6 +266,20 @@ async def test_a_tenant_uses_and_sees_its_models_alone(launch: Launch, file: Pat
     assert answer.status_code == 200
 
 
+async def test_an_adapters_entry_does_not_name_a_model_that_the_tenant_may_not_use(
+    launch: Launch, file: Path
+) -> None:
+    limited, free = new_key(), new_key()
+    adapters = {"type": "VLLM", "adapters": [{"name": "sql", "id": "org/sql"}]}
+    models = tenant("limited", limited, models=["sql"])
+    gateway = await with_key(launch, file, free, models, engine=adapters)
+    for path in ("/v1/models", "/v1/models/sql"):
+        shown = await gateway.http.get(path, headers=bearer(limited))
+        assert shown.status_code == 200
+        assert "builtin/demo" not in shown.text
+        assert '"parent":"builtin/demo"' in (await gateway.http.get(path, headers=bearer(free))).text
+
+
 async def test_requests_are_counted_for_their_tenant_and_timelines_name_it(
     launch: Launch, file: Path
 ) -> None:

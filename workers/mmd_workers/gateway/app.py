@@ -66,15 +66,15 @@ def api_routes(gateway: Gateway) -> list[Route]:
 
     async def models(request: Request) -> Response:
         names = gateway.names_for(tenant_of(request.scope))
-        return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in names]})
+        return JSONResponse({"object": "list", "data": [_model(gateway, name, names) for name in names]})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, tenant = request.path_params["name"], tenant_of(request.scope)
         try:
-            gateway.check_model(name, tenant_of(request.scope))
+            gateway.check_model(name, tenant)
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
-        return JSONResponse(_model(gateway, name))
+        return JSONResponse(_model(gateway, name, gateway.names_for(tenant)))
 
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
@@ -137,8 +137,8 @@ class _FarewellMiddleware:
         await self._app(scope, receive, closing)
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """An adapter names the model that it belongs to as its parent, as vLLM's server does."""
+def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
+    """An adapter names the model that it belongs to as its parent, as vLLM's server does, if that is among the `names` that the client sees."""
     adapter = gateway.adapter_of(name)
     return {
         "id": name,
@@ -147,7 +147,7 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
         "owned_by": "multimodal-operator",
         "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
         "modalities": ["text", *sorted(gateway.frontend.modalities)],
-        **({"parent": gateway.models[0]} if adapter else {}),
+        **({"parent": gateway.models[0]} if adapter and gateway.models[0] in names else {}),
     }
 
 
