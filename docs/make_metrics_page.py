@@ -18,10 +18,10 @@ _HEAD = """# Metrics
 <!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/metrics.py by `make crds`. Do not edit. -->
 
 Every pod serves `/metrics` on port 8080: workers, gateways, the operator. The suffix of a name is its unit.
-Labels take values from small fixed sets; no value sent by a client becomes a label. Where to scrape them, and what to look at:
+Labels take values from small fixed sets, or names of tenants from their file; no value sent by a client becomes a label. Where to scrape them, and what to look at:
 [observe.md](observe.md).
 
-"Moves with" states what makes a metric nonzero: **load**, any served request; **deployment**, one that the operator
+"Moves with" states what makes a metric nonzero: **load**, any served request; **tenants**, one with an API key; **deployment**, one that the operator
 brings up; **scaling**, a pool that grows and shrinks; **trouble**, a failure or a shortage. Tests serve
 requests until each metric of a pod that moves with load has moved, and bring up and scale a deployment until each metric of the operator has.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import mimetypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import openai
 from mmd_api.contract import paths
 from mmd_cli.errors import CommandError
 
+API_KEY = "MMD_API_KEY"
 TIMINGS_HEADER = {"x-mmd-timings": "true"}
 
 
@@ -57,9 +59,13 @@ class Client:
     """One gateway, one model."""
 
     def __init__(self, url: str, timeout_seconds: float = 600.0) -> None:
+        """The API key is that of the environment variable MMD_API_KEY: an option would show in the list of processes."""
         self.url = url
         self._openai = openai.OpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=timeout_seconds, max_retries=0
+            base_url=f"{url}/v1",
+            api_key=os.environ.get(API_KEY) or "none",
+            timeout=timeout_seconds,
+            max_retries=0,
         )
         self._model = ""
 
@@ -69,6 +75,8 @@ class Client:
         if not self._model:
             try:
                 self._model = self._openai.models.list().data[0].id
+            except openai.AuthenticationError as error:
+                raise AskError(f"{error.message}; set {API_KEY} to an API key of this gateway") from error
             except openai.OpenAIError as error:
                 raise AskError(f"no gateway responded at {self.url}: {error}") from error
         return self._model

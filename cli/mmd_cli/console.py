@@ -22,6 +22,8 @@ T = TypeVar("T")
 console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
+NO_KEYS = "none needed, so anyone who can reach the gateway can use it (spec.gateway.auth is not set)"
+
 UrlOption = Annotated[
     str | None,
     typer.Option(help="Address of the gateway. Defaults to the deployment running on this machine."),

@@ -54,8 +54,10 @@ class InvalidDeploymentError(ValueError):
         super().__init__("\n".join(str(f) for f in self.faults))
 
 
-def parse(model: type[M], data: object) -> M:
+def parse(model: type[M], data: object, *, secret: bool = False) -> M:
     """Validate JSON-like data as `model`, strictly: the types must be those that the API server takes.
+
+    Of `secret` data no fault quotes a value or the name of an unknown field.
 
     Raises:
         InvalidDeploymentError: with every fault, not the first.
@@ -69,7 +71,7 @@ def parse(model: type[M], data: object) -> M:
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError:
-        raise InvalidDeploymentError(_all_faults(model, json.loads(text))[:MAX_FAULTS]) from None
+        raise InvalidDeploymentError(_all_faults(model, json.loads(text), secret)[:MAX_FAULTS]) from None
 
 
 def cluster_faults(part: BaseModel) -> list[Fault]:
@@ -88,7 +90,7 @@ def field_path(location: Location) -> str:
     return text
 
 
-def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
+def _all_faults(model: type[BaseModel], data: Any, secret: bool) -> list[Fault]:
     """Faults of structure first; then the rules, evaluated on the data with the broken values taken out (in place).
 
     A rule that reads a removed value is skipped: fixing the value may satisfy it.
@@ -103,7 +105,7 @@ def _all_faults(model: type[BaseModel], data: Any) -> list[Fault]:
             details = error.errors(include_url=False)
             for detail in details:
                 if not _consequence(detail["loc"], detail["type"], unknown):
-                    faults[_structural_fault(model, detail)] = None
+                    faults[_structural_fault(model, detail, secret)] = None
             for detail in reversed(details):
                 unknown.add(tuple(step for step in detail["loc"] if step != "[key]"))
                 _repair(repaired, detail["loc"], missing=detail["type"] == "missing")
@@ -177,13 +179,19 @@ def _broken(part: BaseModel, location: Location, *, in_cluster: bool) -> Iterato
                     yield from _broken(item, (*location, alias, number), in_cluster=in_cluster)
 
 
-def _structural_fault(model: type[BaseModel], detail: ErrorDetails) -> Fault:
-    return Fault(field_path(detail["loc"]), _message(model, detail))
+def _structural_fault(model: type[BaseModel], detail: ErrorDetails, secret: bool) -> Fault:
+    location = detail["loc"]
+    if secret and detail["type"] == "extra_forbidden":
+        known = ", ".join(_fields_at(model, location[:-1]))
+        return Fault(field_path(location[:-1]), f"has an unknown field; valid fields: {known}")
+    return Fault(
+        field_path(location), _message(model, detail, "the value" if secret else _shown(detail["input"]))
+    )
 
 
-def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
-    """Problem and remedy of one error of pydantic's."""
-    context, shown = detail.get("ctx", {}), _shown(detail["input"])
+def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
+    """Problem and remedy of one error of pydantic's; `shown` stands for the value."""
+    context = detail.get("ctx", {})
     match detail["type"]:
         case "missing":
             return "required but not set; add it"
@@ -210,6 +218,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
             return f"{shown} is too long; use at most {context['max_length']} characters"
         case "too_long":
             return f"{context['actual_length']} entries are too many; list at most {context['max_length']}"
+        case "datetime_type" | "datetime_parsing" | "datetime_from_date_parsing" | "timezone_aware":
+            return f"{shown} is not a time with a time zone; write it as 2027-06-30T00:00:00Z"
         case "model_type" | "dict_type" | "model_attributes_type":
             return f"{shown} is not a mapping; write its fields below it, indented"
         case "list_type":
@@ -224,13 +234,17 @@ def _shown(value: object) -> str:
 
 
 def _unknown_field(model: type[BaseModel], location: Location) -> str:
-    known = sorted(f.alias or n for n, f in _model_at(model, location[:-1]).model_fields.items())
+    known = _fields_at(model, location[:-1])
     return f"unknown field; {_nearest(str(location[-1]), known, 'valid fields: ' + ', '.join(known))}"
 
 
 def _nearest(word: str, known: list[str], otherwise: str) -> str:
     close = difflib.get_close_matches(word.strip('"').lower(), [k.lower() for k in known], n=1, cutoff=0.7)
     return f"did you mean {next(k for k in known if k.lower() == close[0])}?" if close else otherwise
+
+
+def _fields_at(model: type[BaseModel], location: Location) -> list[str]:
+    return sorted(f.alias or n for n, f in _model_at(model, location).model_fields.items())
 
 
 def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel]:

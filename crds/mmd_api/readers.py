@@ -141,6 +141,10 @@ EFFECTS: Mapping[str, Effect] = {
     "gateway.requestTimeoutSeconds": _start("gateway") | _pods("gateway"),  # decides its grace period
     "gateway.maxRetries": _live("gateway"),
     "gateway.webPage": _live("gateway"),
+    "gateway.auth": _start("gateway"),
+    "gateway.auth.keysSecret": _start(
+        "gateway"
+    ),  # the Secret's content is live: a file of its own follows it
     "encoder": _start("gateway", "encode", "prefill"),
     **_pool("encoder"),
     "encoder.batching.maxItems": _start("encode"),

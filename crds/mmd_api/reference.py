@@ -32,7 +32,7 @@ _HEAD = """\
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
 - **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with
-  the key `token`.
+  the key `token`, and `gateway.auth.keysSecret` one with the key `keys.yaml`, [the tenants and hashes of their API keys](security.md#the-file-of-keys).
 - **Numbers** are integers: fractions are in percent or thousandths (milli), and units are part of field names.
 - **The column "change"** shows how a change of the field affects running pods. *No restart*: the operator, or the running process,
   applies the new value. *Replaces*: pods of these components are replaced in a rolling update, and no others; if a pool is omitted, the

@@ -121,13 +121,16 @@ def load_all(path: str | Path) -> list[MultimodalDeployment]:
     return found
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML in which a duplicate key in a mapping is an error, and dates stay text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are all different."""
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:str" and key.value in seen:
+            if key.tag != "tag:yaml.org,2002:str":
+                continue  # a number, or a list, which is refused where the mapping is built
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key.value!r} appears twice in one mapping", problem_mark=key.start_mark
                 )
@@ -135,11 +138,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _as_text(loader: _UniqueKeyLoader, node: yaml.Node) -> str:
+def _as_text(loader: UniqueKeyLoader, node: yaml.Node) -> str:
     return str(node.value)
 
 
-_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:timestamp", _as_text)
+UniqueKeyLoader.add_constructor("tag:yaml.org,2002:timestamp", _as_text)
 
 
 def _read(path: str | Path) -> str:
@@ -166,7 +169,7 @@ def _read(path: str | Path) -> str:
 def _documents(text: str) -> list[object]:
     try:
         # A subclass of SafeLoader: it builds plain data only.
-        return cast("list[object]", list(yaml.load_all(text, Loader=_UniqueKeyLoader)))
+        return cast("list[object]", list(yaml.load_all(text, Loader=UniqueKeyLoader)))
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise InvalidDeploymentError([Fault("", f"{where}invalid YAML: {error.problem}; fix it")]) from error

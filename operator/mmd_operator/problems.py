@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
+from mmd_api.tenants import KEYS_FILE
 from mmd_operator.observed import PodView
 from mmd_operator.workload_kinds import INSTALL_LWS
 
@@ -244,6 +245,36 @@ def secret_incomplete(name: str, lacking: Sequence[str]) -> Problem:
     )
 
 
+def keys_secret_missing(name: str) -> Problem:
+    """The Secret with the API keys does not exist."""
+    return Problem(
+        "SecretMissing",
+        "gateway",
+        f"Secret {name}, which spec.gateway.auth.keysSecret names, does not exist; gateway pods that start wait for it",
+        f"create it in this namespace, with the entry {KEYS_FILE}; `mmd create-key` prints one",
+    )
+
+
+def keys_secret_incomplete(name: str) -> Problem:
+    """The Secret with the API keys has no file of them."""
+    return Problem(
+        "SecretIncomplete",
+        "gateway",
+        f"Secret {name}, which spec.gateway.auth.keysSecret names, lacks the entry {KEYS_FILE}; gateway pods that start wait for it",
+        "add the entry; `mmd create-key` prints one",
+    )
+
+
+def keys_rejected(secret: str, pod: str, fault: str) -> Problem:
+    """A gateway cannot use the file of API keys."""
+    return Problem(
+        "ApiKeysInvalid",
+        "gateway",
+        f"pod {pod} does not use {KEYS_FILE} of Secret {secret}, and keeps the last valid one if it has read one: {fault}",
+        "fix the Secret; the gateway reads it again when the kubelet has updated it",
+    )
+
+
 def contested(component: str, what: str, rival: str) -> Problem:
     """Another client undoes what the operator writes."""
     return Problem(
@@ -268,6 +299,7 @@ _SEVERITY = (
     "ImageNotPulled",
     "SecretMissing",
     "SecretIncomplete",
+    "ApiKeysInvalid",
     "ConfigInvalid",
     "VolumePending",
     "OutOfMemory",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from mmd_api.contract.logs import RELAYED
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
+from mmd_operator.api_keys import ApiKeys
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
@@ -61,6 +62,7 @@ class ReconcilePass:
         self._shortage = Shortage(context)
         self._crashes = GroupCrashes()
         self._silent = SilentControllers()
+        self._api_keys = ApiKeys(context, report_fetcher)
         self._finalizer = Finalizer(context)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
@@ -178,13 +180,15 @@ class ReconcilePass:
             if not settled and step.stage == "Complete":
                 step = replace(step, stage="Updating")
         problems += await self._shortage.problems(observed)
+        problems += await self._api_keys.problems(spec, observed, time.monotonic())
         problems += [self.not_scaled] if self.not_scaled else []
         problems += [*self._finalizer.problems(), *self.status.problems()]
         facts = self._facts(body, observed, reading, step, tuple(problems))
         await self.status.publish(
             body, replace(facts, waiting=waiting_for_nodes(observed.pods, now, deadlines))
         )
-        return RESYNC_SECONDS if step.stage == "Complete" and not self._shortage.lasts else MOVING_SECONDS
+        rests = step.stage == "Complete" and not self._shortage.lasts and not self._api_keys.last
+        return RESYNC_SECONDS if rests else MOVING_SECONDS
 
     async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
         """Pin a revision to what its first Ready pod runs. Returns whether that is new."""

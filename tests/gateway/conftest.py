@@ -42,17 +42,22 @@ async def launch(
         nats: NatsServer = nats_server,
         encoder: dict | None = None,
         engine: dict | None = None,
+        keys_file: str = "",
+        pod: str = "gateway-0",
+        beside: Running | None = None,
         **gateway,
     ) -> Running:
-        pipeline = pipeline_config(f"gateway{next(_names)}", gateway, model, encoder, engine)
+        name = beside.subjects.name if beside is not None else f"gateway{next(_names)}"
+        pipeline = pipeline_config(name, gateway, model, encoder, engine)
         settings = WorkerSettings(
             pipeline=pipeline,
-            pod="gateway-0",
+            pod=pod,
             pod_ip="127.0.0.1",
             http_port=free_port(),
             admin_port=free_port(),
             nats_url=nats.url,
             threads=1,
+            keys_file=keys_file,
         )
         stop = asyncio.Event()
         task = asyncio.create_task(service.serve(settings, stop))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +17,6 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
-from mmd_api.spec.model import ModelSpec
 from mmd_cli.local.pods import free_port, local_pods
 from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.local.up import objects_of
@@ -32,44 +28,11 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, Heartbeat
 from mmd_workers.wire.server import NatsServer
 
+from .process import BODY, MESH, TEXT, running, until_ready
 from .running import pipeline_config
 from .scripted import ScriptedWorker, answer_well, say_nothing
 
 pytestmark = pytest.mark.processes
-BODY = {"model": "builtin/demo", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
-TEXT = "the red circle"
-MESH = f"r1-{of_model(ModelSpec(id='builtin/demo'))}"
-
-
-@contextlib.asynccontextmanager
-async def running(
-    server: NatsServer, tmp_path: Path, **environment: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    port = free_port()
-    config = tmp_path / "pipeline.json"
-    config.write_text(pipeline_config("own", {}).dump())
-    child = await asyncio.create_subprocess_exec(
-        str(Path(sys.executable).with_name("mmd")),
-        "gateway",
-        env={
-            **os.environ,
-            "MMD_PIPELINE_CONFIG": str(config),
-            "MMD_POD_NAME": "gateway-0",
-            "MMD_POD_IP": "127.0.0.1",
-            "MMD_HTTP_PORT": str(port),
-            "MMD_NATS_URL": server.url,
-            "MMD_THREADS": "1",
-            **environment,
-        },
-    )
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            await until_ready(client, True)
-            yield child, client
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
 
 
 @pytest.fixture
@@ -78,18 +41,6 @@ async def process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
     async with running(own_nats_server, tmp_path) as started:
         yield started
-
-
-async def until_ready(client: httpx.AsyncClient, ready: bool, path: str = "/readyz") -> None:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                if ((await client.get(path)).status_code == 200) == ready:
-                    assert (await client.get("/livez")).status_code == 200
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.05)
 
 
 async def test_it_finishes_what_it_has_on_sigterm_and_exits_well(

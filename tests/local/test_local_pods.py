@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmd_api.contract.environment import TURNS
+from mmd_api.contract.environment import KEYS_FILE, TURNS
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.spec.gateway import AuthSpec
 from mmd_api.spec.pods import Resources
 from mmd_cli.commands.up import StartProgress
 from mmd_cli.local import pods, up
@@ -161,3 +163,35 @@ def test_a_port_that_was_given_is_given_to_nobody_else_before_anybody_listens_th
     monkeypatch.setattr(pods, "_FREE_PORTS", range(14_000, 14_100))
     given = [pods.free_port() for _ in range(50)]
     assert len(set(given)) == 50
+
+
+def with_keys() -> MultimodalDeployment:
+    deployment = up.load(EXAMPLES / "demo.yaml")
+    gateway = deployment.spec.gateway.model_copy(update={"auth": AuthSpec(keys_secret="demo-keys")})
+    spec = deployment.spec.model_copy(update={"gateway": gateway})
+    return deployment.model_copy(update={"spec": spec})
+
+
+def test_the_gateway_follows_the_users_own_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    pods = local_pods(up.objects_of(with_keys()), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5, keys=file)
+    given = {pod.component: pod.environment.get(KEYS_FILE) for pod in pods}
+    assert given.pop("gateway") == str(file)
+    assert set(given.values()) == {None}
+
+
+def test_a_deployment_that_needs_keys_does_not_start_without_their_file(tmp_path: Path) -> None:
+    with pytest.raises(RenderError, match="pass --keys FILE"):
+        local_pods(up.objects_of(with_keys()), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5)
+
+
+async def test_mmd_up_refuses_keys_that_it_could_not_use(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    for deployment, content, said in (
+        (with_keys(), "tenants: [", "line 1: invalid YAML"),
+        (up.load(EXAMPLES / "demo.yaml"), "tenants: []", "spec.gateway.auth is not set"),
+    ):
+        file.write_text(content)
+        with pytest.raises(up.ApiKeysError, match=said):
+            async with up.running(deployment, log_line=lambda *_: None, keys=file):
+                pytest.fail("it started")

@@ -47,6 +47,7 @@ BASE: dict[str, Any] = {
     },
     "decode": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
     "nats": {"url": "nats://one:4222", "credentialsSecret": "one"},
+    "gateway": {"auth": {"keysSecret": "one"}},
 }
 """Holds every part, and values that no cluster would take together: rules between fields are no part of this question."""
 OTHER: dict[str, Any] = {
@@ -67,6 +68,7 @@ OTHER: dict[str, Any] = {
     "encoder": None,
     "prefill": None,
     "autoscaling": None,
+    "auth": None,
     "decode": None,
     "speculative": None,
     "extraArgs": ["--max-logprobs=5"],

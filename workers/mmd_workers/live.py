@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,64 @@ MAX_REASON_CHARACTERS = 2000
 _log = logging.getLogger(__name__)
 
 
-class LiveConfig:
+class LiveFile(ABC):
+    """A file that may change while this process runs, of which every new content is taken or rejected as a whole."""
+
+    def __init__(self, file: Path, max_bytes: int) -> None:
+        self._file, self._max_bytes = file, max_bytes
+        self._text: str | None = None
+
+    async def run(self) -> None:
+        """Follow the file until cancelled."""
+        while True:
+            await self.check()
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def check(self) -> None:
+        """Read the file and take what is new. What cannot be used is rejected as a whole, and what is in force stays."""
+        try:
+            text = await asyncio.to_thread(self._read)
+        except OSError as error:
+            self._unreadable(error)
+            return
+        if text == self._text:
+            return
+        self._text = text
+        try:
+            if len(text) > self._max_bytes:
+                raise ValueError(f"more than {self._max_bytes} bytes")
+            await self._take(text)
+        except ValueError as error:
+            self._rejected(" ".join(str(error).split())[:MAX_REASON_CHARACTERS])
+            return
+        self._accepted()
+
+    @abstractmethod
+    async def _take(self, text: str) -> None:
+        """Use a new content.
+
+        Raises:
+            ValueError: it cannot be used; the message is logged.
+        """
+
+    @abstractmethod
+    def _unreadable(self, error: OSError) -> None:
+        """The file is missing, or being replaced; the next check reads again."""
+
+    @abstractmethod
+    def _rejected(self, reason: str) -> None:
+        """A new content cannot be used."""
+
+    @abstractmethod
+    def _accepted(self) -> None:
+        """A new content is in force."""
+
+    def _read(self) -> str:
+        with self._file.open("rb") as file:
+            return file.read(self._max_bytes + 1).decode(errors="replace")
+
+
+class LiveConfig(LiveFile):
     """Hands over the settings of a configuration file that may change while this process runs, whenever they have changed."""
 
     def __init__(
@@ -36,58 +94,38 @@ class LiveConfig:
 
         `apply` is given the spec that this process started with, with the present values of its live fields.
         """
-        self._file, self._apply, self._metrics = file, apply, metrics
+        super().__init__(file, MAX_CONFIG_BYTES)
+        self._apply, self._metrics = apply, metrics
         self._check_file = check
-        self._text: str | None = None
         self._config = started_with
         metrics.config_rejected.set(0)
 
-    async def run(self) -> None:
-        """Follow the file until cancelled."""
-        while True:
-            await self.check()
-            await asyncio.sleep(CHECK_SECONDS)
+    async def _take(self, text: str) -> None:
+        fresh = self._parsed(text)
+        self._check_file(fresh)
+        config = self._config.with_live_fields_of(fresh)
+        if config.dump() != self._config.dump():
+            self._apply(config.spec)
+            self._config = config
+            self._metrics.config_reloads.labels("applied").inc()
+            _log.info("applied changed settings from %s", self._file)
 
-    async def check(self) -> None:
-        """Read the file and apply what is new. What cannot be used is rejected as a whole, and the settings in force stay."""
-        try:
-            text = await asyncio.to_thread(self._read)
-        except (
-            OSError
-        ) as error:  # being replaced, or missing: the current settings stay, and the next check reads again
-            _log.debug("failed to read %s: %s", self._file, error)
-            return
-        if text == self._text:
-            return
-        self._text = text
-        try:
-            fresh = self._parsed(text)
-            self._check_file(fresh)
-            config = self._config.with_live_fields_of(fresh)
-            if config.dump() != self._config.dump():
-                self._apply(config.spec)
-                self._config = config
-                self._metrics.config_reloads.labels("applied").inc()
-                _log.info("applied changed settings from %s", self._file)
-        except ValueError as error:
-            self._metrics.config_reloads.labels("rejected").inc()
-            self._metrics.config_rejected.set(1)
-            reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
-            _log.error(
-                "rejected %s, previous settings stay in effect: %s; fix the spec, or use a worker image from the operator's release",
-                self._file,
-                reason,
-            )
-            return
+    def _unreadable(self, error: OSError) -> None:
+        _log.debug("failed to read %s: %s", self._file, error)
+
+    def _rejected(self, reason: str) -> None:
+        self._metrics.config_reloads.labels("rejected").inc()
+        self._metrics.config_rejected.set(1)
+        _log.error(
+            "rejected %s, previous settings stay in effect: %s; fix the spec, or use a worker image from the operator's release",
+            self._file,
+            reason,
+        )
+
+    def _accepted(self) -> None:
         self._metrics.config_rejected.set(0)
 
-    def _read(self) -> str:
-        with self._file.open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES + 1).decode(errors="replace")
-
     def _parsed(self, text: str) -> PipelineConfig:
-        if len(text) > MAX_CONFIG_BYTES:
-            raise ValueError(f"more than {MAX_CONFIG_BYTES} bytes")
         fresh, own = PipelineConfig.parse(text), self._config
         identity = (own.namespace, own.name, own.revision, own.readers)
         if (fresh.namespace, fresh.name, fresh.revision, fresh.readers) != identity:

@@ -35,6 +35,7 @@ class WorkerSettings:
     `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it. `nats_inbox`: prefix of the
     subjects on which replies come, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
     `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
+    `keys_file`: tenants and hashes of their API keys, of a gateway that needs keys; empty where it needs none.
     `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
     `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
     `turns`: a file that pods share which compute with all cores of one machine, one at a time; empty: this one has its cores to itself.
@@ -52,6 +53,7 @@ class WorkerSettings:
     nats_login: Login | None = None
     grace_seconds: float = 120.0
     config_file: str = ""
+    keys_file: str = ""
     gpus: int = 0
     memory_fraction: float = 1.0
     turns: str = ""
@@ -116,6 +118,7 @@ class WorkerSettings:
             nats_inbox=os.environ.get(environment.NATS_INBOX, DEFAULT_INBOX),
             nats_login=_login(user, need(environment.NATS_PASSWORD)) if user else None,
             grace_seconds=float(os.environ.get(environment.GRACE_SECONDS, "120")),
+            keys_file=os.environ.get(environment.KEYS_FILE, ""),
             gpus=int(os.environ.get(environment.GPUS, "0")),
             memory_fraction=float(os.environ.get(environment.MEMORY_FRACTION, "1")),
             turns=os.environ.get(environment.TURNS, ""),

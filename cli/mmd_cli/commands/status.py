@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import httpx
@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from mmd_api.contract import paths
-from mmd_cli.console import NameOption, console, fail
+from mmd_cli.console import NO_KEYS, NameOption, console, fail
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 
@@ -77,8 +77,23 @@ def status(
             _measured(load),
         )
     console.print(table)
+    for line in _access(pods):
+        console.print(line, highlight=False, soft_wrap=True)
     for decision in running.decisions.values():
         console.print(decision, highlight=False, soft_wrap=True)
+
+
+def _access(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Who may use the gateways, in the words of those that answer."""
+    for facts in pods:
+        auth = facts.get("auth")
+        if auth is None:
+            continue
+        if not auth["enabled"]:
+            yield f"API keys: {NO_KEYS}"
+            return
+        fault = f"; its file of keys cannot be used: {auth['fault']}" if auth["fault"] else ""
+        yield f"API keys: needed; tenants that {facts['pod']} knows: {auth['tenants']}{fault}"
 
 
 def _measured(load: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from mmd_cli.console import console, run
+from mmd_cli.console import NO_KEYS, console, run
 from mmd_cli.local.state import EXITED
 from mmd_workers.observe.logs import printable
 
@@ -22,6 +22,14 @@ def up(
     threads: Annotated[
         int, typer.Option(help="Compute threads per worker. 0 divides the cores among the workers.")
     ] = 0,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Tenants and hashes of their API keys, for spec.gateway.auth. The gateway follows the file.",
+        ),
+    ] = None,
 ) -> None:
     """Run a deployment as processes on this machine, until Ctrl-C."""
     from mmd_cli.local import up as runner
@@ -37,6 +45,7 @@ def up(
                 log_line=progress.log,
                 progress=progress.show,
                 follow=file,
+                keys=keys,
             ) as local:
                 progress.stop()
                 console.print(
@@ -47,6 +56,8 @@ def up(
                     "ask: mmd chat --image FILE    inspect: mmd status    stop: Ctrl-C", highlight=False
                 )
                 console.print(f"page, metrics and state: {local.admin_url}", highlight=False)
+                if keys is None:
+                    console.print(f"API keys: {NO_KEYS}", highlight=False)
                 await runner.until_stopped()
                 console.print("stopping once the requests in flight have finished", highlight=False)
 

@@ -68,10 +68,11 @@ def local_pods(
     threads: int,
     memory_fraction: float,
     admin_port: int = 0,
+    keys: Path | None = None,
 ) -> list[LocalPod]:
     """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
 
-    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. Secrets hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. `keys`: the file of API keys, which gateways follow. Secrets hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
 
     Raises:
         RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
@@ -90,7 +91,9 @@ def local_pods(
             wanted = (gateway_port, admin_port) if component == "gateway" and ordinal == 0 else (0, 0)
             ports = (wanted[0] or free_port(), wanted[1] or free_port())
             pods.append(
-                _local_pod(objects, workload, name, ports, directory, nats_url, threads, memory_fraction)
+                _local_pod(
+                    objects, workload, name, ports, directory, nats_url, threads, memory_fraction, keys
+                )
             )
     return pods
 
@@ -125,6 +128,7 @@ def _local_pod(
     nats_url: str,
     threads: int,
     memory_fraction: float,
+    keys: Path | None = None,
 ) -> LocalPod:
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
@@ -143,6 +147,13 @@ def _local_pod(
             environment[variable["name"]] = str(folder) + value[len(within) :]
     if env.ADMIN_PORT in environment:
         environment[env.ADMIN_PORT] = str(admin_port)
+    if env.KEYS_FILE in environment:
+        if keys is None:
+            raise RenderError(
+                "spec.gateway.auth is set, and its Secret does not exist locally; pass --keys FILE, which `mmd create-key` makes, "
+                "or remove spec.gateway.auth"
+            )
+        environment[env.KEYS_FILE] = str(keys.absolute())
     environment |= {
         env.HTTP_PORT: str(port),
         env.NATS_URL: nats_url,

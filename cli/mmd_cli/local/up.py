@@ -24,6 +24,7 @@ from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.tenants import parse_tenants
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
@@ -44,6 +45,10 @@ NAMESPACE = "default"
 
 class StartError(CommandError):
     """A pod did not become routable in time."""
+
+
+class ApiKeysError(CommandError):
+    """The file of API keys cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +122,26 @@ async def running(
     progress: Callable[[list[PodProgress]], None] = lambda _: None,
     ready_seconds: float = 600.0,
     follow: Path | None = None,
+    keys: Path | None = None,
 ) -> AsyncIterator[LocalDeployment]:
     """Run a deployment; leaves no process and no port behind, however the block ends.
 
-    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime.
+    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime. `keys`: the file
+    of API keys that stands for the Secret of spec.gateway.auth; gateways follow it.
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
         InvalidDeploymentError: a replica spans several machines, or the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
+        ApiKeysError: the file of API keys cannot be used, or the deployment needs none.
+        RenderError: the deployment needs one, or something else that does not exist here.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
     interpreter = interpreter_for(_fits_here(deployment).spec.engine)
     if faults_of_engine := await asyncio.to_thread(engine_faults, deployment.spec.engine):
         raise InvalidDeploymentError(faults_of_engine)
+    if keys is not None:
+        _check_keys(keys, deployment.spec)
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
     objects = objects_of(deployment)
@@ -150,7 +161,7 @@ async def running(
             keeping = supervisor.supervise(NATS, supervisor.keep_nats(nats))
             threads = threads or _threads_per_worker(objects)
             fraction = 1 / max(1, most_workers(deployment.spec))
-            pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port)
+            pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port, keys)
             gateway = next(pod for pod in pods if pod.component == "gateway")
             local = LocalDeployment(
                 name,
@@ -228,6 +239,17 @@ async def running(
             await supervisor.stop(gateways)
             await supervisor.close()
             await asyncio.to_thread(nats.stop)
+
+
+def _check_keys(file: Path, spec: MultimodalDeploymentSpec) -> None:
+    if spec.gateway.auth is None:
+        raise ApiKeysError(
+            f"spec.gateway.auth is not set, so the keys of {file} would not be needed; set spec.gateway.auth.keysSecret"
+        )
+    try:
+        parse_tenants(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ApiKeysError(f"cannot use the API keys of {file}: {error}") from error
 
 
 def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:

@@ -213,6 +213,25 @@ class ContextLengthError(
     """The prompt leaves no room for an answer in the model's context."""
 
 
+class InvalidApiKeyError(
+    MmdError,
+    code="invalid_api_key",
+    status=401,
+    remedy="send a valid key as `Authorization: Bearer KEY` or `x-api-key: KEY`; `mmd create-key` makes one",
+):
+    """The request has no API key, a malformed one, or one that is unknown or has expired."""
+
+
+class KeysUnavailableError(
+    MmdError,
+    code="keys_unavailable",
+    status=503,
+    retryable=True,
+    remedy="fix the Secret that spec.gateway.auth.keysSecret names; the gateway's log has the reason",
+):
+    """The gateway has had no valid file of API keys since it started: it lets no request in."""
+
+
 class ForbiddenError(
     MmdError,
     code="forbidden",
@@ -273,6 +292,16 @@ class TooManyRequestsError(
     remedy="retry after the time in retry-after, or raise spec.gateway.maxConcurrentRequests",
 ):
     """The gateway runs as many requests as it may."""
+
+
+class RateLimitError(
+    OverloadedError,
+    code="rate_limit_exceeded",
+    status=429,
+    retryable=True,
+    remedy="retry after the time in retry-after, or raise the tenant's limits in keys.yaml",
+):
+    """The tenant has as many requests as its limits allow."""
 
 
 class ClientGoneError(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mmd_api.contract.pools import Modality, Role
 
 WorkerState = Literal["loading", "ready", "draining", "drained"]
+MAX_FAULT_CHARACTERS = 500
 LARGEST_PLAUSIBLE = 1e15
 """A larger amount of work, tokens or blocks is a broken counter."""
 
@@ -113,8 +114,10 @@ class GatewayStatus(_Report):
     """What `/demand` of a gateway answers.
 
     `held`: requests by the role for which no pod is ready. `queue` is None where the queue cannot be read or there is no encoder pool.
+    `keys_fault`: why the file of API keys cannot be used; empty if it can, or none is needed.
     """
 
     held: dict[Role, int] = {}
     queue: EncodeQueueStatus | None = None
     ttft: FirstTokens
+    keys_fault: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""

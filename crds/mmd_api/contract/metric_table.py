@@ -29,7 +29,7 @@ LONG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 
 _ESCAPING = re.compile(r";\s*escaping=[^;,]*")  # what a scraper asks for in its Accept header
 
-MovedBy = Literal["load", "deployment", "scaling", "trouble"]
+MovedBy = Literal["load", "tenants", "deployment", "scaling", "trouble"]
 
 
 @dataclass(frozen=True, slots=True)

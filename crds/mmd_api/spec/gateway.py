@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from mmd_api.base import ApiModel
-from mmd_api.spec.fields import Labels
+from mmd_api.spec.fields import Labels, Name
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pods import PodTemplate, Resources, Toleration
 
@@ -17,6 +17,13 @@ LEAVE_SERVICE_SECONDS = 4
 
 _LATE_AND_CLOSING_SECONDS = 11
 """Of a gateway's grace period: for requests that still come over connections that clients keep, and for closing."""
+
+
+class AuthSpec(ApiModel):
+    """API keys that clients need, by tenant. Where it is omitted, anyone who can reach the gateway can use it."""
+
+    keys_secret: Name
+    """Name of a Secret whose key `keys.yaml` lists tenants, with hashes of their API keys, their models and limits (docs/security.md)."""
 
 
 class GatewaySpec(ApiModel):
@@ -44,6 +51,8 @@ class GatewaySpec(ApiModel):
     """Maximum number of times a request is rescheduled after a worker was lost."""
     web_page: bool = True
     """Whether the gateway serves its web page at /."""
+    auth: AuthSpec | None = None
+    """API keys that clients need."""
 
     @property
     def grace_seconds(self) -> int:

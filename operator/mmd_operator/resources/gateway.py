@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from mmd_api.contract import environment as env
 from mmd_api.contract import paths
 from mmd_api.contract.subjects import GATEWAY_USER
-from mmd_api.spec.gateway import LEAVE_SERVICE_SECONDS
+from mmd_api.spec.gateway import LEAVE_SERVICE_SECONDS, AuthSpec
+from mmd_api.tenants import KEYS_FILE
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
     BUILT_ANNOTATION,
@@ -15,6 +17,7 @@ from mmd_operator.resources.naming import (
 )
 from mmd_operator.resources.pods import probe, worker_pod
 
+KEYS_FOLDER = "/etc/mmd-keys"
 READINESS_PERIOD_SECONDS = 2
 READINESS_FAILURES = 15
 """A gateway that is slow, or is looking for its message server, still holds the requests it receives. Removing it from the
@@ -39,6 +42,8 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
         scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER, ADMIN_PORT
     )
     container = template["spec"]["containers"][0]
+    if scope.spec.gateway.auth is not None:
+        _show_keys(scope.spec.gateway.auth, template["spec"], container)
     container["readinessProbe"] = probe(
         paths.READYZ, period=READINESS_PERIOD_SECONDS, failures=READINESS_FAILURES
     )
@@ -56,3 +61,12 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
         },
     }
     return [service, deployment]
+
+
+def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
+    """Mount the file of API keys, which follows its Secret. It is not optional: a gateway starts only where the Secret exists, and keeps
+    the file that it has if the Secret is deleted."""
+    items = [{"key": KEYS_FILE, "path": KEYS_FILE}]
+    pod["volumes"].append({"name": "keys", "secret": {"secretName": auth.keys_secret, "items": items}})
+    container["volumeMounts"].append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    container["env"].append({"name": env.KEYS_FILE, "value": f"{KEYS_FOLDER}/{KEYS_FILE}"})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmd_api.contract.errors import TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.observe.metrics import Metrics, exemplar
 from mmd_workers.observe.tracing import Root, Tracing
-
-TOO_MANY_STATUS = 429
 
 
 def count_tokens(metrics: Metrics, usage: dict[str, Any]) -> None:
@@ -44,6 +43,8 @@ def end_trace(tracing: Tracing, timeline: Timeline, root: Root) -> None:
     if timeline.first_token:
         root.event("first token", timeline.first_token)
     facts: dict[str, str | float] = {"modality": timeline.modality(), "status": timeline.status}
+    if timeline.tenant:
+        facts["tenant"] = timeline.tenant
     if timeline.usage:
         facts |= {name: timeline.usage[name] for name in ("prompt_tokens", "completion_tokens")}
     root.end(timeline.finished, "" if timeline.code == "ok" else timeline.code, **facts)
@@ -52,9 +53,9 @@ def end_trace(tracing: Tracing, timeline: Timeline, root: Root) -> None:
 def kept_promises(timeline: Timeline, slo: SloSpec) -> dict[str, bool]:
     """Whether a finished request kept each promise of `slo` that there is: `ttft`, and `itl` as the mean over its tokens.
 
-    Failures that the client caused (a bad request, hanging up) are not counted; a request that failed otherwise kept none.
+    Failures that the client caused (a bad request, more than its limits allow, hanging up) are not counted; a request that failed otherwise kept none.
     """
-    if 400 <= timeline.status < 500 and timeline.status != TOO_MANY_STATUS:
+    if 400 <= timeline.status < 500 and timeline.code != TooManyRequestsError.code:
         return {}
     failed = timeline.code != "ok"
     kept = {}

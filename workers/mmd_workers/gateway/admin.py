@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import NotFoundError
-from mmd_api.contract.load import WorkerState
+from mmd_api.contract.load import MAX_FAULT_CHARACTERS, WorkerState
 from mmd_api.contract.pools import ROLES
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.app import FOR_CLIENTS, api_routes, application
+from mmd_workers.gateway.app import FOR_CLIENTS, api_routes, application, health_routes
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.observe.server import scraped
 from mmd_workers.wire.messages import Heartbeat
@@ -34,6 +34,7 @@ def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Sta
         gateway,
         [
             *api_routes(gateway),
+            *health_routes(gateway),
             *_admin_routes(gateway, heartbeat),
             *page.routes(lambda: gateway.web_page, admin=True),
         ],
@@ -71,6 +72,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
                     "max_body_bytes": gateway.max_body_bytes,
                     "max_concurrent_requests": gateway.max_concurrent_requests,
                 },
+                "auth": gateway.access.summary() if gateway.access is not None else {"enabled": False},
                 "num_pods": len(workers),
                 "pods": [_pod_json(beat) for beat in workers[:SHOWN_PODS]],
             }
@@ -80,6 +82,8 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         beat = heartbeat()
         held = gateway.dispatcher.held_by_role()
         report = gateway.demand.report(beat.pod, beat.revision, held)
+        if gateway.access is not None:
+            report = report.model_copy(update={"keys_fault": gateway.access.fault[:MAX_FAULT_CHARACTERS]})
         return JSONResponse(report.model_dump(mode="json"))
 
     async def targets(_request: Request) -> Response:
@@ -119,6 +123,8 @@ def _sample(gateway: Gateway) -> None:
     held = dispatcher.held_by_role()
     pods = Counter((role, beat.state) for beat in gateway.directory.pods(state=None) for role in beat.roles)
     metrics.gateway_pods.clear()
+    if gateway.access is not None:
+        gateway.access.sample()
     for role in ROLES:
         metrics.gateway_held.labels(role).set(held.get(role, 0))
         metrics.gateway_pods.labels(role, "ready").set(0)

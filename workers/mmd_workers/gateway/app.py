@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,6 +16,7 @@ from mmd_api.contract import paths
 from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.authentication import AuthenticationMiddleware, tenant_of
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
@@ -27,15 +28,24 @@ FOR_CLIENTS = (
 
 
 def build_app(gateway: Gateway) -> Starlette:
-    """What clients may reach: the API, health, the page. Unknown paths and methods get OpenAI-shaped errors too."""
-    return application(
-        gateway,
-        [*api_routes(gateway), *page.routes(lambda: gateway.web_page)],
-        FOR_CLIENTS,
-    )
+    """What clients may reach: the API, health, the page. Unknown paths and methods get OpenAI-shaped errors too.
+
+    Where API keys are needed, whatever is not listed here as open needs one, unknown paths included.
+    """
+    is_open = [
+        *health_routes(gateway),
+        *page.routes(lambda: gateway.web_page, asks_for_key=gateway.access is not None),
+    ]
+    middleware = []
+    if gateway.access is not None:
+        open_paths = [route.path for route in is_open]
+        middleware.append(Middleware(AuthenticationMiddleware, access=gateway.access, open_paths=open_paths))
+    return application(gateway, [*api_routes(gateway), *is_open], FOR_CLIENTS, middleware)
 
 
-def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
+def application(
+    gateway: Gateway, routes: list[Route], known: str, middleware: Sequence[Middleware] = ()
+) -> Starlette:
     """These routes; any other path or method gets an OpenAI-shaped error that names the `known` ones."""
 
     async def http_error(_request: Request, error: Exception) -> Response:
@@ -45,44 +55,26 @@ def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
         return JSONResponse(fault.body(), fault.status)
 
     return Starlette(
-        middleware=[Middleware(_FarewellMiddleware, gateway=gateway)],
+        middleware=[Middleware(_FarewellMiddleware, gateway=gateway), *middleware],
         routes=routes,
         exception_handlers={HTTPException: http_error},
     )
 
 
 def api_routes(gateway: Gateway) -> list[Route]:
-    """What both ports serve."""
+    """The API, which both ports serve; on the one for clients it may need keys."""
 
-    async def models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in gateway.names]})
+    async def models(request: Request) -> Response:
+        names = gateway.names_for(tenant_of(request.scope))
+        return JSONResponse({"object": "list", "data": [_model(gateway, name, names) for name in names]})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, tenant = request.path_params["name"], tenant_of(request.scope)
         try:
-            gateway.check_model(name)
+            gateway.check_model(name, tenant)
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
-        return JSONResponse(_model(gateway, name))
-
-    async def health(_request: Request) -> Response:
-        return JSONResponse({"status": "alive"})
-
-    async def takes_traffic(_request: Request) -> Response:
-        """For probes: a gateway without workers takes requests as well, and holds them until a pool has grown from zero.
-
-        So does one that drains. Kubernetes sends it new connections only while no other gateway is Ready, and would refuse them otherwise.
-        One that drains because a part of it failed takes none: Kubernetes does not know that it is about to end.
-        """
-        return readiness(gateway.failed or _cut_off(gateway))
-
-    async def ready(_request: Request) -> Response:
-        reason = "draining" if gateway.draining else _cut_off(gateway) or _missing_pods(gateway)
-        return readiness(reason)
-
-    def readiness(reason: str) -> Response:
-        body = {"ready": not reason, "reason": reason, "ready_pods": gateway.dispatcher.ready_pods()}
-        return JSONResponse(body, 503 if reason else 200)
+        return JSONResponse(_model(gateway, name, gateway.names_for(tenant)))
 
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
@@ -91,6 +83,37 @@ def api_routes(gateway: Gateway) -> list[Route]:
         Route("/detokenize", Detokenize(gateway), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
+    ]
+
+
+def health_routes(gateway: Gateway) -> list[Route]:
+    """For probes and load balancers, which have no key, on both ports."""
+
+    async def health(_request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def takes_traffic(_request: Request) -> Response:
+        """For probes: a gateway without workers takes requests as well, and holds them until a pool has grown from zero.
+
+        So does one that drains. Kubernetes sends it new connections only while no other gateway is Ready, and would refuse them otherwise.
+        One that needs API keys and has none takes none either: a rollout that turns keys on stops there, and does not refuse everybody.
+        One that drains because a part of it failed takes none: Kubernetes does not know that it is about to end.
+        """
+        return readiness(gateway.failed or _cut_off(gateway) or _keyless(gateway))
+
+    async def ready(_request: Request) -> Response:
+        reason = (
+            "draining"
+            if gateway.draining
+            else _cut_off(gateway) or _keyless(gateway) or _missing_pods(gateway)
+        )
+        return readiness(reason)
+
+    def readiness(reason: str) -> Response:
+        body = {"ready": not reason, "reason": reason, "ready_pods": gateway.dispatcher.ready_pods()}
+        return JSONResponse(body, 503 if reason else 200)
+
+    return [
         Route("/health", health),
         Route(paths.LIVEZ, health),
         Route("/ready", ready),
@@ -114,8 +137,8 @@ class _FarewellMiddleware:
         await self._app(scope, receive, closing)
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """An adapter names the model that it belongs to as its parent, as vLLM's server does."""
+def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
+    """An adapter names the model that it belongs to as its parent, as vLLM's server does, if that is among the `names` that the client sees."""
     adapter = gateway.adapter_of(name)
     return {
         "id": name,
@@ -124,12 +147,16 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
         "owned_by": "multimodal-operator",
         "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
         "modalities": ["text", *sorted(gateway.frontend.modalities)],
-        **({"parent": gateway.models[0]} if adapter else {}),
+        **({"parent": gateway.models[0]} if adapter and gateway.models[0] in names else {}),
     }
 
 
 def _cut_off(gateway: Gateway) -> str:
     return "" if gateway.bus.is_connected else "no connection to NATS"
+
+
+def _keyless(gateway: Gateway) -> str:
+    return gateway.access.unavailable if gateway.access is not None else ""
 
 
 def _missing_pods(gateway: Gateway) -> str:

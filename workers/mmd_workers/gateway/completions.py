@@ -17,6 +17,7 @@ from mmd_api.contract.errors import ClientGoneError, DeadlineError, MmdError
 from mmd_workers.gateway.accounting import count_request, end_trace
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize
 from mmd_workers.gateway.api_errors import INTERNAL, ApiError, api_error
+from mmd_workers.gateway.authentication import tenant_of
 from mmd_workers.gateway.body import read_json
 from mmd_workers.gateway.chat import truncated_seconds
 from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest, parse_chat_request
@@ -69,13 +70,15 @@ class Endpoint(ABC, Generic[_Body]):
         timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
         root = gateway.tracing.begin(headers, timeline.arrived, request_id)
         timeline.trace_id = root.trace_id
-        exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier)
+        tenant = tenant_of(scope)
+        timeline.tenant = tenant.name if tenant else ""
+        exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier, tenant)
         exchange.notes["x-mmd-gateway"] = gateway.pod
         reservation = gateway.hold.reservation()
         if self.counts:
             gateway.dispatcher.timelines.open(timeline)
         try:
-            with request_context(request_id, root.trace_id), gateway.admit():
+            with request_context(request_id, root.trace_id), gateway.admit(tenant):
                 try:
                     body = await read_json(
                         exchange.headers,
@@ -103,6 +106,8 @@ class Endpoint(ABC, Generic[_Body]):
             timeline.finished = time.time()
             if self.counts:
                 count_request(gateway.metrics, gateway.slo, timeline)
+            if gateway.access and tenant:
+                gateway.access.count(tenant, timeline.status)
             end_trace(gateway.tracing, timeline, root)
 
     async def _in_time(self, exchange: Exchange, work: Awaitable[_Result]) -> _Result:
@@ -130,7 +135,7 @@ class _Generation(Endpoint[_Asked]):
     async def _answer(self, exchange: Exchange, request: _Asked, reservation: RequestReservation) -> None:
         gateway = self._gateway
         exchange.timeline.model = request.model
-        gateway.check_model(request.model)
+        gateway.check_model(request.model, exchange.tenant)
         prompts, shape, echo = await self._in_time(exchange, self._prepare(exchange, request, reservation))
         if truncated := truncated_seconds([prepared.layout for prepared in prompts]):
             exchange.notes["x-mmd-truncated-audio-seconds"] = str(truncated)

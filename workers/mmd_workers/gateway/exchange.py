@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from mmd_workers.gateway.access import KnownTenant
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.timeline import Timeline
 
@@ -31,6 +32,7 @@ class Exchange:
     headers: Headers
     timeline: Timeline
     trace: dict[str, str]
+    tenant: KnownTenant | None = None  # the tenant whose request it is
     streaming: bool = False
     notes: dict[str, str] = field(default_factory=dict)  # more response headers
 

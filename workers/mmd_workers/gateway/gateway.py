@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from mmd_api.contract.errors import ModelNotFoundError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
+from mmd_workers.gateway.access import Access, KnownTenant
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.hold import Budget, MediaHold
@@ -28,6 +29,7 @@ MAX_NAME_CHARACTERS = 256  # of an unknown model, in the error
 class Gateway:
     """Everything that requests share.
 
+    `access`: who may use it; None: anyone who can reach it.
     `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model.
     `draining`: about to end; connections are closed after their next answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
@@ -48,6 +50,7 @@ class Gateway:
     tracing: Tracing
     slo: SloSpec
     demand: GatewayDemand
+    access: Access | None = None
     adapters: tuple[str, ...] = ()
     web_page: bool = True
     started: float = field(default_factory=time.time)
@@ -66,16 +69,21 @@ class Gateway:
         """The adapter that a served name stands for; empty: the model alone."""
         return name if name in self.adapters else ""
 
-    def check_model(self, name: str) -> None:
-        """Check that this gateway serves the model.
+    def names_for(self, tenant: KnownTenant | None) -> list[str]:
+        """Of these, those that a tenant may use; all where there are no tenants."""
+        return [name for name in self.names if tenant is None or tenant.may_use(name)]
+
+    def check_model(self, name: str, tenant: KnownTenant | None) -> None:
+        """Check that this gateway serves the model, to that tenant.
 
         Raises:
-            ApiError: 404, with the names that are served.
+            ApiError: 404, with the names that are served. A model that the tenant may not use does not exist for it.
         """
-        if name not in self.names:
-            names = " or ".join(repr(served) for served in self.names)
+        if name not in (served := self.names_for(tenant)):
+            names = " or ".join(repr(one) for one in served)
+            remedy = f"use {names}" if names else "this API key allows none that is"
             fault = ModelNotFoundError(
-                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; use {names}"
+                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; {remedy}"
             )
             raise ApiError(fault, param="model")
 
@@ -84,11 +92,12 @@ class Gateway:
         return min(arrived + self.request_timeout_seconds, self.drained_at)
 
     @contextlib.contextmanager
-    def admit(self) -> Any:
-        """Count a request in and out.
+    def admit(self, tenant: KnownTenant | None) -> Iterator[None]:
+        """Count a request in and out; `tenant`: whose it is.
 
         Raises:
             TooManyRequestsError: too many at once.
+            RateLimitError: too many of that tenant.
         """
         self.last_request = time.monotonic()
         if self.running >= self.max_concurrent_requests:
@@ -97,11 +106,12 @@ class Gateway:
                 "or raise spec.gateway.maxConcurrentRequests",
                 retry_after_seconds=1.0,
             )
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
+        with self.access.admitted(tenant) if self.access and tenant else contextlib.nullcontext():
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
 
     def model_len(self) -> int:
         """The longest sequence that every ready worker takes; 0: none has reported it."""

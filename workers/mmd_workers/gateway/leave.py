@@ -39,6 +39,10 @@ class OtherGateways:
         else:
             self._since[beat.pod] = self._clock()
 
+    def count(self) -> int:
+        """How many are ready."""
+        return len(self._since)
+
     def serve(self) -> bool:
         """Whether nodes send requests to one."""
         return any(self._clock() - since >= TAKEOVER_SECONDS for since in self._since.values())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mmd_api.contract.environment import KEYS_FILE
 from mmd_api.contract.errors import MmdError, PeerLostError
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.subjects import Subjects
@@ -24,6 +25,7 @@ from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.observability import SloSpec
 from mmd_workers import closing
 from mmd_workers.closing import close_each
+from mmd_workers.gateway.access import Access, LiveKeys
 from mmd_workers.gateway.admin import build_admin_app
 from mmd_workers.gateway.answers import answer_budget
 from mmd_workers.gateway.app import build_app
@@ -117,6 +119,7 @@ class GatewayProcess:
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
         self._others = OtherGateways(settings.pod)
         directory.on_event(self._others.note)
+        self._access = self._access_of(settings)
         max_body_bytes = spec.gateway.max_body_mebibytes << 20
         self._gateway = Gateway(
             pod=settings.pod,
@@ -139,6 +142,7 @@ class GatewayProcess:
             slo=spec.slo,
             demand=GatewayDemand(spec.slo.percentile),
             web_page=spec.gateway.web_page,
+            access=self._access,
         )
         gateway = self._gateway
         gateway.dispatcher.on_first_token = gateway.demand.first_token
@@ -159,6 +163,20 @@ class GatewayProcess:
             settings.admin_port,
             answer_seconds=lambda: gateway.request_timeout_seconds,
         )
+
+    def _access_of(self, settings: WorkerSettings) -> Access | None:
+        """Who may use the gateway.
+
+        Raises:
+            RuntimeError: the spec wants keys, and there is no file of them: this gateway must not serve anyone.
+        """
+        if settings.pipeline.spec.gateway.auth is None:
+            return None
+        if not settings.keys_file:
+            raise RuntimeError(
+                f"spec.gateway.auth is set, but environment variable {KEYS_FILE} is not; the operator and `mmd up` set it"
+            )
+        return Access(self._metrics, lambda: 1 + self._others.count())
 
     async def serve(self) -> None:
         """Run until the stop event: then serve on until no new request comes, finish those in flight, and return."""
@@ -269,6 +287,9 @@ class GatewayProcess:
             file, check = Path(settings.config_file), partial(check_pinned, settings)
             live = LiveConfig(file, settings.pipeline, self.reconfigure, self._metrics, check)
             self._watch(live.run(), "live-config")
+        if self._access is not None:
+            keys = LiveKeys(Path(settings.keys_file), self._access, self._metrics)
+            self._watch(keys.run(), "live-keys")
         if settings.pipeline.spec.encoder is not None:
             self._watch(_watch_queue(EncodeQueue(gateway.bus), self._metrics, gateway.demand), "watch-queue")
 

@@ -37,6 +37,7 @@ class Timeline:
     arrived: float
     model: str = ""
     trace_id: str = ""
+    tenant: str = ""  # whose API key it came with
     client_request_id: str = ""  # the client's own name for it, known before our answer begins
     finished: float = 0.0
     first_token: float = 0.0
@@ -95,6 +96,7 @@ class Timeline:
             "request_id": self.request_id,
             "trace_id": self.trace_id,
             "client_request_id": self.client_request_id,
+            "tenant": self.tenant,
             "model": self.model,
             "arrived": self.arrived,
             "first_token": self.first_token,
@@ -118,6 +120,7 @@ class Timeline:
         """One line of the list."""
         return {
             "request_id": self.request_id,
+            "tenant": self.tenant,
             "arrived": self.arrived,
             "finished": self.finished,
             "status": self.status,

@@ -114,7 +114,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
     ) -> None:
         gateway = self._gateway
         if request.model is not None:
-            gateway.check_model(request.model)
+            gateway.check_model(request.model, exchange.tenant)
         model_len, intake = gateway.model_len(), gateway.intake
         if request.messages is not None:
             tools = tool_use(request.tools, None, None)
@@ -150,7 +150,7 @@ class Detokenize(Endpoint[DetokenizeRequest]):
     ) -> None:
         gateway, token_ids = self._gateway, request.tokens
         if request.model is not None:
-            gateway.check_model(request.model)
+            gateway.check_model(request.model, exchange.tenant)
         gateway.intake.check_ids("tokens", token_ids)
         await reservation.grow(BYTES_PER_TOKEN * len(token_ids))
 

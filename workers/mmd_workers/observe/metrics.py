@@ -1,6 +1,6 @@
 """Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Independent of what it counts.
 
-Labels take values from small fixed sets only: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
+Labels take values from small fixed sets, and names of tenants from their file: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
 this table.
 """
 
@@ -93,6 +93,32 @@ class Metrics(MetricTable):
             "Pods whose heartbeats this gateway receives, by role; a pod with two roles counts twice",
             "role",
             "state: loading, ready, draining, drained",
+        )
+
+        self._begin("Tenants (gateway, with spec.gateway.auth)", "gateway")
+        self.tenant_requests = counter(
+            "mmd_tenant_requests_total",
+            "Finished requests of each tenant, by HTTP status",
+            "tenant: `name` in keys.yaml, or (removed)",
+            "status: `200`, `429` and other HTTP statuses",
+            moved_by="tenants",
+        )
+        self.tenant_running = gauge(
+            "mmd_tenant_requests_running",
+            "Requests of each tenant that are in flight",
+            "tenant: `name` in keys.yaml",
+            moved_by="tenants",
+        )
+        self.refused_keys = counter(
+            "mmd_gateway_unauthorized_total",
+            "Requests answered with status 401, by what was wrong with their API key",
+            "reason: missing, malformed, unknown, expired",
+            moved_by="trouble",
+        )
+        self.keys_rejected = gauge(
+            "mmd_gateway_keys_rejected_state",
+            "1 while the file of API keys is missing or invalid; the last valid one is in effect, if there was one",
+            moved_by="trouble",
         )
 
         self._begin("Media (gateway)", "gateway")

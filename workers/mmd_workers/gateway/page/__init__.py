@@ -38,15 +38,15 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 
 
-def routes(is_served: Callable[[], bool], *, admin: bool = False) -> list[Route]:
+def routes(is_served: Callable[[], bool], *, admin: bool = False, asks_for_key: bool = False) -> list[Route]:
     """`/` and the files that it needs, below `/page/`; 404 while `is_served` is false. A browser keeps them and asks whether they have changed.
 
-    `admin`: on the admin port, where the page also shows the pods, and where a request is.
+    `admin`: on the admin port, where the page also shows the pods, and where a request is. `asks_for_key`: where the API needs a key.
     """
     folder = resources.files(__name__)
     files = {name: (folder / name).read_bytes() for name in _TYPES}
-    if admin:
-        files["page.html"] = files["page.html"].replace(b"<body ", b"<body data-admin ", 1)
+    for attribute in (b"data-admin",) * admin + (b"data-key",) * asks_for_key:
+        files["page.html"] = files["page.html"].replace(b"<body ", b"<body %s " % attribute, 1)
     return [
         _route("/" if name.endswith(".html") else f"/page/{name}", files[name], kind, is_served)
         for name, kind in _TYPES.items()

@@ -15,10 +15,15 @@ const SPOKEN_CHARACTERS = 120; // a screen reader gets sentences, or pieces of a
 
 const ADMIN = "admin" in document.body.dataset; // on the admin port pods and recent requests can be asked for
 
+const NEEDS_KEY = "key" in document.body.dataset; // kept in its field alone: nothing of this page outlives the tab
+const OPEN_TO_ALL = "No API key is needed: anyone who can reach this gateway can use it.";
+
 const byId = (id) => document.getElementById(id);
 const attached = []; // { file, kind, url, item }
 let model = null; // entry of /v1/models
 let limits = null; // of /debug/state
+let key = "";
+let refusedKey = ""; // asking again with it would not help
 let running = null; // AbortController of the request under way
 
 function make(tag, properties = {}, ...children) {
@@ -43,9 +48,11 @@ function showError(text) {
   byId("error").hidden = !text;
 }
 
+const credentials = () => (key ? { authorization: `Bearer ${key}` } : {});
+
 async function getJson(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(POLL_TIMEOUT_MS) });
-  if (!response.ok) throw new Error(`${path} returned status ${response.status}`);
+  const response = await fetch(path, { headers: credentials(), signal: AbortSignal.timeout(POLL_TIMEOUT_MS) });
+  if (!response.ok) throw Object.assign(new Error(`${path} returned status ${response.status}`), { status: response.status });
   return response.json();
 }
 
@@ -227,7 +234,9 @@ class AnswerText {
 async function ask(event) {
   event.preventDefault();
   if (running) return;
-  if (!model) return showError("The gateway did not report its model; check that it is reachable.");
+  if (!model) {
+    return showError(NEEDS_KEY ? "Enter a valid API key first." : "The gateway did not report its model; check that it is reachable.");
+  }
   const control = new AbortController();
   running = control;
   setRunning(true);
@@ -247,7 +256,7 @@ async function ask(event) {
     if (ADMIN) following = follow(request);
     const response = await fetch("v1/chat/completions", {
       method: "POST",
-      headers: { "content-type": "application/json", "x-client-request-id": id },
+      headers: { "content-type": "application/json", "x-client-request-id": id, ...credentials() },
       body,
       signal: control.signal,
     });
@@ -425,13 +434,8 @@ async function watchPods() {
     if (!document.hidden) {
       try {
         if (!model) await findModel();
-        if (!ADMIN) return;
-        const state = await getJson("debug/state");
-        limits = state.limits;
-        byId("pods").replaceChildren(...state.pods.map(podRow));
-        const more = state.num_pods - state.pods.length;
-        const requests = `${state.running} request${state.running === 1 ? "" : "s"} in flight at this gateway.`;
-        byId("pods-note").textContent = more > 0 ? `${requests} ${more} more pods are not shown.` : requests;
+        if (!ADMIN && !NEEDS_KEY) return;
+        if (ADMIN) await showPods();
       } catch {
         byId("pods-note").textContent = "The gateway does not respond; retrying.";
       }
@@ -440,8 +444,32 @@ async function watchPods() {
   }
 }
 
+async function showPods() {
+  const state = await getJson("debug/state");
+  limits = state.limits;
+  byId("access").textContent = state.auth.enabled ? "Clients need an API key; on this port, for those who run the deployment, none is needed." : OPEN_TO_ALL;
+  byId("pods").replaceChildren(...state.pods.map(podRow));
+  const more = state.num_pods - state.pods.length;
+  const requests = `${state.running} request${state.running === 1 ? "" : "s"} in flight at this gateway.`;
+  byId("pods-note").textContent = more > 0 ? `${requests} ${more} more pods are not shown.` : requests;
+}
+
 async function findModel() {
-  [model] = (await getJson("v1/models")).data;
+  const tried = key;
+  if (NEEDS_KEY && (!tried || tried === refusedKey)) {
+    byId("served").textContent = tried ? "The gateway does not accept this API key." : "Enter an API key to begin.";
+    return;
+  }
+  const { data } = await getJson("v1/models").catch((error) => {
+    if (error.status === 401) refusedKey = tried;
+    throw error;
+  });
+  if (tried !== key) return; // another was entered meanwhile
+  if (data.length === 0) {
+    byId("served").textContent = "This API key allows no model that is served here.";
+    return;
+  }
+  [model] = data;
   document.title = `Try ${model.id}`;
   byId("served").textContent = `${model.id} accepts ${model.modalities.join(", ")}; at most ${model.max_model_len} tokens in all.`;
   for (const button of document.querySelectorAll("[data-kind]")) button.hidden = !model.modalities.includes(button.dataset.kind);
@@ -470,6 +498,11 @@ function remembered(key, value) {
 // --- wiring --------------------------------------------------------------------------------------------------------
 
 byId("form").addEventListener("submit", ask);
+byId("key").addEventListener("change", (event) => {
+  const typed = event.target.value.trim();
+  key = /^[!-~]*$/.test(typed) ? typed : ""; // other characters cannot be sent
+  model = null;
+});
 byId("form").addEventListener("invalid", () => { byId("form").querySelector("details").open = true; }, true);
 byId("stop").addEventListener("click", () => running?.abort());
 byId("question").addEventListener("keydown", (event) => {
@@ -497,4 +530,6 @@ byId("layout").addEventListener("change", (event) => lay(remembered(LAYOUT_KEY, 
 lay(remembered(LAYOUT_KEY));
 
 for (const part of document.querySelectorAll("[data-internal]")) part.hidden = !ADMIN;
+byId("key-field").hidden = !NEEDS_KEY;
+if (!ADMIN && !NEEDS_KEY) byId("access").textContent = OPEN_TO_ALL;
 watchPods();

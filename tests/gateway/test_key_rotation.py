@@ -1,0 +1,101 @@
+"""Keys change while a gateway runs: the process that its container runs, its Secret as the kubelet mounts it, and clients that keep asking."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from mmd_api.contract.subjects import Subjects
+from mmd_api.tenants import hash_of, new_key
+from mmd_workers.model.frontend import HfFrontend
+from mmd_workers.wire.server import NatsServer
+
+from .process import BODY, MESH, TEXT, running
+from .scripted import ScriptedWorker, answer_well
+
+pytestmark = pytest.mark.processes
+
+
+class MountedSecret:
+    """A volume as the kubelet keeps it: files are links into `..data`, a link that is replaced when the Secret has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._version = folder, 0
+        folder.mkdir()
+        self.file = folder / "keys.yaml"
+        self.file.symlink_to("..data/keys.yaml")
+
+    def update(self, text: str) -> None:
+        self._version += 1
+        version = self._folder / f"..version{self._version}"
+        version.mkdir()
+        (version / "keys.yaml").write_text(text)
+        link = self._folder / "..data_tmp"
+        link.symlink_to(version.name)
+        os.replace(link, self._folder / "..data")
+
+    def put(self, *keys: str) -> None:
+        tenant = {"name": "search", "keys": [{"hash": hash_of(key)} for key in keys]}
+        self.update(yaml.safe_dump({"tenants": [tenant]}))
+
+
+async def test_a_key_is_rotated_without_a_restart_and_without_a_refused_request(
+    own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
+) -> None:
+    old, new = new_key(), new_key()
+    secret = MountedSecret(tmp_path / "keys")
+    secret.put(old)
+    ids = frontend.tokenizer.encode(TEXT, add_special_tokens=False)
+    auth = {"auth": {"keysSecret": "demo-keys"}}
+    async with running(own_nats_server, tmp_path, auth, MMD_KEYS_FILE=str(secret.file)) as (child, client):
+        worker = await ScriptedWorker.start(
+            own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, answer_well
+        )
+        present, asked, stop = old, 0, asyncio.Event()
+
+        async def ask(key: str) -> httpx.Response:
+            return await client.post("/v1/chat/completions", json=BODY, headers={"x-api-key": key})
+
+        async def keep_asking() -> None:
+            nonlocal asked
+            while not stop.is_set():
+                answer = await ask(present)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["choices"][0]["message"]["content"] == TEXT
+                asked += 1
+
+        async def until_status(key: str, status: int) -> None:
+            async with asyncio.timeout(60):
+                while (await ask(key)).status_code != status:
+                    await asyncio.sleep(0.1)
+
+        asking = asyncio.create_task(keep_asking())
+        try:
+            assert (await ask(new)).status_code == 401
+            secret.put(old, new)
+            await until_status(new, 200)
+            assert (await ask(old)).status_code == 200, "the old key works until it is removed"
+            present = new
+            before = asked
+            async with asyncio.timeout(60):
+                while asked < before + 2:  # the last request with the old key has been answered
+                    await asyncio.sleep(0.05)
+            secret.put(new)
+            await until_status(old, 401)
+            secret.update("tenants: [")
+            before = asked
+            async with asyncio.timeout(60):
+                while asked < before + 10:
+                    await asyncio.sleep(0.05)
+        finally:
+            stop.set()
+        await asking
+        assert (await ask(old)).status_code == 401
+        assert (await ask(new)).status_code == 200
+        assert child.returncode is None
+        await worker.close()

@@ -1,0 +1,49 @@
+"""`mmd status` asks each pod, and shows who may use the gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from mmd_cli.local import state
+from mmd_cli.program import build
+
+
+@pytest.fixture
+def deployment() -> Iterator[str]:
+    """A note of a deployment with one gateway."""
+    pods = [state.RunningPod("one-gateway-0", "gateway", "http://127.0.0.1:1")]
+    name = f"one-{os.getpid()}"
+    note = state.write(state.Running(name, os.getpid(), "http://127.0.0.1:2", "http://127.0.0.1:1", pods))
+    yield name
+    note.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("auth", "said"),
+    [
+        ({"enabled": False}, "API keys: none needed, so anyone who can reach the gateway can use it"),
+        (
+            {"enabled": True, "tenants": 2, "fault": ""},
+            "API keys: needed; tenants that one-gateway-0 knows: 2\n",
+        ),
+        (
+            {"enabled": True, "tenants": 0, "fault": "line 1: invalid YAML"},
+            "its file of keys cannot be used: line 1: invalid YAML",
+        ),
+    ],
+    ids=["open", "keys", "broken"],
+)
+def test_who_may_use_the_gateway_is_shown(
+    deployment: str, monkeypatch: pytest.MonkeyPatch, auth: dict[str, Any], said: str
+) -> None:
+    answer = httpx.Response(200, json={"state": "ready", "auth": auth})
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    shown = CliRunner().invoke(build().app, ["status", "--name", deployment])
+    assert shown.exit_code == 0, shown.output
+    assert said in shown.output

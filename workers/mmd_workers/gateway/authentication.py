@@ -1,0 +1,47 @@
+"""Lets requests in at the port for clients, by their API keys. What keys stand for is in `access`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
+from mmd_workers.gateway.access import Access, KnownTenant
+from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
+
+CHALLENGE = 'Bearer realm="mmd"'
+_SCOPE_KEY = "mmd_tenant"
+
+
+class AuthenticationMiddleware:
+    """Lets a request in whose key stands for a tenant, or whose path is one of `open_paths`; any other gets status 401."""
+
+    def __init__(self, app: Any, access: Access, open_paths: Collection[str]) -> None:
+        self._app, self._access, self._open_paths = app, access, frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
+        """Pass a request on with its tenant, or answer it."""
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                scope[_SCOPE_KEY] = self._access.authenticate(scope["headers"])
+            except (InvalidApiKeyError, KeysUnavailableError) as error:
+                await _refusal(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def tenant_of(scope: Scope) -> KnownTenant | None:
+    """The tenant that a request was let in for; None where the gateway needs no keys."""
+    found: KnownTenant | None = scope.get(_SCOPE_KEY)
+    return found
+
+
+def _refusal(error: InvalidApiKeyError | KeysUnavailableError) -> JSONResponse:
+    fault = ApiError(error)
+    headers = {"www-authenticate": 'Bearer realm="mmd"'} if fault.status == 401 else {}
+    if fault.retry_after is not None:
+        headers["retry-after"] = str(fault.retry_after)
+    return JSONResponse(fault.body(), fault.status, headers)
