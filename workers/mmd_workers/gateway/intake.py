@@ -266,10 +266,10 @@ class Intake:
     async def token_ids(
         self,
         messages: Sequence[Message],
-        tools: ToolUse | None,
         reservation: RequestReservation,
         timeline: Timeline,
         model_len: int,
+        tools: ToolUse | None = None,
     ) -> list[int]:
         """The prompt of a conversation, which may be longer than what fits the model. `model_len`: see `prepare`.
 

@@ -118,7 +118,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
         model_len, intake = gateway.model_len(), gateway.intake
         if request.messages is not None:
             tools = tool_use(request.tools, None, None)
-            work = intake.token_ids(request.messages, tools, reservation, exchange.timeline, model_len)
+            work = intake.token_ids(request.messages, reservation, exchange.timeline, model_len, tools)
         else:
             work = intake.token_ids_of_text(
                 request.prompt or "", request.add_special_tokens is not False, reservation, model_len
