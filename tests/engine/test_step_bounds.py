@@ -15,7 +15,7 @@ from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.pace import FIRST_ROWS, MIN_PROMPT_TOKENS, SAMPLES, Pace
 from mmd_workers.engine.scheduler import StepPlan
 from mmd_workers.engine.sequence import Sequence
-from tests.engine.test_scheduler import Bench
+from tests.support.scheduler_bench import Bench
 
 BOUND = 0.1
 
