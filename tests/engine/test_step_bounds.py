@@ -298,7 +298,7 @@ class Sides(RuleBasedStateMachine):
 
 
 TestSides = Sides.TestCase
-TestSides.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSides.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 # --- timelines --------------------------------------------------------------------------------------------------------
