@@ -383,6 +383,10 @@ class Engine:
                 hidden = self.model.forward(embeds, positions, extras)
             sampling = [number for number, item in enumerate(work) if item.samples]
             if not sampling:
+                if (
+                    hidden.is_cuda
+                ):  # else the stopwatch sees nothing but launches, and later steps wait for them
+                    torch.cuda.current_stream(hidden.device).synchronize()
                 return sampled
             constraints = {
                 row: constraint
