@@ -64,7 +64,12 @@ class EncoderRole(Part):
         for layer, active in self._decoders.layers.items():
             pod.metrics.sandbox_layers.labels(layer).set(active)
         cache = FeatureCache(spec.cache_mebibytes * MEBIBYTE)
-        self._pipeline = EncodePipeline(self._model, self._decoders, media, spec, cache, pod.metrics)
+        engine = pod.spec.engine
+        beside_steps = not self._takes_jobs and engine.type == "Native"
+        run_seconds = engine.step_seconds if beside_steps else None
+        self._pipeline = EncodePipeline(
+            self._model, self._decoders, media, spec, cache, pod.metrics, run_seconds
+        )
         pod.tasks.spawn(self._pipeline.run(), "tower")
         await self._measure_tower(self._model)
 
