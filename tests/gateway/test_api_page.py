@@ -25,6 +25,7 @@ from mmd_workers.gateway import (
     conversation,
     intake,
     logit_rules,
+    messages_request,
     response_format,
     tokenize,
 )
@@ -112,6 +113,8 @@ def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
 REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
     "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
     "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
+    "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
     "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
     "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
 }

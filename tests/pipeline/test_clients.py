@@ -1,8 +1,10 @@
-"""Clients that people already use, against a real deployment: the official one, LangChain and LiteLLM, with answers equal to `generate`."""
+"""Clients that people already use, against a real deployment: the official ones, LangChain and LiteLLM, with answers equal to `generate`."""
 
 from __future__ import annotations
 
+import base64
 import os
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
+from mmd_cli.client import media_part
+from mmd_cli.samples import draw
 from tests.support import oracle
 from tests.support.local_deployment import Deployment
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices when it is imported
 os.environ["LANGSMITH_TRACING"] = "false"
 
+import anthropic
 import litellm
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
@@ -27,6 +32,11 @@ MODEL = "builtin/demo"
 QUESTION = "What color is the shape?"
 RENDERED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = {"temperature": 0, "max_tokens": 24}
+GREEDILY: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 24,
+    "extra_body": {"temperature": 0},
+}  # of Anthropic's client
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "shape"}'}}
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Use the tool."},
@@ -132,3 +142,71 @@ def test_litellm_chats_streams_and_completes(demo: Deployment, expected: str, af
     assert litellm.text_completion(**text).choices[0].text == expected
     streamed = litellm.text_completion(stream=True, **text)
     assert "".join(c.choices[0].text or "" for c in streamed) == expected
+
+
+@pytest.fixture
+def claude(demo: Deployment) -> Iterator[anthropic.Anthropic]:
+    where = {"base_url": demo.local.gateway_url, "api_key": "none", "max_retries": 0, "timeout": 120}
+    with anthropic.Anthropic(**where) as client:
+        yield client
+
+
+def test_anthropics_client_gets_messages_whole_and_streamed(
+    claude: anthropic.Anthropic, expected: str
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    whole = claude.messages.create(messages=messages, **GREEDILY)
+    assert whole.content[0].text == expected
+    usage = whole.usage
+    counted = claude.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
+    with claude.messages.stream(messages=messages, **GREEDILY) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert "".join(pieces) == final.content[0].text == expected
+    assert len(pieces) > 2
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, usage.output_tokens)
+
+
+def test_anthropics_client_sends_pictures_with_instructions_and_turns(
+    demo: Deployment, claude: anthropic.Anthropic
+) -> None:
+    picture = draw("image", 31)
+    data = base64.b64encode(picture.bytes).decode()
+    source = {"type": "base64", "media_type": picture.mime, "data": data}
+    turns: list[Any] = [
+        {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]}
+    ]
+    chat: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [media_part("image", picture.bytes, picture.mime), {"type": "text", "text": QUESTION}]},
+    ]  # fmt: skip
+    for _ in range(2):
+        answer = claude.messages.create(messages=turns, system="Be brief.", **GREEDILY)
+        same = demo.client().chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+        assert answer.content[0].text == same.choices[0].message.content
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+        chat += [same.choices[0].message, {"role": "user", "content": "And?"}]
+
+
+def test_a_picture_that_is_none_is_named_as_anthropics_client_sent_it(claude: anthropic.Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}
+    content: list[Any] = [{"type": "text", "text": QUESTION}, {"type": "image", "source": source}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.1\.source: ") as caught:
+        claude.messages.create(messages=[{"role": "user", "content": content}], **GREEDILY)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_litellm_speaks_anthropics_messages(demo: Deployment, expected: str) -> None:
+    chat = {
+        "model": f"anthropic/{MODEL}",
+        "api_base": demo.local.gateway_url,
+        "api_key": "none",
+        "num_retries": 0,
+        "timeout": 120,
+        "messages": [{"role": "user", "content": QUESTION}],
+        **GREEDY,
+    }
+    assert litellm.completion(**chat).choices[0].message.content == expected
+    chunks = list(litellm.completion(stream=True, **chat))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected

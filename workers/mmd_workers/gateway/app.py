@@ -1,4 +1,4 @@
-"""The paths for clients: completions, tokens, models, health. What the paths of both ports share; no life of a request."""
+"""The paths for clients: completions, messages, tokens, models, health. What the paths of both ports share; no life of a request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from starlette.routing import Route
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
-from mmd_workers.gateway import page
-from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway import messages, page
+from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.gateway.messages import CountTokens, Messages
+from mmd_workers.gateway.messages_shape import MessagesErrors
 from mmd_workers.gateway.tokenize import Detokenize, Tokenize
 
-FOR_CLIENTS = (
-    "POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, GET /v1/models, /health, /ready"
-)
+FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens, /tokenize, /detokenize, GET /v1/models, /health, /ready"
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -38,11 +38,12 @@ def build_app(gateway: Gateway) -> Starlette:
 def application(gateway: Gateway, routes: list[Route], known: str) -> Starlette:
     """These routes; any other path or method gets an OpenAI-shaped error that names the `known` ones."""
 
-    async def http_error(_request: Request, error: Exception) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = MethodNotAllowedError if status == 405 else NotFoundError
         fault = ApiError(kind(f"path or method not found; this port serves {known}"))
-        return JSONResponse(fault.body(), fault.status)
+        errors = MessagesErrors() if request.url.path.startswith(messages.PREFIX) else ErrorShape()
+        return JSONResponse(errors.body(fault, ""), errors.status(fault))
 
     return Starlette(
         middleware=[Middleware(_FarewellMiddleware, gateway=gateway)],
@@ -87,6 +88,8 @@ def api_routes(gateway: Gateway) -> list[Route]:
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
         Route("/v1/completions", TextCompletions(gateway), methods=["POST"]),
+        Route("/v1/messages", Messages(gateway), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokens(gateway), methods=["POST"]),
         Route("/tokenize", Tokenize(gateway), methods=["POST"]),
         Route("/detokenize", Detokenize(gateway), methods=["POST"]),
         Route("/v1/models", models),

@@ -122,7 +122,7 @@ class InputAudioPart(Strict):
         )
 
 
-def _type_of(value: object) -> str | None:
+def type_of(value: object) -> str | None:
     """The part's type, cut to what an error names: pydantic copies it several times."""
     kind = value.get("type") if isinstance(value, dict) else None
     return None if kind is None else str(kind)[:MAX_NAME_CHARACTERS]
@@ -139,10 +139,10 @@ _Part = (
 )
 _AnswerPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 
-ContentPart = Annotated[_Part, Discriminator(_type_of)]
-AnswerPart = Annotated[_AnswerPart, Discriminator(_type_of)]
+ContentPart = Annotated[_Part, Discriminator(type_of)]
+AnswerPart = Annotated[_AnswerPart, Discriminator(type_of)]
 """What an assistant's message may have, too."""
-ResultPart = Annotated[_Text, Discriminator(_type_of)]
+ResultPart = Annotated[_Text, Discriminator(type_of)]
 """What the result of a tool call may have."""
 
 
