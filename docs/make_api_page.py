@@ -12,7 +12,13 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mmd_workers.gateway import chat_request, completion_request, messages_request, tokenize
+from mmd_workers.gateway import (
+    chat_request,
+    completion_request,
+    messages_request,
+    responses_request,
+    tokenize,
+)
 from mmd_workers.gateway.strict import Ignored, NotServed, Strict
 
 PAGE = Path(__file__).with_name("api.md")
@@ -23,6 +29,7 @@ HEAD = "| field | | values, effect or remedy |\n|---|---|---|\n"
 ENDPOINTS: dict[str, tuple[type[Strict], NotServed]] = {
     "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
     "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /v1/responses": (responses_request.ResponsesRequest, responses_request.NOT_SERVED),
     "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
     "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
     "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
@@ -32,6 +39,7 @@ ENDPOINTS: dict[str, tuple[type[Strict], NotServed]] = {
 
 CONVERSATIONS: dict[str, tuple[type[Strict], str]] = {
     "Messages": (chat_request.ChatRequest, "messages"),
+    "Input of `/v1/responses`": (responses_request.ResponsesRequest, "input"),
     "Messages of `/v1/messages`": (messages_request.MessagesRequest, "messages"),
 }
 """Titles of tables of their own, each with a field and a request that has it."""

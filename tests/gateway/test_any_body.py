@@ -22,6 +22,7 @@ from mmd_workers.gateway.messages_request import (
     parse_count_tokens_request,
     parse_messages_request,
 )
+from mmd_workers.gateway.responses_request import ResponsesRequest, parse_responses_request
 from mmd_workers.gateway.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -44,6 +45,10 @@ def read_count(value: object) -> object:
     return conversation(parse_count_tokens_request(value).as_chat())
 
 
+def read_responses(value: object) -> object:
+    return conversation(parse_responses_request(value).messages)
+
+
 def read_completion(value: object) -> object:
     return parse_completion_request(value).prompts
 
@@ -57,16 +62,18 @@ BODIES: dict[str, tuple[Parse, type, dict[str, Any]]] = {
     "chat": (read_chat, ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
     "messages": (read_messages, MessagesRequest, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
     "count": (read_count, CountTokensRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    "responses": (read_responses, ResponsesRequest, {"model": "m", "input": "x"}),
     "completion": (read_completion, CompletionRequest, {"model": "m", "prompt": "x"}),
     "tokenize": (read_tokens, TokenizeRequest, {"messages": [{"role": "user", "content": "x"}]}),
     "detokenize": (parse_detokenize_request, DetokenizeRequest, {"tokens": [1]}),
 }  # fmt: skip
 WORDS = st.sampled_from(
-    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "image", "base64", "url", "tool_use", "{}", '{"a": [1]}', "[]", "1", ""]
+    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "image", "base64", "url", "tool_use", "output_text", "input_image", "message", "json_schema", "{}", '{"a": [1]}', "[]", "1", ""]
 )  # fmt: skip
 NAMES = st.sampled_from(
     ["role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "arguments", "name", "id", "refusal", "url",
-     "image_url", "prompt", "tokens", "include_usage", "source", "system", "media_type", "data"]
+     "image_url", "prompt", "tokens", "include_usage", "source", "system", "media_type", "data",
+     "status", "format", "schema"]
 )  # fmt: skip
 ANY = st.recursive(
     st.none()
@@ -139,6 +146,19 @@ BLOCKS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+ITEMS = st.fixed_dictionaries(
+    {"role": WORDS, "content": WORDS | st.lists(BLOCKS | st.fixed_dictionaries({"type": WORDS, "image_url": WORDS}), max_size=3)},
+    optional={"type": WORDS, "id": WORDS, "status": WORDS},
+)  # fmt: skip
+
+
+@given(items=st.lists(ITEMS | ANY, min_size=1, max_size=3), form=ANY | st.fixed_dictionaries({"type": WORDS}))
+@settings(max_examples=100, deadline=None)
+def test_any_items_are_read_or_refused_by_an_error_of_the_table(items: list[Any], form: object) -> None:
+    assert_read_or_refused(read_responses, {"model": "m", "input": items})
+    assert_read_or_refused(read_responses, {"model": "m", "input": "x", "text": {"format": form}})
+
+
 @pytest.mark.parametrize("kind", ["messages", "count"])
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
@@ -189,6 +209,9 @@ LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
         "messages",
         lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4}] * (n // 64)},
     ),
+    "wrong items": ("responses", lambda n: {"input": [{"role": "user", "content": [{"type": "x"}]}] * (n // 16)}),
+    "items": ("responses", lambda n: {"input": [{"role": "user", "content": "x"}] * (n // 16)}),
+    "metadata": ("responses", lambda n: {"metadata": {str(i): i for i in range(n)}}),
     "wrong tool calls": (
         "chat",
         lambda n: {"messages": [{"role": "assistant", "tool_calls": [0] * n}]},

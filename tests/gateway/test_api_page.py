@@ -27,6 +27,7 @@ from mmd_workers.gateway import (
     logit_rules,
     messages_request,
     response_format,
+    responses_request,
     tokenize,
 )
 from mmd_workers.gateway.api_errors import api_error
@@ -115,6 +116,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
     "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
     "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
     "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
+    "POST /v1/responses": (responses_request.ResponsesRequest, responses_request.NOT_SERVED),
     "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
     "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
 }

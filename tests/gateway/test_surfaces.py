@@ -14,13 +14,11 @@ import pytest
 
 from mmd_workers.gateway import choices
 
-from .running import Launch, Running
-from .scripted import ScriptedWorker, answer_well, say_nothing
-from .test_faults import TEXT, assert_nothing_is_left, half_then, impatient
-
-__all__ = ["impatient"]
+from .running import Launch, Running, assert_nothing_is_left
+from .scripted import ScriptedWorker, answer_well, half_then, say_nothing
 
 MODEL = "builtin/demo"
+TEXT = "the red circle is left of the blue square"
 HELLO = [{"role": "user", "content": "hello"}]
 Event = dict[str, Any]
 
@@ -49,6 +47,12 @@ SURFACES = {
         lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
         lambda event: event["error"]["message"] if event["type"] == "error" else None,
         overloaded=529,
+    ),
+    "responses": Surface(
+        "/v1/responses",
+        {"input": HELLO},
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+        lambda event: event["response"]["error"]["message"] if event["type"] == "response.failed" else None,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The paths for clients: completions, messages, tokens, models, health. What the paths of both ports share; no life of a request."""
+"""The paths for clients: completions, responses, messages, tokens, models, health. What the paths of both ports share; no life of a request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
-from mmd_workers.gateway.messages import CountTokens, Messages
+from mmd_workers.gateway.messages import AnthropicMessages, CountTokens
 from mmd_workers.gateway.messages_shape import MessagesErrors
+from mmd_workers.gateway.responses import Responses
 from mmd_workers.gateway.tokenize import Detokenize, Tokenize
 
-FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens, /tokenize, /detokenize, GET /v1/models, /health, /ready"
+FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /tokenize, /detokenize, GET /v1/models, /health, /ready"
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -88,7 +89,8 @@ def api_routes(gateway: Gateway) -> list[Route]:
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
         Route("/v1/completions", TextCompletions(gateway), methods=["POST"]),
-        Route("/v1/messages", Messages(gateway), methods=["POST"]),
+        Route("/v1/responses", Responses(gateway), methods=["POST"]),
+        Route("/v1/messages", AnthropicMessages(gateway), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokens(gateway), methods=["POST"]),
         Route("/tokenize", Tokenize(gateway), methods=["POST"]),
         Route("/detokenize", Detokenize(gateway), methods=["POST"]),

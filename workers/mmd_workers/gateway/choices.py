@@ -100,11 +100,10 @@ class Choices:
         head = self._head()
         opened = False
         async for ready in self._progress():
-            opening = () if opened else shape.opening(head, self._usage())
+            for event in () if opened else shape.opening(head, self._usage()):
+                await exchange.events(event)
             opened = True
-            await exchange.events(
-                *opening, *(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,)
-            )
+            await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
         usage = await self._finish()
         timings = exchange.timeline.timings() if self._wants_timings() else None
         for event in shape.ending(head, usage, timings):

@@ -28,6 +28,7 @@ from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.shapes import AnswerShape, ChatShape, TextShape
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.gateway.translated import TranslatedRequest
 from mmd_workers.observe.logs import request_context
 
 MAX_CLIENT_REQUEST_ID = 128
@@ -179,6 +180,16 @@ class Conversations(_Generation[_Chat]):
         prepared = await gateway.intake.prepare(request, reservation, exchange.timeline, gateway.model_len())
         request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
         return [prepared], self._shape(exchange, request, prepared), 0
+
+
+class Translations(Conversations[TranslatedRequest]):
+    """A path whose requests become chats: faults name the fields that they had."""
+
+    async def _answer(
+        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
+    ) -> None:
+        with request.names.in_faults():
+            await super()._answer(exchange, request, reservation)
 
 
 class ChatCompletions(Conversations[ChatRequest]):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.completions import Conversations, Endpoint
+from mmd_workers.gateway.completions import Endpoint, Translations
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
@@ -23,7 +23,7 @@ PREFIX = "/v1/messages"
 ID_HEADER = "request-id"
 
 
-class Messages(Conversations[TranslatedRequest]):
+class AnthropicMessages(Translations):
     """POST /v1/messages."""
 
     prefix = "msg_"
@@ -35,12 +35,6 @@ class Messages(Conversations[TranslatedRequest]):
 
     def _shape(self, _exchange: Exchange, request: TranslatedRequest, prepared: Prepared) -> MessagesShape:
         return MessagesShape(fills_context=prepared.sampling.max_tokens < (request.max_tokens or 0))
-
-    async def _answer(
-        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
-    ) -> None:
-        with request.names.in_faults():
-            await super()._answer(exchange, request, reservation)
 
 
 class CountTokens(Endpoint[CountTokensRequest]):

@@ -9,7 +9,8 @@ from pydantic_core import to_json
 
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.chat import ChoiceStream
-from mmd_workers.gateway.chat_response import ApiFinishReason, ChunkChoice, Usage
+from mmd_workers.gateway.chat_response import ChunkChoice, Usage
+from mmd_workers.gateway.shapes import WholeText, named_event
 
 OVERLOADED_STATUS = 529
 _TYPES = {
@@ -42,28 +43,7 @@ class MessagesErrors(ErrorShape):
 
     def events(self, error: ApiError, request_id: str) -> Iterable[str]:
         """The last event of a stream that has begun."""
-        return (_event(self.body(error, request_id)),)
-
-
-class WholeText:
-    """An answer as it is collected."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self.finish_reason: ApiFinishReason | None = None
-        self.stop: str | None = None
-
-    def add(self, part: ChunkChoice) -> None:
-        """Take the next part of the answer."""
-        if part.delta.content:
-            self._pieces.append(part.delta.content)
-        if part.finish_reason is not None:
-            self.finish_reason, self.stop = part.finish_reason, part.stop
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._pieces)
+        return (named_event(self.body(error, request_id)),)
 
 
 class MessagesShape:
@@ -78,8 +58,10 @@ class MessagesShape:
 
     def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
         """The message without content, and its one block."""
-        yield _event({"type": "message_start", "message": self._message(head, [], self._end, usage, None)})
-        yield _event({"type": "content_block_start", "index": 0, "content_block": _text_block("")})
+        yield named_event(
+            {"type": "message_start", "message": self._message(head, [], self._end, usage, None)}
+        )
+        yield named_event({"type": "content_block_start", "index": 0, "content_block": _text_block("")})
 
     def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
         """The event with this part of the answer; empty where it has no text."""
@@ -88,19 +70,19 @@ class MessagesShape:
         if not part.delta.content:
             return ""
         delta = {"type": "text_delta", "text": part.delta.content}
-        return _event({"type": "content_block_delta", "index": 0, "delta": delta})
+        return named_event({"type": "content_block_delta", "index": 0, "delta": delta})
 
     def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
         """The end of the block, why it ended, and the end of the message."""
-        yield _event({"type": "content_block_stop", "index": 0})
+        yield named_event({"type": "content_block_stop", "index": 0})
         reason, stop = self._stop_reason(self._end)
         changed = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
             "usage": _usage(usage),
         }
-        yield _event(changed if timings is None else {**changed, "timings": timings})
-        yield _event({"type": "message_stop"})
+        yield named_event(changed if timings is None else {**changed, "timings": timings})
+        yield named_event({"type": "message_stop"})
 
     def collector(self, _stream: ChoiceStream) -> WholeText:
         """Collects the answer."""
@@ -160,7 +142,3 @@ def _usage(usage: Usage) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"event: {value['type']}\ndata: {to_json(value).decode()}\n\n"

@@ -46,7 +46,8 @@ class MediaUrl(Strict):
 
 
 Detail = Annotated[
-    Literal["auto", "low", "high"] | None, Ignored("the model's own processor decides the resolution")
+    Literal["auto", "low", "high", "original"] | None,
+    Ignored("the model's own processor decides the resolution"),
 ]
 
 
@@ -137,10 +138,10 @@ _Part = (
     | Annotated[InputAudioPart, Tag("input_audio")]
     | Annotated[InputImagePart, Tag("input_image")]
 )
-_AnswerPart = _Part | Annotated[RefusalPart, Tag("refusal")]
+AnyPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 
 ContentPart = Annotated[_Part, Discriminator(type_of)]
-AnswerPart = Annotated[_AnswerPart, Discriminator(type_of)]
+AnswerPart = Annotated[AnyPart, Discriminator(type_of)]
 """What an assistant's message may have, too."""
 ResultPart = Annotated[_Text, Discriminator(type_of)]
 """What the result of a tool call may have."""
@@ -152,5 +153,5 @@ def _tags(union: object) -> tuple[str, ...]:
 
 PART_TYPES = _tags(_Part)
 """Every type of part of a user's message, in the order in which errors name them."""
-ANSWER_PART_TYPES = _tags(_AnswerPart)
+ANSWER_PART_TYPES = _tags(AnyPart)
 """Every type of part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
@@ -239,6 +240,31 @@ class _TextCollector:
             pieces.append(f'{"," if number else ""}"{name}":'.encode())
             pieces += [b"null"] if items is None else [b"[", *items, b"]"]
         return [*pieces, b"}}"]
+
+
+class WholeText:
+    """An answer as it is collected, where its text is all that is shown of it."""
+
+    def __init__(self) -> None:
+        self._text = io.StringIO()
+        self.finish_reason: ApiFinishReason | None = None
+        self.stop: str | None = None
+
+    def add(self, part: ChunkChoice) -> None:
+        """Take the next part of the answer."""
+        self._text.write(part.delta.content or "")
+        if part.finish_reason is not None:
+            self.finish_reason, self.stop = part.finish_reason, part.stop
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._text.getvalue()
+
+
+def named_event(value: dict[str, Any]) -> str:
+    """A server-sent event that has its type as its name."""
+    return f"event: {value['type']}\ndata: {to_json(value).decode()}\n\n"
 
 
 _NO_CHOICES = b'"choices":[]'
