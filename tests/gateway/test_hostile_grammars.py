@@ -243,18 +243,35 @@ async def test_refusals_are_kept_up_to_a_number(
     assert len(started) == 4  # the last "a" again
 
 
+HELLO = [{"role": "user", "content": "hi"}]
+FORMS: dict[str, tuple[str, Callable[[dict], dict]]] = {
+    "/v1/chat/completions": (
+        "response_format.json_schema.schema",
+        lambda value: {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}},
+    ),
+    "/v1/responses": (
+        "text.format.schema",
+        lambda value: {"input": HELLO, "text": {"format": {"type": "json_schema", "name": "x", "schema": value}}},
+    ),
+    "/v1/messages": (
+        "output_config.format.schema",
+        lambda value: {"messages": HELLO, "max_tokens": 8, "output_config": {"format": {"type": "json_schema", "schema": value}}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FORMS)
 async def test_a_hostile_schema_is_refused_and_its_text_is_in_the_answer_alone(
-    launch: Launch, caplog: pytest.LogCaptureFixture
+    launch: Launch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     gateway = await launch()
-    field = "response_format.json_schema.schema"
+    field, form = FORMS[path]
 
     async def refused(value: dict) -> str:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "response_format": form}
-        response = await gateway.http.post("/v1/chat/completions", json=body)
+        response = await gateway.http.post(path, json={"model": MODEL, **form(value)})
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
+        assert response.status_code == 400
+        assert error["message"].startswith(f"{field}: ")
         found = await gateway.admin.get(f"/debug/requests/{response.headers['x-request-id']}")
         assert (found.json()["code"], found.json()["error"]) == ("invalid_value", field)
         message: str = error["message"]

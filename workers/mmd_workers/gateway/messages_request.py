@@ -15,15 +15,20 @@ from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     OF_CONTENT,
-    AnswerMessage,
     Message,
-    PromptMessage,
     content_kind,
 )
 from mmd_workers.gateway.parts import MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
-from mmd_workers.gateway.translated import TOOLS_NOT_SERVED, FieldNames, TranslatedRequest, refuse_tools
+from mmd_workers.gateway.translated import (
+    TOOLS_NOT_SERVED,
+    FieldNames,
+    TranslatedRequest,
+    as_messages,
+    message_of,
+    refuse_tools,
+)
 
 MAX_STOP_SEQUENCES = 4
 
@@ -91,7 +96,7 @@ Block = Annotated[
 _BLOCKS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
-class Turn(Strict):
+class AnthropicTurn(Strict):
     """What one side said."""
 
     role: Literal["user", "assistant", "system"]
@@ -128,7 +133,7 @@ class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens: a prompt."""
 
     model: ModelName
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[list[TextBlock], _BLOCKS, Tag("parts")],
@@ -144,9 +149,9 @@ class CountTokensRequest(Strict):
     cache_control: CacheMark = None
 
     def as_chat(self) -> list[Message]:
-        """The same conversation as messages of a chat."""
-        system = [] if self.system is None else [_message("system", self.system)]
-        return system + [_message(turn.role, turn.content) for turn in self.messages]
+        """The same conversation as messages of a chat, which it moves to them."""
+        system = [] if self.system is None else [message_of("system", self.system)]
+        return system + as_messages(self.messages)
 
     @property
     def names(self) -> FieldNames:
@@ -217,12 +222,6 @@ def parse_count_tokens_request(value: object) -> CountTokensRequest:
     """Validate a decoded JSON body; for what it raises see `parse_messages_request`."""
     refuse_tools(_blocks(value))
     return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX)
-
-
-def _message(role: Literal["user", "assistant", "system"], content: Any) -> Message:
-    if role == "assistant":
-        return AnswerMessage.model_construct(role=role, content=content)
-    return PromptMessage.model_construct(role=role, content=content)
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:

@@ -17,15 +17,20 @@ from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     OF_CONTENT,
-    AnswerMessage,
     Message,
-    PromptMessage,
     content_kind,
 )
 from mmd_workers.gateway.parts import ANSWER_PART_TYPES, AnyPart, TextPart, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat, SchemaName
 from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, NotServed, Strict, validated
-from mmd_workers.gateway.translated import TOOLS_NOT_SERVED, FieldNames, TranslatedRequest, refuse_tools
+from mmd_workers.gateway.translated import (
+    TOOLS_NOT_SERVED,
+    FieldNames,
+    TranslatedRequest,
+    as_messages,
+    message_of,
+    refuse_tools,
+)
 
 MAX_METADATA = 16
 MAX_KEY_CHARACTERS = 64
@@ -154,11 +159,11 @@ class ResponsesRequest(Strict):
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
 
     def as_chat(self) -> list[Message]:
-        """The same conversation as messages of a chat."""
-        first = [] if self.instructions is None else [_message("system", self.instructions)]
+        """The same conversation as messages of a chat, which it moves to them."""
+        first = [] if self.instructions is None else [message_of("system", self.instructions)]
         if isinstance(self.input, str):
-            return [*first, _message("user", self.input)]
-        return first + [_message(item.role, item.content) for item in self.input]
+            return [*first, message_of("user", self.input)]
+        return first + as_messages(self.input)
 
     @property
     def names(self) -> FieldNames:
@@ -246,12 +251,6 @@ def parse_responses_request(value: object) -> TranslatedRequest:
             request.metadata or {},
         ),
     )
-
-
-def _message(role: Literal["user", "assistant", "system", "developer"], content: Any) -> Message:
-    if role == "assistant":
-        return AnswerMessage.model_construct(role=role, content=content)
-    return PromptMessage.model_construct(role=role, content=content)
 
 
 def _items(value: object) -> Iterator[tuple[str, object]]:

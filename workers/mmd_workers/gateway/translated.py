@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict
 
 from mmd_api.contract.errors import UnsupportedParameterError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import ChatRequest
+from mmd_workers.gateway.conversation import AnswerMessage, Message, PromptMessage
 from mmd_workers.gateway.strict import NotServed
 
 _IN_MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?")
@@ -80,6 +81,40 @@ class FieldNames:
             if error.param:
                 error.rename(self.spelled(error.param))
             raise
+
+
+ChatRole = Literal["user", "assistant", "system", "developer"]
+
+
+class Turn(Protocol):
+    """A message of another surface, whose content has been validated."""
+
+    @property
+    def role(self) -> ChatRole:
+        """Who says it."""
+        ...
+
+    @property
+    def content(self) -> Any:
+        """Text, or parts as those of a chat."""
+        ...
+
+
+def message_of(role: ChatRole, content: Any) -> Message:
+    """The message of a chat with this content, which has been validated."""
+    if role == "assistant":
+        return AnswerMessage.model_construct(role=role, content=content)
+    return PromptMessage.model_construct(role=role, content=content)
+
+
+def as_messages(turns: MutableSequence[Any]) -> list[Message]:
+    """The messages of a chat, made of all `turns`. Each is dropped as soon as it is a message: the memory for a body has no room for both."""
+    turns.reverse()
+    found: list[Message] = []
+    while turns:
+        turn: Turn = turns.pop()
+        found.append(message_of(turn.role, turn.content))
+    return found
 
 
 class TranslatedRequest(ChatRequest):
