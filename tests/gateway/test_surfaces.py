@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from mmd_workers.gateway import choices
+from tests.support.waiting import DEADLINE_SECONDS
 
 from .running import Launch, Running, assert_nothing_is_left
 from .scripted import ScriptedWorker, answer_well, half_then, say_nothing
@@ -25,13 +26,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Surface:
-    """A path with a body that it takes. `piece`: the text of an event. `fault`: the message of the event that ends a failed stream."""
+    """A path with a body that it takes. `piece`: the text of an event. `fault`: the message of the event that ends a failed stream.
+    `begins`: with this type of event.
+    """
 
     path: str
     body: dict[str, Any]
     piece: Callable[[Event], str]
     fault: Callable[[Event], str | None]
     overloaded: int = 503
+    begins: str | None = None
 
 
 SURFACES = {
@@ -47,12 +51,14 @@ SURFACES = {
         lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
         lambda event: event["error"]["message"] if event["type"] == "error" else None,
         overloaded=529,
+        begins="message_start",
     ),
     "responses": Surface(
         "/v1/responses",
         {"input": HELLO},
         lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
         lambda event: event["response"]["error"]["message"] if event["type"] == "response.failed" else None,
+        begins="response.created",
     ),
 }
 
@@ -85,6 +91,9 @@ async def test_a_pod_that_gives_up_in_mid_stream_costs_the_client_nothing(
     worker = await gateway.worker(TEXT, half_then(give_up))
     events = await events_of(gateway, surface)
     assert "".join(map(surface.piece, events)) == TEXT
+    assert len([event for event in events if surface.piece(event)]) > 1
+    if surface.begins:
+        assert [n for n, event in enumerate(events) if event["type"] == surface.begins] == [0]
     assert [surface.fault(event) for event in events if surface.fault(event)] == []
     assert [request.attempt for request in worker.requests] == [0, 1]
     await assert_nothing_is_left(gateway)
@@ -147,7 +156,10 @@ async def test_a_wait_in_the_middle_of_a_stream_is_no_silence(
     await gateway.worker(TEXT, later)
     waits = 0
     text = ""
-    async with gateway.http.stream("POST", surface.path, json=asked(surface, stream=True)) as response:
+    async with (
+        asyncio.timeout(DEADLINE_SECONDS),
+        gateway.http.stream("POST", surface.path, json=asked(surface, stream=True)) as response,
+    ):
         async for line in response.aiter_lines():
             waits += line in (": waiting", "event: ping")
             if waits == 2:

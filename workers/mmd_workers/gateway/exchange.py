@@ -82,10 +82,8 @@ class Exchange:
             }
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self.send({"type": "http.response.start", "status": 200, "headers": raw})
-        if events:
-            await self.send(
-                {"type": "http.response.body", "body": "".join(events).encode(), "more_body": True}
-            )
+        if body := "".join(events).encode():
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def fail(self, error: ApiError) -> None:
         """The error as a response, or as the last event of a stream that has begun."""
