@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mmd_workers.gateway import chat_request, completion_request, tokenize
+from mmd_workers.gateway import (
+    chat_request,
+    completion_request,
+    messages_request,
+    responses_request,
+    tokenize,
+)
 from mmd_workers.gateway.strict import Ignored, NotServed, Strict
 
 PAGE = Path(__file__).with_name("api.md")
@@ -23,31 +29,44 @@ HEAD = "| field | | values, effect or remedy |\n|---|---|---|\n"
 ENDPOINTS: dict[str, tuple[type[Strict], NotServed]] = {
     "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
     "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /v1/responses": (responses_request.ResponsesRequest, responses_request.NOT_SERVED),
+    "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
+    "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
     "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
     "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
 }
 
 
+CONVERSATIONS: dict[str, tuple[type[Strict], str]] = {
+    "Messages": (chat_request.ChatRequest, "messages"),
+    "Input of `/v1/responses`": (responses_request.ResponsesRequest, "input"),
+    "Messages of `/v1/messages`": (messages_request.MessagesRequest, "messages"),
+}
+"""Titles of tables of their own, each with a field and a request that has it."""
+
+
 def tables() -> str:
-    """A table for each endpoint, and one for messages, which two of them take."""
+    """A table for each endpoint, and one for each kind of conversation, which two endpoints may take."""
     parts = []
+    skip = {name for _, name in CONVERSATIONS.values()}
     for path, (model, not_served) in ENDPOINTS.items():
         parts.append(f"\n### `{path}`\n\n{HEAD}")
-        rows = [*_fields(model, "", skip="messages"), *_refused(not_served)]
-        parts += _rows(sorted(rows))
-    parts.append(f"\n### Messages\n\n{HEAD}")
-    parts += _rows(_nested(chat_request.ChatRequest.model_fields["messages"], "messages[]"))
+        rows = [*_merged(_fields(model, "", skip)), *_refused(not_served)]
+        parts += [_row(*row) for row in sorted(rows)]
+    for title, (model, name) in CONVERSATIONS.items():
+        parts.append(f"\n### {title}\n\n{HEAD}")
+        parts += [_row(*row) for row in _merged(_nested(model.model_fields[name], f"{name}[]"))]
     return "".join([*parts, "\n"])
 
 
-def _rows(fields: Iterable[tuple[str, str, str]]) -> list[str]:
-    """One for each field, which may differ between roles, types of parts and other branches."""
+def _merged(fields: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """One row for a field that differs between roles, types of parts and other branches."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, handling, text in fields:
         texts = found.setdefault((name, handling), [])
         if text not in texts:
             texts.append(text)
-    return [_row(*field, " or ".join(texts)) for field, texts in found.items()]
+    return ((*field, " or ".join(texts)) for field, texts in found.items())
 
 
 def page(text: str) -> str:
@@ -57,8 +76,10 @@ def page(text: str) -> str:
     return f"{before}{BEGIN}{tables()}{END}{after}"
 
 
-def _fields(model: type[BaseModel], prefix: str, skip: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, handling and text of every field of a model, and of the objects in it unless its name is `skip`."""
+def _fields(
+    model: type[BaseModel], prefix: str, skip: Collection[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """Name, handling and text of every field of a model, and of the objects in it but for those of the fields `skip`."""
     schema = model.model_json_schema()
     for own_name, field in model.model_fields.items():
         name = field.alias or own_name
@@ -70,7 +91,7 @@ def _fields(model: type[BaseModel], prefix: str, skip: str = "") -> Iterator[tup
         if field.is_required() and not prefix:
             text = f"{text}; required"
         yield where, "served" if ignored is None else "ignored", text
-        if name != skip:
+        if name not in skip:
             yield from _nested(field, where)
 
 

@@ -112,3 +112,13 @@ def with_template(folder: Path, target: Path, template: str) -> Path:
 
 
 Launch = Callable[..., Awaitable[Running]]
+
+
+async def assert_nothing_is_left(gateway: Running) -> None:
+    for name in (
+        "mmd_gateway_sequences",
+        "mmd_requests_running",
+        "mmd_media_held_bytes",
+        "mmd_gateway_media_items",
+    ):
+        await gateway.until_metric(name, 0)

@@ -223,3 +223,17 @@ async def say_nothing(worker: ScriptedWorker, request: GenerateRequest) -> None:
 
 async def forget(worker: ScriptedWorker, request: GenerateRequest) -> None:
     """Not a word, and no trace of the request."""
+
+
+def half_then(then):
+    """A script: half of the answer, then something; attempts after the first answer well."""
+
+    async def script(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt:
+            await answer_well(worker, request)
+            return
+        half = len(worker.answer) // 2
+        await worker.tokens(request, list(range(half)))
+        await then(worker, request)
+
+    return script

@@ -16,6 +16,13 @@ from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import ChatRequest, parse_chat_request
 from mmd_workers.gateway.completion_request import CompletionRequest, parse_completion_request
 from mmd_workers.gateway.conversation import conversation
+from mmd_workers.gateway.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    parse_count_tokens_request,
+    parse_messages_request,
+)
+from mmd_workers.gateway.responses_request import ResponsesRequest, parse_responses_request
 from mmd_workers.gateway.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -30,6 +37,18 @@ def read_chat(value: object) -> object:
     return conversation(parse_chat_request(value).messages)
 
 
+def read_messages(value: object) -> object:
+    return conversation(parse_messages_request(value).messages)
+
+
+def read_count(value: object) -> object:
+    return conversation(parse_count_tokens_request(value).as_chat())
+
+
+def read_responses(value: object) -> object:
+    return conversation(parse_responses_request(value).messages)
+
+
 def read_completion(value: object) -> object:
     return parse_completion_request(value).prompts
 
@@ -41,16 +60,20 @@ def read_tokens(value: object) -> object:
 
 BODIES: dict[str, tuple[Parse, type, dict[str, Any]]] = {
     "chat": (read_chat, ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    "messages": (read_messages, MessagesRequest, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
+    "count": (read_count, CountTokensRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    "responses": (read_responses, ResponsesRequest, {"model": "m", "input": "x"}),
     "completion": (read_completion, CompletionRequest, {"model": "m", "prompt": "x"}),
     "tokenize": (read_tokens, TokenizeRequest, {"messages": [{"role": "user", "content": "x"}]}),
     "detokenize": (parse_detokenize_request, DetokenizeRequest, {"tokens": [1]}),
-}
+}  # fmt: skip
 WORDS = st.sampled_from(
-    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "{}", '{"a": [1]}', "[]", "1", ""]
+    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "image", "base64", "url", "tool_use", "output_text", "input_image", "message", "json_schema", "{}", '{"a": [1]}', "[]", "1", ""]
 )  # fmt: skip
 NAMES = st.sampled_from(
     ["role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "arguments", "name", "id", "refusal", "url",
-     "image_url", "prompt", "tokens", "include_usage"]
+     "image_url", "prompt", "tokens", "include_usage", "source", "system", "media_type", "data",
+     "status", "format", "schema"]
 )  # fmt: skip
 ANY = st.recursive(
     st.none()
@@ -117,6 +140,35 @@ def test_any_history_is_read_or_refused_by_an_error_of_the_table(messages: list[
     assert_read_or_refused(read_chat, {"model": "m", "messages": messages})
 
 
+BLOCKS = st.fixed_dictionaries(
+    {"type": WORDS},
+    optional={"text": WORDS, "source": ANY | st.fixed_dictionaries({"type": WORDS}, optional={"url": WORDS, "data": WORDS, "media_type": st.just("image/png") | WORDS})},
+)  # fmt: skip
+
+
+ITEMS = st.fixed_dictionaries(
+    {"role": WORDS, "content": WORDS | st.lists(BLOCKS | st.fixed_dictionaries({"type": WORDS, "image_url": WORDS}), max_size=3)},
+    optional={"type": WORDS, "id": WORDS, "status": WORDS},
+)  # fmt: skip
+
+
+@given(items=st.lists(ITEMS | ANY, min_size=1, max_size=3), form=ANY | st.fixed_dictionaries({"type": WORDS}))
+@settings(max_examples=100, deadline=None)
+def test_any_items_are_read_or_refused_by_an_error_of_the_table(items: list[Any], form: object) -> None:
+    assert_read_or_refused(read_responses, {"model": "m", "input": items})
+    assert_read_or_refused(read_responses, {"model": "m", "input": "x", "text": {"format": form}})
+
+
+@pytest.mark.parametrize("kind", ["messages", "count"])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_blocks_are_read_or_refused_by_an_error_of_the_table(kind: str, data: st.DataObject) -> None:
+    read, _, good = BODIES[kind]
+    content = WORDS | st.lists(BLOCKS, max_size=3)
+    turns = st.lists(st.fixed_dictionaries({"role": WORDS, "content": content}), min_size=1, max_size=3)
+    assert_read_or_refused(read, good | {"messages": data.draw(turns), "system": data.draw(content)})
+
+
 def calls(count: int, arguments: str = "{}") -> list[dict]:
     return [{**CALL, "id": str(n), "function": {"name": "f", "arguments": arguments}} for n in range(count)]
 
@@ -148,6 +200,18 @@ LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
         "chat",
         lambda n: {"messages": [{"role": "assistant", "tool_calls": calls(1, '{"a":' * n)}]},
     ),
+    "wrong blocks": ("messages", lambda n: {"messages": [{"role": "user", "content": [{"type": "x"}] * (n // 8)}]}),
+    "wrong sources": (
+        "messages",
+        lambda n: {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "x"}}]}] * (n // 16)},
+    ),
+    "blocks": (
+        "messages",
+        lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4}] * (n // 64)},
+    ),
+    "wrong items": ("responses", lambda n: {"input": [{"role": "user", "content": [{"type": "x"}]}] * (n // 16)}),
+    "items": ("responses", lambda n: {"input": [{"role": "user", "content": "x"}] * (n // 16)}),
+    "metadata": ("responses", lambda n: {"metadata": {str(i): i for i in range(n)}}),
     "wrong tool calls": (
         "chat",
         lambda n: {"messages": [{"role": "assistant", "tool_calls": [0] * n}]},

@@ -7,9 +7,11 @@ import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import anthropic
 import httpx
 import pytest
 import yaml
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError, RateLimitError
 
 from mmd_api.tenants import hash_of, new_key
@@ -26,6 +28,10 @@ GUARDED = (
     ("GET", "/v1/models/builtin/demo"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/messages"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/chat/completions"),
@@ -94,6 +100,62 @@ async def test_no_path_of_the_api_answers_without_a_key(launch: Launch, file: Pa
     expected = ("invalid_api_key", "invalid_request_error", None)
     assert (error["code"], error["type"], error["param"]) == expected
     assert "Authorization: Bearer KEY" in error["message"]
+
+
+SURFACES = {
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": BODY["messages"], "max_tokens": 16},
+    "/v1/messages/count_tokens": {"messages": BODY["messages"]},
+}
+
+
+async def test_tenants_have_their_models_and_counts_on_every_surface(launch: Launch, file: Path) -> None:
+    key = new_key()
+    gateway = await with_key(
+        launch, file, key, of={"models": ["small"]}, model={"servedName": ["large", "small"]}
+    )
+    await gateway.worker()
+    for path, body in SURFACES.items():
+        answer = await gateway.http.post(path, json={**body, "model": "small"}, headers={"x-api-key": key})
+        assert answer.status_code == 200, answer.text
+        refused = await gateway.http.post(path, json={**body, "model": "large"}, headers=bearer(key))
+        assert refused.status_code == 404
+        assert "use 'small'" in refused.json()["error"]["message"]
+        if not path.endswith("count_tokens"):
+            request_id = answer.headers["x-request-id"]
+            timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
+            assert timeline["tenant"] == "search"
+    metrics = (await gateway.admin.get("/metrics")).text
+    for code in (200, 404):
+        assert f'mmd_tenant_requests_total{{status="{code}",tenant="search"}} 3.0' in metrics
+
+
+async def test_anthropics_client_gets_its_own_errors_about_keys_and_limits(
+    launch: Launch, file: Path
+) -> None:
+    key = new_key()
+    gateway = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 1}})
+    await gateway.worker()
+    asked = {"model": "builtin/demo", **SURFACES["/v1/messages"]}
+
+    def client(api_key: str) -> AsyncAnthropic:
+        return AsyncAnthropic(base_url=gateway.url, api_key=api_key, max_retries=0)
+
+    async with client(new_key()) as stranger:
+        with pytest.raises(anthropic.AuthenticationError) as unknown:
+            await stranger.messages.create(**asked)
+    assert unknown.value.body["type"] == "error"
+    assert unknown.value.body["error"]["type"] == "authentication_error"
+    async with client(key) as known:
+        assert (await known.messages.create(**asked)).content
+        with pytest.raises(anthropic.RateLimitError) as limited:
+            await known.messages.create(**asked)
+        assert limited.value.body["error"]["type"] == "rate_limit_error"
+        assert "its limit requestsPerMinute is 1" in limited.value.message
+        assert int(limited.value.response.headers["retry-after"]) >= 1
+    nowhere = await gateway.http.post("/v1/messages/batches", json={}, headers={"x-api-key": key})
+    assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")
+    assert nowhere.json()["type"] == "error"
 
 
 async def test_health_and_the_page_need_no_key_and_the_admin_port_is_as_before(

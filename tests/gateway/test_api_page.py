@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,9 @@ from mmd_workers.gateway import (
     conversation,
     intake,
     logit_rules,
+    messages_request,
     response_format,
+    responses_request,
     tokenize,
     tools,
 )
@@ -105,7 +108,7 @@ def served(application: Starlette) -> set[tuple[str, str]]:
 
 def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
     for_clients = documented_routes(PAGE.split("\n## ")[0])
-    assert served(app.build_app(cast(Any, None))) == for_clients
+    assert served(app.build_app(cast(Any, SimpleNamespace(access=None)))) == for_clients
     besides = documented_routes(section("The admin port"))
     assert served(admin.build_admin_app(cast(Any, None), cast(Any, None))) == for_clients | besides
 
@@ -113,6 +116,9 @@ def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
 REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
     "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
     "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
+    "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
+    "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
+    "POST /v1/responses": (responses_request.ResponsesRequest, responses_request.NOT_SERVED),
     "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
     "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
 }

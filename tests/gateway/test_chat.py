@@ -112,6 +112,19 @@ async def test_token_ids_are_not_returned_unless_requested(launch: Launch) -> No
     assert all("token_ids" not in choice.to_dict() for chunk in chunks for choice in chunk.choices)
 
 
+async def test_chunks_have_the_fields_of_the_api_alone(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stop=["circle"]
+    )
+    choices = [choice.to_dict() async for chunk in stream for choice in chunk.choices]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert {frozenset(choice) for choice in choices} == {
+        frozenset({"index", "delta", "logprobs", "finish_reason"})
+    }
+
+
 async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")

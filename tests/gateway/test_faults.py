@@ -22,8 +22,8 @@ from mmd_workers.wire.server import NatsServer
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .media import png, url
-from .running import Launch, Running
-from .scripted import ScriptedWorker, answer_well, forget, say_nothing
+from .running import Launch, Running, assert_nothing_is_left
+from .scripted import ScriptedWorker, answer_well, forget, half_then, say_nothing
 
 HELLO = [{"role": "user", "content": "hello"}]
 MODEL = "builtin/demo"
@@ -35,30 +35,6 @@ async def ask(gateway: Running, **options) -> str:
         model=MODEL, messages=HELLO, **{"temperature": 0, **options}
     )
     return answer.choices[0].message.content
-
-
-async def assert_nothing_is_left(gateway: Running) -> None:
-    for name in (
-        "mmd_gateway_sequences",
-        "mmd_requests_running",
-        "mmd_media_held_bytes",
-        "mmd_gateway_media_items",
-    ):
-        await gateway.until_metric(name, 0)
-
-
-def half_then(then):
-    """A script: half of the answer, then something; attempts after the first answer well."""
-
-    async def script(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        if request.attempt:
-            await answer_well(worker, request)
-            return
-        half = len(worker.answer) // 2
-        await worker.tokens(request, list(range(half)))
-        await then(worker, request)
-
-    return script
 
 
 @pytest.fixture

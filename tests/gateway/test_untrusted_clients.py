@@ -28,6 +28,8 @@ from mmd_workers.gateway.body import MAX_MARKS, JsonScanner, read_json
 from mmd_workers.gateway.chat_request import parse_chat_request
 from mmd_workers.gateway.conversation import MAX_PARTS
 from mmd_workers.gateway.hold import MediaHold
+from mmd_workers.gateway.messages_request import parse_messages_request
+from mmd_workers.gateway.responses_request import parse_responses_request
 from mmd_workers.media.fetch import fetch
 from mmd_workers.observe import server as server_module
 from tests.support.memory import peak_bytes
@@ -63,8 +65,41 @@ VALID = {
 }
 
 
+OF_ANTHROPIC = {
+    "turns": (b'{"model":"m","max_tokens":1,"messages":[', b'{"role":"user","content":"a"}', b"]}"),
+    "turns of one block": (
+        b'{"model":"m","max_tokens":1,"messages":[',
+        b'{"role":"user","content":[{"type":"text","text":"a"}]}',
+        b"]}",
+    ),
+    "images": (
+        b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[',
+        b'{"type":"image","source":{"type":"url","url":"a"}}',
+        b"]}]}",
+    ),
+}
+OF_RESPONSES = {
+    "items": (b'{"model":"m","input":[', b'{"role":"user","content":"a"}', b"]}"),
+    "items of one part": (
+        b'{"model":"m","input":[',
+        b'{"role":"assistant","content":[{"type":"output_text","text":"a"}]}',
+        b"]}",
+    ),
+    "input images": (
+        b'{"model":"m","input":[{"role":"user","content":[',
+        b'{"type":"input_image","image_url":"a"}',
+        b"]}]}",
+    ),
+}
+PARSED: list[tuple[str, Callable[[object], object]]] = [
+    *((kind, parse_chat_request) for kind in [*WIDE, *VALID]),
+    *((kind, parse_messages_request) for kind in [*WIDE, *OF_ANTHROPIC]),
+    *((kind, parse_responses_request) for kind in [*WIDE, *OF_RESPONSES]),
+]
+
+
 def wide(kind: str, num_bytes: int) -> bytes:
-    start, item, end = {**WIDE, **VALID}[kind]
+    start, item, end = {**WIDE, **VALID, **OF_ANTHROPIC, **OF_RESPONSES}[kind]
     return start + b",".join([item] * (num_bytes // (len(item) + 1))) + end
 
 
@@ -170,15 +205,17 @@ def test_every_string_beyond_ascii_is_reserved_at_its_full_width(
     assert scanned(data, cuts).wide_bytes >= sum(len(s.encode()) for s in wide_strings(value))
 
 
-@pytest.mark.parametrize("kind", [*WIDE, *VALID])
-def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "read"), PARSED)
+def test_parsing_a_wide_body_takes_no_more_memory_than_was_reserved(
+    kind: str, read: Callable[[object], object]
+) -> None:
     data = wide(kind, 60_000 if kind in WIDE else 160_000)
     scanner = JsonScanner()
     scanner.feed(data)
 
     def parse() -> None:
         with contextlib.suppress(ValueError, ApiError, InvalidTypeError):
-            parse_chat_request(from_json(data))
+            read(from_json(data))
 
     assert peak_bytes(parse) <= 2 * len(data) + scanner.parsed_bytes + 65_536
 
@@ -262,6 +299,39 @@ UNKNOWN = {f"field{n}": 0 for n in range(16_000)}
 def test_a_body_of_thousands_of_faults_costs_no_more_than_one(more: dict) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat_request({**CHAT, **more})
+    faults = refused.value.__cause__
+    assert isinstance(faults, ValidationError)
+    assert faults.error_count() <= 2
+    assert len(refused.value.message) < 200
+
+
+TURN = {"role": "user", "content": "x"}
+ANTHROPIC = {"model": "m", "max_tokens": 1, "messages": [TURN]}
+RESPONSE = {"model": "m", "input": "x"}
+
+
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (parse_messages_request, {**ANTHROPIC, **UNKNOWN}),
+        (parse_messages_request, {**ANTHROPIC, "messages": [{**TURN, **UNKNOWN}]}),
+        (parse_messages_request, {**ANTHROPIC, "messages": [{}] * 4097}),
+        (parse_messages_request, {**ANTHROPIC, "messages": [{**TURN, "content": [{"type": "text"}] * 6000}]}),
+        (parse_messages_request, {**ANTHROPIC, "system": [{"type": "text"}] * 6000}),
+        (parse_messages_request, {**ANTHROPIC, "stop_sequences": [1] * 30_000}),
+        (parse_messages_request, {**ANTHROPIC, "metadata": UNKNOWN}),
+        (parse_responses_request, {**RESPONSE, **UNKNOWN}),
+        (parse_responses_request, {**RESPONSE, "input": [{}] * 4097}),
+        (parse_responses_request, {**RESPONSE, "input": [{**TURN, "content": [{"type": "text"}] * 6000}]}),
+        (parse_responses_request, {**RESPONSE, "metadata": UNKNOWN}),
+        (parse_responses_request, {**RESPONSE, "text": {"format": UNKNOWN}}),
+    ],
+)
+def test_a_body_of_thousands_of_faults_costs_no_more_than_one_on_other_surfaces(
+    read: Callable[[object], object], body: dict
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(body)
     faults = refused.value.__cause__
     assert isinstance(faults, ValidationError)
     assert faults.error_count() <= 2

@@ -1,24 +1,31 @@
-"""Clients that people already use, against a real deployment: the official one, LangChain and LiteLLM, with answers equal to `generate`."""
+"""Clients that people already use, against a real deployment: the official ones, LangChain and LiteLLM, with answers equal to `generate`."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema
+import openai
+import pydantic
 import pytest
 from pydantic import BaseModel
 
+from mmd_cli.client import media_part
+from mmd_cli.samples import draw
 from tests.support import oracle
 from tests.support.local_deployment import Deployment
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices when it is imported
 os.environ["LANGSMITH_TRACING"] = "false"
 
+import anthropic
 import litellm
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
@@ -30,6 +37,11 @@ MODEL = "builtin/demo"
 QUESTION = "What color is the shape?"
 RENDERED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = {"temperature": 0, "max_tokens": 24}
+GREEDILY: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 24,
+    "extra_body": {"temperature": 0},
+}  # of Anthropic's client
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "shape"}'}}
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Use the tool."},
@@ -248,3 +260,159 @@ def test_litellm_calls_tools(demo: Deployment, drawn: dict[str, Any]) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     again = {**chat, "messages": [*ASKED, message, result], "tool_choice": "auto"}
     assert litellm.completion(**again).choices[0].finish_reason
+
+
+@pytest.fixture
+def claude(demo: Deployment) -> Iterator[anthropic.Anthropic]:
+    where = {"base_url": demo.local.gateway_url, "api_key": "none", "max_retries": 0, "timeout": 120}
+    with anthropic.Anthropic(**where) as client:
+        yield client
+
+
+def test_anthropics_client_gets_messages_whole_and_streamed(
+    claude: anthropic.Anthropic, expected: str
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    whole = claude.messages.create(messages=messages, **GREEDILY)
+    assert whole.content[0].text == expected
+    usage = whole.usage
+    counted = claude.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
+    with claude.messages.stream(messages=messages, **GREEDILY) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert "".join(pieces) == final.content[0].text == expected
+    assert len(pieces) > 2
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, usage.output_tokens)
+
+
+def test_anthropics_client_sends_pictures_with_instructions_and_turns(
+    demo: Deployment, claude: anthropic.Anthropic
+) -> None:
+    picture = draw("image", 31)
+    data = base64.b64encode(picture.bytes).decode()
+    source = {"type": "base64", "media_type": picture.mime, "data": data}
+    turns: list[Any] = [
+        {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]}
+    ]
+    chat: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [media_part("image", picture.bytes, picture.mime), {"type": "text", "text": QUESTION}]},
+    ]  # fmt: skip
+    for _ in range(2):
+        answer = claude.messages.create(messages=turns, system="Be brief.", **GREEDILY)
+        same = demo.client().chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+        assert answer.content[0].text == same.choices[0].message.content
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+        chat += [same.choices[0].message, {"role": "user", "content": "And?"}]
+
+
+def test_a_picture_that_is_none_is_named_as_anthropics_client_sent_it(claude: anthropic.Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}
+    content: list[Any] = [{"type": "text", "text": QUESTION}, {"type": "image", "source": source}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.1\.source: ") as caught:
+        claude.messages.create(messages=[{"role": "user", "content": content}], **GREEDILY)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_litellm_speaks_anthropics_messages(demo: Deployment, expected: str) -> None:
+    chat = {
+        "model": f"anthropic/{MODEL}",
+        "api_base": demo.local.gateway_url,
+        "api_key": "none",
+        "num_retries": 0,
+        "timeout": 120,
+        "messages": [{"role": "user", "content": QUESTION}],
+        **GREEDY,
+    }
+    assert litellm.completion(**chat).choices[0].message.content == expected
+    chunks = list(litellm.completion(stream=True, **chat))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
+
+
+class Seen(pydantic.BaseModel):
+    """A form that is not in the model's training data."""
+
+    shape: Literal["circle", "square", "triangle"]
+    count: Annotated[int, pydantic.Field(ge=0, le=9)]
+
+
+GREEDY_RESPONSE: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+
+
+def test_the_official_client_gets_responses_whole_and_streamed(demo: Deployment, expected: str) -> None:
+    client = demo.client()
+    whole = client.responses.create(input=QUESTION, **GREEDY_RESPONSE)
+    assert whole.output_text == expected
+    with client.responses.stream(input=QUESTION, **GREEDY_RESPONSE) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(pieces) == final.output_text == expected
+    assert len(pieces) > 2
+    assert (final.status, final.usage.output_tokens) == (whole.status, whole.usage.output_tokens)
+
+
+def test_responses_with_pictures_instructions_and_turns_are_those_of_the_chat(demo: Deployment) -> None:
+    client = demo.client()
+    picture = draw("image", 31)
+    part = media_part("image", picture.bytes, picture.mime)
+    turns: list[Any] = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"},
+                {"type": "input_text", "text": QUESTION},
+            ],
+        }
+    ]
+    chat: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [part, {"type": "text", "text": QUESTION}]},
+    ]
+    for _ in range(2):
+        answer = client.responses.create(input=turns, instructions="Be brief.", **GREEDY_RESPONSE)
+        same = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+        assert answer.output_text == same.choices[0].message.content
+        turns += [*answer.output, {"role": "user", "content": "And?"}]
+        chat += [same.choices[0].message, {"role": "user", "content": "And?"}]
+
+
+def test_a_response_in_a_form_is_parsed_by_openais_client(demo: Deployment) -> None:
+    parse = demo.client().responses.parse
+    response = parse(input=QUESTION, text_format=Seen, model=MODEL, temperature=0, max_output_tokens=200)
+    assert response.status == "completed"
+    assert isinstance(response.output_parsed, Seen)
+    form = {"type": "json_schema", "name": "seen", "schema": Seen.model_json_schema()}
+    cut = demo.client().responses.create(
+        input=QUESTION, model=MODEL, temperature=0, max_output_tokens=3, text={"format": form}
+    )
+    assert cut.status == "incomplete"
+    assert cut.output_text.startswith("{")
+
+
+def test_what_would_be_stored_is_refused_by_name(demo: Deployment) -> None:
+    refused: list[dict[str, Any]] = [
+        {"store": True},
+        {"background": True},
+        {"previous_response_id": "resp_1"},
+    ]
+    for one in refused:
+        with pytest.raises(openai.BadRequestError) as caught:
+            demo.client().responses.create(input=QUESTION, **GREEDY_RESPONSE, **one)
+        assert [caught.value.param] == list(one)
+        assert caught.value.code == "unsupported_parameter"
+
+
+def test_langchain_and_litellm_speak_responses(demo: Deployment, expected: str) -> None:
+    chat = ChatOpenAI(model=MODEL, use_responses_api=True, **v1(demo), **GREEDY)
+    assert chat.invoke(QUESTION).text == expected
+    chunks = list(chat.stream(QUESTION))
+    assert "".join(chunk.text for chunk in chunks) == expected
+    assert len(chunks) > 2
+    again = [HumanMessage(QUESTION), chat.invoke(QUESTION), HumanMessage("And?")]
+    assert chat.invoke(again).usage_metadata["input_tokens"] > 0
+    where = {"api_base": f"{demo.local.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
+    asked = {"input": QUESTION, **where, **GREEDY_RESPONSE, "model": f"openai/{MODEL}"}
+    assert litellm.responses(**asked).output[0].content[0].text == expected
+    events = list(litellm.responses(stream=True, **asked))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == expected

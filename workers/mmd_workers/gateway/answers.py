@@ -36,7 +36,7 @@ class AnswerSize:
     token_ids: bool
     stream: bool = False
     prompts: int = 0  # of text completions, which `n` counts the answers of; 0: a chat
-    echo_characters: int = 0  # of prompts that the answers repeat
+    echo_characters: int = 0  # of the request, that the answers repeat
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class AnswerSize:
         return [
             *([likeliest] if self.logprobs else []),
             *([several] if self.n > 1 else []),
-            *(["echo"] if self.echo_characters else []),
+            *(["echo"] if self.echo_characters and self.prompts else []),
             "max_tokens",
         ]
 

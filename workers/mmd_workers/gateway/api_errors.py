@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from mmd_api.contract.errors import MmdError, OverloadedError, error_of
@@ -31,6 +33,13 @@ class ApiError(Exception):
         estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
         self.retry_after_seconds = (estimated or RETRY_AFTER_SECONDS) if status in (429, 503) else None
 
+    def rename(self, param: str) -> None:
+        """Name the field at fault as the client spells it."""
+        if self.param:
+            self.message = self.message.replace(self.param, param, 1)
+            self.args = (self.message,)
+        self.param = param
+
     @property
     def recorded(self) -> str:
         """What a timeline keeps beside the code: of a fault of the request only the field, because the message may quote the request."""
@@ -56,6 +65,23 @@ class ApiError(Exception):
         if self.retry_after is not None:
             error["retry_after_seconds"] = self.retry_after
         return {"error": error}
+
+
+class ErrorShape:
+    """How clients of a path get errors: as OpenAI's do. Other surfaces override what differs."""
+
+    def status(self, error: ApiError) -> int:
+        """The HTTP status."""
+        return error.status
+
+    def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """The JSON body. `request_id`: empty where no request has begun."""
+        del request_id
+        return error.body()
+
+    def events(self, error: ApiError, request_id: str) -> Iterable[str]:
+        """The last events of a stream that has begun."""
+        return (f"data: {json.dumps(self.body(error, request_id))}\n\n", "data: [DONE]\n\n")
 
 
 def refused(error: MmdError, param: str) -> ApiError:

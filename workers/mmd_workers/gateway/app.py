@@ -1,4 +1,4 @@
-"""The paths for clients: completions, tokens, models, health. What the paths of both ports share; no life of a request."""
+"""The paths for clients: completions, responses, messages, tokens, models, health. What the paths of both ports share; no life of a request."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from mmd_workers.gateway.authentication import AuthenticationMiddleware, tenant_
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
 from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.gateway.messages import AnthropicMessages, CountTokens
+from mmd_workers.gateway.messages_shape import errors_at
+from mmd_workers.gateway.responses import Responses
 from mmd_workers.gateway.tokenize import Detokenize, Tokenize
 
-FOR_CLIENTS = (
-    "POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, GET /v1/models, /health, /ready"
-)
+FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /tokenize, /detokenize, GET /v1/models, /health, /ready"
 
 
 def build_app(gateway: Gateway) -> Starlette:
-    """What clients may reach: the API, health, the page. Unknown paths and methods get OpenAI-shaped errors too.
+    """What clients may reach: the API, health, the page. Unknown paths and methods get errors in the API's shape too.
 
     Where API keys are needed, whatever is not listed here as open needs one, unknown paths included.
     """
@@ -46,13 +47,14 @@ def build_app(gateway: Gateway) -> Starlette:
 def application(
     gateway: Gateway, routes: list[Route], known: str, middleware: Sequence[Middleware] = ()
 ) -> Starlette:
-    """These routes; any other path or method gets an OpenAI-shaped error that names the `known` ones."""
+    """These routes; any other path or method gets an error that names the `known` ones."""
 
-    async def http_error(_request: Request, error: Exception) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = MethodNotAllowedError if status == 405 else NotFoundError
         fault = ApiError(kind(f"path or method not found; this port serves {known}"))
-        return JSONResponse(fault.body(), fault.status)
+        errors = errors_at(request.url.path)
+        return JSONResponse(errors.body(fault, ""), errors.status(fault))
 
     return Starlette(
         middleware=[Middleware(_FarewellMiddleware, gateway=gateway), *middleware],
@@ -79,6 +81,9 @@ def api_routes(gateway: Gateway) -> list[Route]:
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
         Route("/v1/completions", TextCompletions(gateway), methods=["POST"]),
+        Route("/v1/responses", Responses(gateway), methods=["POST"]),
+        Route("/v1/messages", AnthropicMessages(gateway), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokens(gateway), methods=["POST"]),
         Route("/tokenize", Tokenize(gateway), methods=["POST"]),
         Route("/detokenize", Detokenize(gateway), methods=["POST"]),
         Route("/v1/models", models),

@@ -11,6 +11,7 @@ from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
 from mmd_workers.gateway.access import Access, KnownTenant
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
+from mmd_workers.gateway.messages_shape import errors_at
 
 CHALLENGE = 'Bearer realm="mmd"'
 _SCOPE_KEY = "mmd_tenant"
@@ -28,7 +29,7 @@ class AuthenticationMiddleware:
             try:
                 scope[_SCOPE_KEY] = self._access.authenticate(scope["headers"])
             except (InvalidApiKeyError, KeysUnavailableError) as error:
-                await _refusal(error)(scope, receive, send)
+                await _refusal(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -39,9 +40,9 @@ def tenant_of(scope: Scope) -> KnownTenant | None:
     return found
 
 
-def _refusal(error: InvalidApiKeyError | KeysUnavailableError) -> JSONResponse:
-    fault = ApiError(error)
+def _refusal(error: InvalidApiKeyError | KeysUnavailableError, path: str) -> JSONResponse:
+    fault, errors = ApiError(error), errors_at(path)
     headers = {"www-authenticate": 'Bearer realm="mmd"'} if fault.status == 401 else {}
     if fault.retry_after is not None:
         headers["retry-after"] = str(fault.retry_after)
-    return JSONResponse(fault.body(), fault.status, headers)
+    return JSONResponse(errors.body(fault, ""), errors.status(fault), headers)

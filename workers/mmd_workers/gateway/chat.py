@@ -114,6 +114,7 @@ class ChoiceStream:
             delta=delta,
             logprobs=ChoiceLogprobs(content=entries) if self._logprobs else None,
             finish_reason=self.finish_reason,
+            stop=self._scanner.matched,
         )
         if self._token_ids:
             chunk.token_ids = token_ids

@@ -67,19 +67,24 @@ def _biases(value: object) -> dict[int, float]:
 
 TokenId = Annotated[int, Field(ge=0)]
 BadWord = Annotated[str, Field(min_length=1, max_length=128)]
+ModelName = Annotated[str, Field(max_length=512)]
+MaxTokens = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class GenerationRequest(Strict):
     """What requests for an answer have in common."""
 
-    model: Annotated[str, Field(max_length=512)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: Penalty | None = None
@@ -126,6 +131,11 @@ class GenerationRequest(Strict):
         """The most tokens of an answer; None: as many as fit."""
         return self.max_tokens
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def grammar(self) -> tuple[Grammar, str] | None:
         """What the answer must match, and the field it comes from; None where it is free.
 
@@ -171,7 +181,7 @@ class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     store: Literal[False] | None = None

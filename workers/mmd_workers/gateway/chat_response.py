@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -125,13 +125,14 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """A choice's part of a chunk."""
+    """A choice's part of a chunk. `stop`: the stop string that ended it, which chat completions do not show."""
 
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
+    stop: Annotated[str | None, Field(exclude=True)] = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -97,21 +97,18 @@ class Choices:
 
     async def stream(self) -> None:
         """Send the answers as server-sent events while they grow."""
-        exchange, request, shape = self._exchange, self._request, self._shape
+        exchange, shape = self._exchange, self._shape
         head = self._head()
+        opened = False
         async for ready in self._progress():
-            if ready:
-                await exchange.events(*(shape.chunk(head, part) for part in ready))
-            else:
-                await exchange.events(": waiting\n\n")
+            for event in () if opened else shape.opening(head, self._usage()):
+                await exchange.events(event)
+            opened = True
+            await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
         usage = await self._finish()
-        closing: dict[str, Any] = {}
-        if request.stream_options is not None and request.stream_options.include_usage:
-            closing["usage"] = usage
-        if self._wants_timings():
-            closing["timings"] = exchange.timeline.timings()
-        last = [shape.closing(head, **closing)] if closing else []
-        await exchange.events(*last, "data: [DONE]\n\n")
+        timings = exchange.timeline.timings() if self._wants_timings() else None
+        for event in shape.ending(head, usage, timings):
+            await exchange.events(event)
         await exchange.send({"type": "http.response.body", "body": b""})
 
     async def whole(self) -> None:
@@ -161,14 +158,18 @@ class Choices:
                 await asyncio.sleep(0.01)
         timeline.finished = time.time()
         timeline.finish_reasons = [choice.finish_reason or "" for choice in self._streams]
-        usage = usage_of(
-            [prepared.layout for prepared in self._prompts],
-            sum(choice.completion_tokens for choice in self._streams),
-            timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
-        )
+        usage = self._usage()
         timeline.usage = usage.model_dump()
         count_tokens(self._gateway.metrics, timeline.usage)
         return usage
+
+    def _usage(self) -> Usage:
+        """Counts so far."""
+        return usage_of(
+            [prepared.layout for prepared in self._prompts],
+            sum(choice.completion_tokens for choice in self._streams),
+            self._exchange.timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
+        )
 
     def _wants_timings(self) -> bool:
         header = self._exchange.headers.get("x-mmd-timings", "")

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from mmd_api.contract.errors import ClientGoneError, DeadlineError, MmdError
 from mmd_workers.gateway.accounting import count_request, end_trace
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize
-from mmd_workers.gateway.api_errors import INTERNAL, ApiError, api_error
+from mmd_workers.gateway.api_errors import INTERNAL, ApiError, ErrorShape, api_error
 from mmd_workers.gateway.authentication import tenant_of
 from mmd_workers.gateway.body import read_json
 from mmd_workers.gateway.chat import truncated_seconds
@@ -29,6 +29,7 @@ from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.shapes import AnswerShape, ChatShape, TextShape
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.gateway.translated import TranslatedRequest
 from mmd_workers.observe.logs import request_context
 
 MAX_CLIENT_REQUEST_ID = 128
@@ -36,6 +37,7 @@ CLIENT_GONE_STATUS = 499
 
 _Body = TypeVar("_Body")
 _Asked = TypeVar("_Asked", bound=GenerationRequest)
+_Chat = TypeVar("_Chat", bound=ChatRequest)
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -44,11 +46,14 @@ _log = logging.getLogger(__name__)
 class Endpoint(ABC, Generic[_Body]):
     """A path that takes a JSON body, as an ASGI application: it must see the client go at any moment.
 
-    `prefix`: of the ids of its requests. `counts`: whether its requests are in the metrics and among the recent requests.
+    `prefix`: of the ids of its requests. `counts`: whether its requests are in the metrics and among the recent requests. `errors`: how
+    its clients get errors. `id_headers`: more headers in which they look for the request's id.
     """
 
     prefix: ClassVar[str]
     counts: ClassVar[bool] = True
+    errors: ClassVar[ErrorShape] = ErrorShape()
+    id_headers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -64,7 +69,7 @@ class Endpoint(ABC, Generic[_Body]):
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
         """Answer one request, and release all that it held, whatever happens."""
         gateway = self._gateway
-        request_id = f"{self.prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self.prefix}{uuid.uuid4().hex}"
         headers = Headers(scope=scope)
         own_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
         timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
@@ -72,7 +77,8 @@ class Endpoint(ABC, Generic[_Body]):
         timeline.trace_id = root.trace_id
         tenant = tenant_of(scope)
         timeline.tenant = tenant.name if tenant else ""
-        exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier, tenant)
+        exchange = Exchange(request_id, receive, send, headers, timeline, root.carrier, self.errors, tenant)
+        exchange.notes |= dict.fromkeys(self.id_headers, request_id)
         exchange.notes["x-mmd-gateway"] = gateway.pod
         reservation = gateway.hold.reservation()
         if self.counts:
@@ -147,7 +153,7 @@ class _Generation(Endpoint[_Asked]):
             logprobs=request.num_logprobs is not None,
             top_logprobs=request.num_logprobs or 0,
             token_ids=bool(request.return_token_ids),
-            stream=bool(request.stream),
+            stream=bool(request.stream) and not shape.keeps_text,
             prompts=len(prompts) if isinstance(request, CompletionRequest) else 0,
             echo_characters=echo,
         )
@@ -165,29 +171,53 @@ class _Generation(Endpoint[_Asked]):
             await choices.release()
 
 
-class ChatCompletions(_Generation[ChatRequest]):
-    """POST /v1/chat/completions."""
+class Conversations(_Generation[_Chat]):
+    """A path whose requests are conversations, whatever the shape of their answers."""
 
-    prefix = "chatcmpl"
-
-    def _parse(self, body: object) -> ChatRequest:
-        return parse_chat_request(body)
+    @abstractmethod
+    def _shape(self, exchange: Exchange, request: _Chat, prepared: Prepared) -> AnswerShape:
+        """The shape of the answers."""
 
     async def _prepare(
-        self, exchange: Exchange, request: ChatRequest, reservation: RequestReservation
+        self, exchange: Exchange, request: _Chat, reservation: RequestReservation
     ) -> tuple[list[Prepared], AnswerShape, int]:
         gateway = self._gateway
         prepared = await gateway.intake.prepare(request, reservation, exchange.timeline, gateway.model_len())
         request.messages.clear()  # their data URLs are no longer needed, nor counted in the reservation
         request.tools = request.tool_choice = None
-        shape = ChatShape(logprobs=request.num_logprobs is not None, token_ids=bool(request.return_token_ids))
-        return [prepared], shape, 0
+        return [prepared], self._shape(exchange, request, prepared), 0
+
+
+class Translations(Conversations[TranslatedRequest]):
+    """A path whose requests become chats: faults name the fields that they had."""
+
+    async def _answer(
+        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
+    ) -> None:
+        with request.names.in_faults():
+            await super()._answer(exchange, request, reservation)
+
+
+class ChatCompletions(Conversations[ChatRequest]):
+    """POST /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+
+    def _parse(self, body: object) -> ChatRequest:
+        return parse_chat_request(body)
+
+    def _shape(self, _exchange: Exchange, request: ChatRequest, _prepared: Prepared) -> ChatShape:
+        return ChatShape(
+            logprobs=request.num_logprobs is not None,
+            token_ids=bool(request.return_token_ids),
+            usage=request.wants_usage,
+        )
 
 
 class TextCompletions(_Generation[CompletionRequest]):
     """POST /v1/completions."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def _parse(self, body: object) -> CompletionRequest:
         return parse_completion_request(body)
@@ -206,7 +236,12 @@ class TextCompletions(_Generation[CompletionRequest]):
                 echo += [text] * (request.n or 1)
         request.prompt = ""  # a list of tokens now
         reservation.release()
-        shape = TextShape(logprobs=request.num_logprobs, token_ids=bool(request.return_token_ids), echo=echo)
+        shape = TextShape(
+            logprobs=request.num_logprobs,
+            token_ids=bool(request.return_token_ids),
+            usage=request.wants_usage,
+            echo=echo,
+        )
         return prompts, shape, sum(map(len, echo))
 
     async def _text(self, prepared: Prepared) -> str:

@@ -26,25 +26,26 @@ _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 CallName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _content_kind(value: object) -> str | None:
+def content_kind(value: object) -> str | None:
+    """Which branch of content a value is: text or a list of parts."""
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
-_OF_CONTENT = Discriminator(
-    _content_kind,
+OF_CONTENT = Discriminator(
+    content_kind,
     custom_error_type="content_type",
     custom_error_message="content must be a string or a list of parts",
 )
 _PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], _PARTS, Tag("parts")], _OF_CONTENT
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 AnswerContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[AnswerPart], _PARTS, Tag("parts")], _OF_CONTENT
+    Annotated[str, Tag("text")] | Annotated[list[AnswerPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 ResultContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], _OF_CONTENT
+    Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 
 _EMPTY_IN_ANSWERS = frozenset(

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from mmd_workers.gateway.access import KnownTenant
-from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.timeline import Timeline
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +32,7 @@ class Exchange:
     headers: Headers
     timeline: Timeline
     trace: dict[str, str]
+    errors: ErrorShape
     tenant: KnownTenant | None = None  # the tenant whose request it is
     streaming: bool = False
     notes: dict[str, str] = field(default_factory=dict)  # more response headers
@@ -83,17 +84,15 @@ class Exchange:
             }
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self.send({"type": "http.response.start", "status": 200, "headers": raw})
-        if events:
-            await self.send(
-                {"type": "http.response.body", "body": "".join(events).encode(), "more_body": True}
-            )
+        if body := "".join(events).encode():
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def fail(self, error: ApiError) -> None:
         """The error as a response, or as the last event of a stream that has begun."""
         self.timeline.code, self.timeline.error = error.code, error.recorded
         if self.streaming:
-            self.timeline.status = error.status
-            await self.events(f"data: {json.dumps(error.body())}\n\n", "data: [DONE]\n\n")
+            self.timeline.status = self.errors.status(error)
+            await self.events(*self.errors.events(error, self.request_id))
             await self.send({"type": "http.response.body", "body": b""})
             return
         headers = {}
@@ -101,4 +100,5 @@ class Exchange:
             headers["retry-after"] = str(error.retry_after)
         if error.status in (408, 413):
             headers["connection"] = "close"  # the rest of the body is not read
-        await self.reply(error.status, json.dumps(error.body()).encode(), headers)
+        body = json.dumps(self.errors.body(error, self.request_id)).encode()
+        await self.reply(self.errors.status(error), body, headers)

@@ -46,7 +46,8 @@ class MediaUrl(Strict):
 
 
 Detail = Annotated[
-    Literal["auto", "low", "high"] | None, Ignored("the model's own processor decides the resolution")
+    Literal["auto", "low", "high", "original"] | None,
+    Ignored("the model's own processor decides the resolution"),
 ]
 
 
@@ -122,7 +123,7 @@ class InputAudioPart(Strict):
         )
 
 
-def _type_of(value: object) -> str | None:
+def type_of(value: object) -> str | None:
     """The part's type, cut to what an error names: pydantic copies it several times."""
     kind = value.get("type") if isinstance(value, dict) else None
     return None if kind is None else str(kind)[:MAX_NAME_CHARACTERS]
@@ -137,12 +138,12 @@ _Part = (
     | Annotated[InputAudioPart, Tag("input_audio")]
     | Annotated[InputImagePart, Tag("input_image")]
 )
-_AnswerPart = _Part | Annotated[RefusalPart, Tag("refusal")]
+AnyPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 
-ContentPart = Annotated[_Part, Discriminator(_type_of)]
-AnswerPart = Annotated[_AnswerPart, Discriminator(_type_of)]
+ContentPart = Annotated[_Part, Discriminator(type_of)]
+AnswerPart = Annotated[AnyPart, Discriminator(type_of)]
 """What an assistant's message may have, too."""
-ResultPart = Annotated[_Text, Discriminator(_type_of)]
+ResultPart = Annotated[_Text, Discriminator(type_of)]
 """What the result of a tool call may have."""
 
 
@@ -152,5 +153,5 @@ def _tags(union: object) -> tuple[str, ...]:
 
 PART_TYPES = _tags(_Part)
 """Every type of part of a user's message, in the order in which errors name them."""
-ANSWER_PART_TYPES = _tags(_AnswerPart)
+ANSWER_PART_TYPES = _tags(AnyPart)
 """Every type of part."""

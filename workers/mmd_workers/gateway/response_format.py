@@ -57,13 +57,14 @@ def _exact(digits: str) -> int:
 
 
 JsonSource = Annotated[dict[str, Any], AfterValidator(as_json), AfterValidator(exact_integers)]
+SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 class JsonSchemaFormat(Strict):
     """A named schema. Every answer matches it, whether it is `strict` or not; name and description have no effect."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: SchemaName
     description: Annotated[str, Field(max_length=4096)] | None = None
     source: JsonSource = Field(alias="schema")
     strict: bool | None = None

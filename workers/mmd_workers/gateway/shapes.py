@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from pydantic_core import to_json
@@ -28,14 +30,23 @@ class Collector(Protocol):
 
 
 class AnswerShape(Protocol):
-    """How the answers to one request are written. `head`: id, created, model."""
+    """How the answers to one request are written. `head`: id, created, model. `keeps_text`: a stream repeats its text at the end. `waiting`:
+    an event of a stream that has no news.
+    """
 
-    def chunk(self, head: dict[str, Any], part: ChunkChoice) -> str:
-        """JSON of a chunk with this part of an answer."""
+    keeps_text: bool
+    waiting: str
+
+    def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
+        """Events that begin a stream."""
         ...
 
-    def closing(self, head: dict[str, Any], **more: Any) -> str:
-        """JSON of the last chunk, without choices."""
+    def chunk(self, head: dict[str, Any], part: ChunkChoice) -> str:
+        """The event with this part of an answer."""
+        ...
+
+    def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
+        """Events that end a stream."""
         ...
 
     def collector(self, stream: ChoiceStream) -> Collector:
@@ -49,19 +60,48 @@ class AnswerShape(Protocol):
         ...
 
 
-class ChatShape:
+class _Chunks(ABC):
+    """Streams of chunks of OpenAI's completions. `usage`: whether the last chunk has the token counts."""
+
+    keeps_text = False
+    waiting = ": waiting\n\n"
+
+    def __init__(self, *, usage: bool) -> None:
+        self._usage = usage
+
+    def opening(self, _head: dict[str, Any], _usage: Usage) -> Iterable[str]:
+        """Nothing: the first chunk begins the stream."""
+        return ()
+
+    def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
+        """A chunk without choices where there is something to add, and the mark of the end."""
+        closing: dict[str, Any] = {}
+        if self._usage:
+            closing["usage"] = usage
+        if timings is not None:
+            closing["timings"] = timings
+        if closing:
+            yield self._closing(head, **closing)
+        yield "data: [DONE]\n\n"
+
+    @abstractmethod
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
+        """The last chunk, without choices."""
+
+
+class ChatShape(_Chunks):
     """Chat completions."""
 
-    def __init__(self, *, logprobs: bool, token_ids: bool) -> None:
+    def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool) -> None:
+        super().__init__(usage=usage)
         self._logprobs = logprobs
         self._token_ids = token_ids
 
     def chunk(self, head: dict[str, Any], part: ChunkChoice) -> str:
-        """JSON of a chunk with this part of an answer."""
+        """The event with this part of an answer."""
         return _event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[part]))
 
-    def closing(self, head: dict[str, Any], **more: Any) -> str:
-        """JSON of the last chunk, without choices."""
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
         return _event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[], **more))
 
     def collector(self, stream: ChoiceStream) -> CompleteChoice:
@@ -86,10 +126,13 @@ class ChatShape:
         return with_logprobs(body, wholes) if self._logprobs else [body]
 
 
-class TextShape:
+class TextShape(_Chunks):
     """Text completions. `echo`: the prompt of each answer, which its text begins with."""
 
-    def __init__(self, *, logprobs: int | None, token_ids: bool, echo: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *, logprobs: int | None, token_ids: bool, usage: bool, echo: Sequence[str] = ()
+    ) -> None:
+        super().__init__(usage=usage)
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._echo = dict(enumerate(echo))  # of the answers that have not begun
@@ -127,11 +170,10 @@ class TextShape:
         return found
 
     def chunk(self, head: dict[str, Any], part: ChunkChoice) -> str:
-        """JSON of a chunk with this part of an answer."""
+        """The event with this part of an answer."""
         return _event(TextCompletion(object="text_completion", **head, choices=[self.part(part)]))
 
-    def closing(self, head: dict[str, Any], **more: Any) -> str:
-        """JSON of the last chunk, without choices."""
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
         return _event(TextCompletion(object="text_completion", **head, choices=[], **more))
 
     def collector(self, stream: ChoiceStream) -> _TextCollector:
@@ -198,6 +240,31 @@ class _TextCollector:
             pieces.append(f'{"," if number else ""}"{name}":'.encode())
             pieces += [b"null"] if items is None else [b"[", *items, b"]"]
         return [*pieces, b"}}"]
+
+
+class WholeText:
+    """An answer as it is collected, where its text is all that is shown of it."""
+
+    def __init__(self) -> None:
+        self._text = io.StringIO()
+        self.finish_reason: ApiFinishReason | None = None
+        self.stop: str | None = None
+
+    def add(self, part: ChunkChoice) -> None:
+        """Take the next part of the answer."""
+        self._text.write(part.delta.content or "")
+        if part.finish_reason is not None:
+            self.finish_reason, self.stop = part.finish_reason, part.stop
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._text.getvalue()
+
+
+def named_event(value: dict[str, Any]) -> str:
+    """A server-sent event that has its type as its name."""
+    return f"event: {value['type']}\ndata: {to_json(value).decode()}\n\n"
 
 
 _NO_CHOICES = b'"choices":[]'

@@ -60,8 +60,10 @@ NotServed = Mapping[str, tuple[tuple[object, ...], str]]
 Model = TypeVar("Model", bound=Strict)
 
 
-def validated(model: type[Model], value: object, not_served: NotServed, tags: AbstractSet[str]) -> Model:
-    """Validate a decoded JSON body. `tags`: names of branches of unions, which are no fields.
+def validated(
+    model: type[Model], value: object, not_served: NotServed, tags: AbstractSet[str], index: str = "[{}]"
+) -> Model:
+    """Validate a decoded JSON body. `tags`: names of branches of unions, which are no fields. `index`: how errors spell a place in a list.
 
     Raises:
         InvalidTypeError: the body is no object.
@@ -78,7 +80,7 @@ def validated(model: type[Model], value: object, not_served: NotServed, tags: Ab
     try:
         return model.model_validate(known)
     except ValidationError as error:
-        raise _named(error, tags) from error
+        raise _named(error, tags, index) from error
 
 
 def _same(value: object, allowed: object) -> bool:
@@ -87,16 +89,16 @@ def _same(value: object, allowed: object) -> bool:
     return value == allowed
 
 
-_OF_BRANCHES = ("content", "prompt", "stop", "tool_choice")
+_OF_BRANCHES = ("content", "input", "prompt", "source", "stop", "system", "tool_choice")
 """Fields that are unions of branches with names."""
 
 
-def _named(error: ValidationError, tags: AbstractSet[str]) -> ApiError:
+def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiError:
     first = error.errors(include_url=False, include_input=False)[0]
     param, previous = "", None
     for part in first["loc"]:
         if isinstance(part, int):
-            param += f"[{part}]"
+            param += index.format(part)
         elif part in tags and (isinstance(previous, int) or previous in _OF_BRANCHES):
             pass  # which branch of a union, not a field
         else:

@@ -103,7 +103,7 @@ async def _reply(exchange: Exchange, response: Callable[[], bytes], num_tokens: 
 class Tokenize(Endpoint[TokenizeRequest]):
     """POST /tokenize."""
 
-    prefix = "tok"
+    prefix = "tok-"
     counts = False
 
     def _parse(self, body: object) -> TokenizeRequest:
@@ -139,7 +139,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
 class Detokenize(Endpoint[DetokenizeRequest]):
     """POST /detokenize."""
 
-    prefix = "detok"
+    prefix = "detok-"
     counts = False
 
     def _parse(self, body: object) -> DetokenizeRequest:

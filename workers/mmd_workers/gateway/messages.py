@@ -1,0 +1,59 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them: chats in another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from pydantic_core import to_json
+
+from mmd_workers.gateway.completions import Endpoint, Translations
+from mmd_workers.gateway.exchange import Exchange
+from mmd_workers.gateway.hold import RequestReservation
+from mmd_workers.gateway.intake import Prepared
+from mmd_workers.gateway.messages_request import (
+    CountTokensRequest,
+    parse_count_tokens_request,
+    parse_messages_request,
+)
+from mmd_workers.gateway.messages_shape import MessagesErrors, MessagesShape
+from mmd_workers.gateway.translated import TranslatedRequest
+
+ID_HEADER = "request-id"
+
+
+class AnthropicMessages(Translations):
+    """POST /v1/messages."""
+
+    prefix = "msg_"
+    errors = MessagesErrors()
+    id_headers = (ID_HEADER,)
+
+    def _parse(self, body: object) -> TranslatedRequest:
+        return parse_messages_request(body)
+
+    def _shape(self, _exchange: Exchange, request: TranslatedRequest, prepared: Prepared) -> MessagesShape:
+        return MessagesShape(fills_context=prepared.sampling.max_tokens < (request.max_tokens or 0))
+
+
+class CountTokens(Endpoint[CountTokensRequest]):
+    """POST /v1/messages/count_tokens."""
+
+    prefix = "count_"
+    counts = False
+    errors = MessagesErrors()
+    id_headers = (ID_HEADER,)
+
+    def _parse(self, body: object) -> CountTokensRequest:
+        return parse_count_tokens_request(body)
+
+    async def _answer(
+        self, exchange: Exchange, request: CountTokensRequest, reservation: RequestReservation
+    ) -> None:
+        gateway = self._gateway
+        with request.names.in_faults():
+            gateway.check_model(request.model, exchange.tenant)
+            work: Awaitable[list[int]] = gateway.intake.token_ids(
+                request.as_chat(), reservation, exchange.timeline, gateway.model_len()
+            )
+            token_ids = await self._in_time(exchange, work)
+        await exchange.reply(200, to_json({"input_tokens": len(token_ids)}))

@@ -1,0 +1,150 @@
+"""Answers and errors of /v1/messages, in the shape of Anthropic's API. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from mmd_workers.gateway.api_errors import ApiError, ErrorShape
+from mmd_workers.gateway.chat import ChoiceStream
+from mmd_workers.gateway.chat_response import ChunkChoice, Usage
+from mmd_workers.gateway.shapes import WholeText, named_event
+
+PATH = "/v1/messages"
+OVERLOADED_STATUS = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesErrors(ErrorShape):
+    """Errors as Anthropic's clients know them."""
+
+    def status(self, error: ApiError) -> int:
+        """The HTTP status; Anthropic's API has one of its own for overload."""
+        return OVERLOADED_STATUS if error.status == 503 else error.status
+
+    def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """The JSON body."""
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        fault: dict[str, Any] = {"type": kind, "message": error.message}
+        if error.retry_after is not None:
+            fault["retry_after_seconds"] = error.retry_after
+        return {"type": "error", "error": fault, "request_id": request_id or None}
+
+    def events(self, error: ApiError, request_id: str) -> Iterable[str]:
+        """The last event of a stream that has begun."""
+        return (named_event(self.body(error, request_id)),)
+
+
+def errors_at(path: str) -> ErrorShape:
+    """How clients of a path get errors, whether it is served or not."""
+    return MessagesErrors() if path == PATH or path.startswith(f"{PATH}/") else ErrorShape()
+
+
+class MessagesShape:
+    """Messages. `fills_context`: an answer that is cut has filled the model's context, and not come to the `max_tokens` of its request."""
+
+    keeps_text = False
+    waiting = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, *, fills_context: bool) -> None:
+        self._cut = "model_context_window_exceeded" if fills_context else "max_tokens"
+        self._end = WholeText()
+
+    def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
+        """The message without content, and its one block."""
+        yield named_event(
+            {"type": "message_start", "message": self._message(head, [], self._end, usage, None)}
+        )
+        yield named_event({"type": "content_block_start", "index": 0, "content_block": _text_block("")})
+
+    def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
+        """The event with this part of the answer; empty where it has no text."""
+        if part.finish_reason is not None:
+            self._end.finish_reason, self._end.stop = part.finish_reason, part.stop
+        if not part.delta.content:
+            return ""
+        delta = {"type": "text_delta", "text": part.delta.content}
+        return named_event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+    def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
+        """The end of the block, why it ended, and the end of the message."""
+        yield named_event({"type": "content_block_stop", "index": 0})
+        reason, stop = self._stop_reason(self._end)
+        changed = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "usage": _usage(usage),
+        }
+        yield named_event(changed if timings is None else {**changed, "timings": timings})
+        yield named_event({"type": "message_stop"})
+
+    def collector(self, _stream: ChoiceStream) -> WholeText:
+        """Collects the answer."""
+        return WholeText()
+
+    def body(
+        self,
+        head: dict[str, Any],
+        wholes: Sequence[WholeText],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> list[bytes]:
+        """JSON of the message."""
+        (whole,) = wholes
+        return [to_json(self._message(head, [_text_block(whole.text)], whole, usage, timings))]
+
+    def _message(
+        self,
+        head: dict[str, Any],
+        content: list[dict[str, Any]],
+        whole: WholeText,
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> dict[str, Any]:
+        reason, stop = self._stop_reason(whole)
+        message = {
+            "id": head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": head["model"],
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(usage),
+        }
+        return message if timings is None else {**message, "timings": timings}
+
+    def _stop_reason(self, whole: WholeText) -> tuple[str | None, str | None]:
+        """`stop_reason` and `stop_sequence`."""
+        if whole.finish_reason == "length":
+            return self._cut, None
+        if whole.stop is not None:
+            return "stop_sequence", whole.stop
+        return ("end_turn" if whole.finish_reason else None), None
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Anthropic's `input_tokens` are those that were in no cache."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+    }
