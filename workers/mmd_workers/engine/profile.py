@@ -132,7 +132,7 @@ def _run_largest_step(
     """All sequences share one block: only the amount that they read matters, not its content. Returns the most heads of a layer."""
     device = model.device
     pool = KvPool(model.kv_layout, 1, block_tokens, device)
-    chosen, ran = kernel or attention.select_kernel(model.kv_layout, block_tokens, device), dict[int, int]()
+    chosen, ran = kernel or attention.select_kernel(model.kv_layout, device), dict[int, int]()
 
     def noting(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
