@@ -2,9 +2,9 @@
 
     python -m bench.engine_on_gpu [--prompt 512] [--tokens 64] [--batches 1,16,64]
 
-The decoder has the shape of Qwen2-VL-2B's (28 layers, hidden size 1536, 12 heads, 2 of KV). The engine runs with KV blocks of 16 tokens,
-the default, and of 256, which PyTorch's paged FlashAttention takes; `generate` gets the same prompts as one batch. Prompts are of one
-length, so `generate` pads nothing. Prefill and decode are timed apart: the first token of all, and the steps after it.
+The decoder has the shape of Qwen2-VL-2B's (28 layers, hidden size 1536, 12 heads, 2 of KV). `generate` gets the
+same prompts as one batch, all of one length, so it pads nothing. Prefill and decode are timed apart: the first token of all, and the
+steps after it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.report import keep
 from mmd_workers.engine.engine import Engine
 from tests.support.engine_oracle import TextModel, prompt_of, text_input
 
+BLOCK_TOKENS = 16  # of KV, the default
 SHAPE = {
     "vocab_size": 151_936,
     "hidden_size": 1536,
@@ -115,26 +116,18 @@ def main() -> None:
     for batch in batches:
         note("generate", batch, lambda b=batch: seconds_of_generate(full, prompts_of(b), options.tokens))
     model = TextModel(full)
-    for block_tokens in (16, 256):
-        blocks = max(batches) * (-(-(options.prompt + options.tokens) // block_tokens) + 1)
-        engine = Engine(
-            model,
-            kv_cache_bytes=blocks * block_tokens * model.kv_layout.bytes_per_token(),
-            block_tokens=block_tokens,
-            max_sequences=max(batches),
-            chunk_tokens=4096,
-            prefix_cache=False,
-            max_model_len=options.prompt + options.tokens,
-        )
-        name = f"engine, blocks of {block_tokens} ({engine.kernel.__name__})"
-        for batch in batches:
-            note(
-                name,
-                batch,
-                lambda b=batch, e=engine: seconds_of_engine(e, model, prompts_of(b), options.tokens),
-            )
-        del engine
-        torch.cuda.empty_cache()
+    blocks = max(batches) * (-(-(options.prompt + options.tokens) // BLOCK_TOKENS) + 1)
+    engine = Engine(
+        model,
+        kv_cache_bytes=blocks * BLOCK_TOKENS * model.kv_layout.bytes_per_token(),
+        block_tokens=BLOCK_TOKENS,
+        max_sequences=max(batches),
+        chunk_tokens=4096,
+        prefix_cache=False,
+        max_model_len=options.prompt + options.tokens,
+    )
+    for batch in batches:
+        note("engine", batch, lambda b=batch: seconds_of_engine(engine, model, prompts_of(b), options.tokens))
     table = Table("system", "sequences", "prefill tok/s", "decode tok/s")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))

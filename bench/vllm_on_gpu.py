@@ -1,11 +1,12 @@
 """Our pools with vLLM on one GPU beside plain `vllm serve` on it: answers, tokens a second, and what a late feature and a killed pod change.
 
-    python -m bench.vllm_on_gpu [--rounds 3] [--tokens 64]
+    python -m bench.vllm_on_gpu [--rounds 3] [--tokens 64] [--share 1]
 
 Run it with the interpreter of vLLM's CUDA environment. All serve one qwen2_vl with random weights in bfloat16, as large as a Qwen2-VL-2B
 but for its vocabulary, and run side by side; while one is measured, the others have nothing to do. KV moves between processes on the
 same GPU, over gloo and over NIXL. Greedy answers of one request at a time are compared: token for token between our layouts, and
-with those of `vllm serve`, whose tower is another and rounds otherwise. `--small` is a model and a load for a dry run, on CPUs too.
+with those of `vllm serve`, whose tower is another and rounds otherwise. The report is written anew whenever a system has been measured,
+so a run that is cut off leaves what it has. `--small` is a model and a load for a dry run, on CPUs too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ GPU = torch.cuda.is_available()
 PEER = "vllm serve"
 ONE = {"replicas": 1, "gpus": int(GPU)}
 FROZEN_SECONDS = 2.0
-START_SECONDS = 400.0
 ROUND_SECONDS = 100.0
 console = Console(width=150)
 
@@ -126,15 +126,16 @@ class Load:
     concurrency: int
     count: int
 
-    def requests(self, number: int, small: bool) -> list[Request]:
+    def requests(self, number: int, options: argparse.Namespace) -> list[Request]:
         """Those of a round: nobody has asked them before."""
+        count = 4 if options.small else max(1, round(self.count * options.share))
         rng = np.random.default_rng([number, *self.name.encode()])
         return [
             Request(
                 f"Request {number} {n}: {' '.join(rng.choice(WORDS, 40))}. Describe it.",
                 picture(rng) if self.images else None,
             )
-            for n in range(min(self.count, 4) if small else self.count)
+            for n in range(count)
         ]
 
 
@@ -184,7 +185,7 @@ async def measure(url: str, model: str, number: int, options: argparse.Namespace
     """Every load once."""
     return {
         load.name: await (drive if load.concurrency == 1 else whole)(
-            url, model, load.requests(number, options.small), load.concurrency, options.tokens
+            url, model, load.requests(number, options), load.concurrency, options.tokens
         )
         for load in LOADS
     }
@@ -201,7 +202,7 @@ async def running(layout: str, model: Path, options: argparse.Namespace) -> Asyn
             lines = up.running(
                 up.load(file),
                 log_line=lambda pod, line: print(pod, line, file=log),
-                ready_seconds=START_SECONDS,
+                ready_seconds=options.start_seconds,
             )
             async with lines as local:
                 yield local
@@ -242,7 +243,7 @@ class Held:
 async def faults(local: LocalDeployment, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """An encoder that stands still while a text and an image are asked, and a prefill pod that is killed under load."""
     load, tokens = LOADS[3], options.tokens
-    asked = load.requests(1000, options.small)
+    asked = load.requests(1000, options)
     image, text = asked[0], Request("How many? " + asked[0].text, None)
     timeout = aiohttp.ClientTimeout(120)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -303,7 +304,12 @@ async def compare(
     seen: dict[str, Any] = {}
     try:
         if peer is not None:
-            ready[PEER], urls[PEER] = await peer.ready(), peer.url
+            try:
+                async with asyncio.timeout(options.start_seconds):
+                    ready[PEER], urls[PEER] = await peer.ready(), peer.url
+            except (SystemExit, TimeoutError) as error:
+                seen[PEER] = f"{type(error).__name__}: {error}"
+                console.print(f"{PEER}: {seen[PEER]}", markup=False)
         for name, one_of_ours in held.items():
             try:
                 local = await one_of_ours.ready()
@@ -314,14 +320,15 @@ async def compare(
             ready[name], urls[name] = one_of_ours.seconds, local.gateway_url
             console.print(f"{name}: ready after {ready[name]:.0f} s")
         for number in range(-1, options.rounds):  # the first warms up
-            for name, url in urls.items():
+            for name, url in list(urls.items()):
                 begin = time.monotonic()
                 try:
                     async with asyncio.timeout(ROUND_SECONDS):
                         runs = await measure(url, model.name, number % 1000, options)
                 except Exception as error:  # noqa: BLE001
-                    seen[name] = f"{type(error).__name__}: {error}"
+                    seen[name] = f"round {number}: {type(error).__name__}: {error}"
                     console.print(f"{name}: {seen[name]}", markup=False)
+                    del urls[name]  # its later rounds would be compared with others' of another number
                     continue
                 console.print(f"round {number} {name}: {time.monotonic() - begin:.1f} s {speeds(runs)}")
                 if number >= 0:
@@ -330,7 +337,7 @@ async def compare(
                     seen.setdefault("warm_up_tokens_per_second", {})[name] = {
                         load: run.tokens / run.seconds for load, run in runs.items()
                     }
-            report(found, ready, seen, options)
+                report(found, ready, seen, options)
         if FAULTS in urls:
             try:
                 local = await held[FAULTS].ready()
@@ -338,6 +345,7 @@ async def compare(
                     seen["faults"] = await faults(local, model.name, options)
             except Exception as error:  # noqa: BLE001
                 seen["faults"] = f"{type(error).__name__}: {error}"
+            report(found, ready, seen, options)
     finally:
         await asyncio.gather(*(one_of_ours.let_go() for one_of_ours in held.values()))
     return found, ready, seen
@@ -446,7 +454,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load that is asked")
     parser.add_argument("--layouts", nargs="*", default=list(OURS), choices=list(OURS))
+    parser.add_argument("--start-seconds", type=float, default=400.0, help="until a system is left out")
     parser.add_argument("--without-peer", action="store_true", help="leave `vllm serve` out")
     parser.add_argument("--dtype", default="BFloat16", choices=["BFloat16", "Float32"])
     parser.add_argument("--small", action="store_true", help="a small model and a few requests: a dry run")

@@ -21,7 +21,7 @@ from mmd_api.pipeline import roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import EncoderSpec, PrefillSpec
 from mmd_workers.encoder.profile import TowerMemory, tower_memory
-from mmd_workers.engine.profile import activation_bytes, fused_kernel
+from mmd_workers.engine.profile import activation_bytes, fused_kernel, gpu_kernel
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.memory import CPU_PERCENT, GPU_PERCENT, MEBIBYTE, MemoryBudget
 from mmd_workers.model import requirements, source
@@ -108,6 +108,7 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
     language = HfLanguageModel(empty, adapter, META, dtype, 0, frozenset())
     max_model_len = source.resolve_max_model_len(spec.model, config)
     prefill = spec.prefill or PrefillSpec()
+    on_gpus = gpu_kernel if spec.engine.type == "Native" else fused_kernel
 
     def activations(gpus: int) -> int:
         return activation_bytes(
@@ -116,7 +117,7 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
             max_sequences=spec.decode.max_sequences,
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
-            kernel=fused_kernel if gpus else None,
+            kernel=on_gpus if gpus else None,
         )
 
     block_bytes = language.kv_layout.bytes_per_token() * spec.decode.kv_block_tokens

@@ -109,7 +109,7 @@ class Blocks(RuleBasedStateMachine):
         layout = MODEL.kv_layout
         cached = self.engine._reservations[name].shared * BLOCK_TOKENS
         kv = [
-            torch.zeros(2, length - cached, heads, dim)
+            torch.zeros(2, length - cached, heads, dim, device=MODEL.device)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
         ]
         if cached:

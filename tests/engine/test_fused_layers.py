@@ -17,6 +17,7 @@ from mmd_workers.engine.cpu import library
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.model.prompt import KvLayout
+from tests.support.devices import cpu_only
 from tests.support.engine_oracle import (
     SMALL,
     TEXT_MODELS,
@@ -32,7 +33,10 @@ from tests.support.engine_oracle import (
 LENGTHS = (3, 30, 21)
 TOKENS = 12
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="no C++ compiler here")
+pytestmark = [
+    cpu_only,
+    pytest.mark.skipif(library.load() is None, reason="no C++ compiler here"),
+]
 
 
 def fused(model):

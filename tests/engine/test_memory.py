@@ -10,12 +10,18 @@ from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers import memory
 from mmd_workers.engine import attention, profile
+from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import rule_state
-from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel
+from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel, gpu_kernel
 from mmd_workers.engine.sampler import Draw, compute
+from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.sequence import Sequence
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from mmd_workers.model.prompt import KvLayout
+from tests.support.devices import cpu_only
 from tests.support.engine_oracle import SMALL, TextModel, llama, vary
 
 GIB = 1024 * MEBIBYTE
@@ -81,6 +87,7 @@ def test_live_bytes_count_what_lives_at_once_and_not_what_was_there_before(devic
     assert live.peak == 12_000
 
 
+@cpu_only
 def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch):
     """The figure of `plan-memory` (meta device) and that of a worker at its start."""
     monkeypatch.setattr(attention.cpu_library, "load", lambda: None)  # the same kernels on both devices
@@ -90,7 +97,9 @@ def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch)
         work = {"chunk_tokens": chunk, "max_sequences": sequences, **sizes}
         measured = activation_bytes(real, **work)
         assert measured <= activation_bytes(planned, **work) < 3 * measured, "it also counts attention scores"
-        assert 0 < activation_bytes(planned, kernel=fused_kernel, **work) <= measured
+        fused = activation_bytes(planned, kernel=fused_kernel, **work)
+        assert 0 < fused < activation_bytes(planned, kernel=gpu_kernel, **work)
+        assert fused <= measured
     small = activation_bytes(real, chunk_tokens=16, max_sequences=4, **sizes)
     assert activation_bytes(real, chunk_tokens=128, max_sequences=4, **sizes) > 2 * small
     assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small
@@ -128,6 +137,7 @@ def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measur
     assert measured >= live.peak + logits.nbytes
 
 
+@cpu_only
 @pytest.mark.skipif(attention.cpu_library.load() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("fused_layers", [True, False])
 def test_scores_that_the_threads_of_the_cpu_kernels_keep_are_measured(fused_layers, monkeypatch):
@@ -143,7 +153,7 @@ def test_scores_that_the_threads_of_the_cpu_kernels_keep_are_measured(fused_laye
 class Cuda:
     """Where CUDA is: the first step also takes workspaces that stay, and what a step took is known only after a synchronization."""
 
-    WEIGHTS, WORKSPACES, STEP = 7000, 500, 1000
+    WEIGHTS, WORKSPACES, STEP, UNALIGNED = 7000, 500, 1000, 200
 
     def __init__(self, monkeypatch, model):
         self.live, self.high, self.counted, self.steps = self.WEIGHTS, 9 * self.WEIGHTS, 9 * self.WEIGHTS, 0
@@ -155,10 +165,10 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.counted)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def step(self, *_):
+    def step(self, *settings):
         self.live += 0 if self.steps else self.WORKSPACES
         self.steps += 1
-        self.high = max(self.high, self.live + self.STEP)
+        self.high = max(self.high, self.live + self.STEP + (self.UNALIGNED if settings[-1] % 16 else 0))
 
     def synchronize(self, _):
         self.counted = self.high
@@ -167,12 +177,32 @@ class Cuda:
         self.high = self.counted = self.live
 
 
-def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(monkeypatch):
+@pytest.mark.parametrize("length", [255, 256])
+def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(length, monkeypatch):
+    """The costlier of two contexts, of which one has a mask that attention copies."""
     model = TextModel(llama())
     gpu = Cuda(monkeypatch, model)
-    sizes = {"chunk_tokens": 16, "max_sequences": 4, "block_tokens": 8, "max_model_len": 256}
-    assert activation_bytes(model, **sizes) == gpu.STEP
-    assert gpu.steps == 2
+    sizes = {"chunk_tokens": 16, "max_sequences": 4, "block_tokens": 8, "max_model_len": length}
+    assert activation_bytes(model, **sizes) == gpu.STEP + gpu.UNALIGNED
+    assert gpu.steps == 3
+
+
+def test_attention_on_a_gpu_is_planned_with_the_contexts_that_it_copies_and_without_scores():
+    """Of a chunk at the end of a long context: keys and values for all heads, and the mask as bool, negated, in the query's type, and
+    with aligned rows."""
+    heads, dim, rows, context = 8, 16, 64, 1000
+    layout = KvLayout(1, [2], [dim], "float32")
+    sequence = Sequence("a", 0, [], 0, 0, SamplingParams(1), [], None, blocks=[0] * context)
+    batch = Batch(KvPool(layout, 1, 8, torch.device("meta")), [Work(sequence, context - rows, context)])
+    query = torch.empty(rows, heads, dim, device="meta")
+    with LiveBytes() as live:
+        out = gpu_kernel(batch, 0, query, 0.25, None, None)
+    assert out.shape == query.shape
+    copied, mask = 2 * heads * context * dim * 4, rows * context
+    assert (
+        copied + mask * (1 + 4 + 4) <= live.peak < copied + mask * (1 + 1 + 4 + 4) + 3 * query.nbytes + 50_000
+    )
+    assert live.peak < heads * mask * 4 + copied, "no scores"
 
 
 def test_pods_that_share_a_machine_count_on_no_more_than_it_has():

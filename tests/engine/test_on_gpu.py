@@ -1,4 +1,4 @@
-"""What only a GPU shows: the paged kernel in half precision, what steps take from its memory, and what its errors leave usable."""
+"""What only a GPU shows: attention and answers in half precision, what steps take from its memory, and what its errors leave usable."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mmd_workers.engine.attention import torch_kernel, varlen_kernel, varlen_works
+from mmd_workers.engine.attention import torch_kernel
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
@@ -19,7 +19,7 @@ from tests.support.engine_oracle import TEXT_MODELS, TextModel, llama, make_engi
 
 pytestmark = needs_gpu
 
-PAGE = 256  # tokens of a block that PyTorch's FlashAttention takes
+BLOCK_TOKENS = 16
 
 
 def sequence(blocks):
@@ -29,58 +29,42 @@ def sequence(blocks):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_paged_kernel_equals_the_exact_one(dtype, dim, window):
+def test_attention_in_half_precision_is_that_of_float32_up_to_rounding(dtype, dim, window):
     """Single rows and chunks, whose blocks lie apart, at the end of a context and in its middle."""
     layout = KvLayout(1, [2], [dim], dtype)
-    assert varlen_works(layout, PAGE, DEVICE)
-    pool = KvPool(layout, 9, PAGE, DEVICE)
+    pool = KvPool(layout, 70, BLOCK_TOKENS, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(dim)
     for tensor in (*pool.keys, *pool.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator, device=DEVICE))
-    work = [
-        Work(sequence([7, 0]), 299, 300),
-        Work(sequence([3]), 0, 1),
-        Work(sequence([5, 2, 8]), 400, 700),
-        Work(sequence([1]), 0, 200),
-    ]
+    places = torch.randperm(70, generator=torch.Generator().manual_seed(dim)).tolist()
+    work = []
+    for start, end in ((299, 300), (0, 1), (100, 400), (0, 200)):
+        count = -(-end // BLOCK_TOKENS)
+        work.append(Work(sequence(places[:count]), start, end))
+        places = places[count:]
     batch = Batch(pool, work)
     query = torch.randn(
         batch.num_rows, 8, dim, generator=generator, device=DEVICE, dtype=getattr(torch, dtype)
     )
-    exact_pool = KvPool(KvLayout(1, [2], [dim], "float32"), 9, PAGE, DEVICE)
+    exact_pool = KvPool(KvLayout(1, [2], [dim], "float32"), 70, BLOCK_TOKENS, DEVICE)
     exact_pool.keys, exact_pool.values = (
         [t.float() for t in tensors] for tensors in (pool.keys, pool.values)
     )
     expected = torch_kernel(Batch(exact_pool, work), 0, query.float(), dim**-0.5, window, None)
     tolerance = 2e-3 if dtype == "float16" else 2e-2
-    for kernel in (varlen_kernel, torch_kernel):
-        got = kernel(batch, 0, query, dim**-0.5, window, None).float()
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    got = torch_kernel(batch, 0, query, dim**-0.5, window, None).float()
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_paged_kernel_takes_blocks_of_256_tokens_and_float32_takes_none():
-    works = {
-        (dtype, tokens): varlen_works(KvLayout(1, [2], [64], dtype), tokens, DEVICE)
-        for dtype in ("bfloat16", "float32")
-        for tokens in (16, PAGE)
-    }
-    assert works == {
-        ("bfloat16", 16): False,
-        ("bfloat16", PAGE): True,
-        ("float32", 16): False,
-        ("float32", PAGE): False,
-    }
-
-
-@pytest.mark.parametrize("block_tokens", [16, PAGE])
 @pytest.mark.parametrize("name", TEXT_MODELS)
-def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name, block_tokens):
-    """Of two tokens that are equally likely up to bfloat16's rounding, batches of other sizes may choose either."""
+def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name):
+    """A token chosen by logits that are wrong by at most d is at most 2 d below the likeliest. d: by how much transformers' own logits
+    of the same tokens are wrong in bfloat16."""
     exact = TEXT_MODELS[name]()
+    half = TEXT_MODELS[name]().to(torch.bfloat16)
     model = TextModel(TEXT_MODELS[name]().to(torch.bfloat16))
-    engine = make_engine(model, blocks=24, block_tokens=block_tokens, chunk_tokens=64, prefix_cache=False)
-    paged = block_tokens == PAGE
-    assert (engine.kernel is (varlen_kernel if paged else torch_kernel)) or model.softcap
+    engine = make_engine(model, blocks=24, block_tokens=BLOCK_TOKENS, chunk_tokens=64, prefix_cache=False)
+    assert engine.kernel is torch_kernel
     prompts = {str(n): prompt_of(length, n) for n, length in enumerate((5, 33, 64, 150, 1))}
     for key, prompt in prompts.items():
         engine.add(text_input(model, key, prompt, 14))
@@ -90,9 +74,14 @@ def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name, blo
         assert len(answer) == 14
         ids = torch.tensor([prompt + answer[:-1]], device=DEVICE)
         with torch.no_grad():
-            logits = exact(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+            logits, rounded = (
+                each(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+                for each in (exact, half)
+            )
         chosen = logits.gather(-1, torch.tensor(answer, device=DEVICE)[:, None])[:, 0]
-        assert (logits.amax(-1) - chosen).max() < 0.1 * logits.std()
+        wrong_by = (rounded - logits).abs().max()
+        assert wrong_by < 0.5 * logits.std(), "a bound that any token meets"
+        assert (logits.amax(-1) - chosen).max() <= 2 * wrong_by
 
 
 def test_a_step_that_samples_nothing_ends_when_its_kernels_have_run():
@@ -107,7 +96,7 @@ def test_a_step_that_samples_nothing_ends_when_its_kernels_have_run():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_tokens", [16, PAGE])
+@pytest.mark.parametrize("block_tokens", [16, 256])
 def test_no_step_takes_more_memory_than_was_measured(dtype, block_tokens):
     """Seven sequences decode in a context that all of them share the room of, while a prompt of full length is prefilled."""
     sizes = {"max_sequences": 8, "chunk_tokens": 256, "max_model_len": 1024}

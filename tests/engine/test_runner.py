@@ -10,6 +10,7 @@ import torch
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError, StepFailedError
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.runner import MAX_COMMANDS, EngineRunner
+from tests.support.devices import cpu_only
 from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
 
 
@@ -136,6 +137,7 @@ async def test_broken_logits_fail_their_own_sequence_once_and_say_why(started, t
     assert collector.tokens("good") == generate(llama(), prompt, 6)
 
 
+@cpu_only
 async def test_a_command_that_finds_the_device_lost_ends_the_engine_and_fails_what_waits_behind_it():
     dead = asyncio.get_running_loop().create_future()
     runner = EngineRunner(make_engine(TextModel(llama())), Collector(), dead.set_result)

@@ -1,4 +1,4 @@
-"""Pods that share one GPU, in half precision with the paged kernel, and KV that goes between them over each link that one GPU allows."""
+"""Pods that share one GPU, in half precision, and KV that goes between them over each link that one GPU allows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def deployment(
         needs_nixl()
     spec = SPEC | {
         "model": SPEC["model"] | {"dtype": "BFloat16"},
-        "decode": SPEC["decode"] | {"kvBlockTokens": 256},
         "transfer": {"kv": {"backend": request.param}},
     }
     free, _ = torch.cuda.mem_get_info(DEVICE)

@@ -14,4 +14,6 @@ DEVICE = torch.device(os.environ.get("MMD_TEST_DEVICE", "cpu"))
 ON_GPU = DEVICE.type == "cuda"
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="runs on a GPU: set MMD_TEST_DEVICE=cuda:0")
-cpu_only = pytest.mark.skipif(ON_GPU, reason="about the CPU; MMD_TEST_DEVICE names a GPU")
+cpu_only = pytest.mark.skipif(
+    ON_GPU, reason="about CPU kernels, or a lost GPU that the CPU stands in for; MMD_TEST_DEVICE names a GPU"
+)

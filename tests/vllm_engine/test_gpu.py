@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support import engine_oracle
+from tests.support import adapters, engine_oracle
 from tests.support import model_zoo as zoo
 
 from . import cores
@@ -87,4 +91,64 @@ def test_a_feature_that_comes_late_holds_up_nothing_else(models, asked):
     cores.supply(core, "late", image)
     cores.step(core, outcome)
     assert outcome.tokens["late"] == late
+    cores.assert_empty(core)
+
+
+def test_drafts_change_no_answer_however_many_sequences_share_a_step(models, asked):
+    """The model repeats itself, so drafts of what came before are accepted."""
+    drafts = {"method": "ngram", "numSpeculativeTokens": 3}
+    core = cores.make(models["qwen2_vl"], vllm={"speculative": drafts})
+    for number, (one, _) in enumerate(asked["qwen2_vl"]):
+        core.add(f"{number}", one.request, stop_after_prefill=False)
+        cores.supply(core, f"{number}", one)
+    outcome = cores.step(core)
+    assert outcome.tokens == {f"{n}": answer for n, (_, answer) in enumerate(asked["qwen2_vl"])}
+    cores.assert_empty(core)
+
+
+def scores_of(one: cores.Question, adapter: Path | None) -> tuple[list[int], torch.Tensor]:
+    """The greedy tokens of the whole model in float32 with an adapter, and what it thought of each token there."""
+    inputs = zoo.hf_inputs(one.served, one.messages, one.media, one.layout)
+    if hasattr(one.served.model.base_model, "rope_deltas"):
+        one.served.model.base_model.rope_deltas = None
+    with adapters.merged(one.served.model, adapter), torch.no_grad():
+        made = one.served.model.generate(
+            **inputs,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=list(one.served.language.suppress_token_ids) or None,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    return made.sequences[0, -TOKENS:].tolist(), torch.cat(made.scores).float()
+
+
+@pytest.mark.parametrize("arch", ["llava", "qwen2_vl"])
+def test_in_half_precision_adapters_give_the_likeliest_tokens_up_to_rounding(arch, tmp_path):
+    """In steps that sequences of many lengths share. Each token follows those of float32, so that no difference adds up."""
+    folder = cores.checkpoint(arch, tmp_path)
+    asked = [cores.question(folder, LONG), cores.question(folder, "what is it", zoo.image(100, 64, 1), LONG)]
+    whole = asked[0].served.model
+    weak = {"strength": 0.5}  # strong ones multiply what rounding changes
+    loras = {
+        "one": adapters.write(tmp_path / "one", whole, seed=1, rank=8, **weak),
+        "two": adapters.write(tmp_path / "two", whole, seed=2, rank=16, targets=adapters.ALL_LINEAR, **weak),
+    }
+    names = ["", *loras]
+    exact = {(n, name): scores_of(one, loras.get(name)) for n, one in enumerate(asked) for name in names}
+    for number in range(len(asked)):
+        assert len({tuple(exact[number, name][0]) for name in names}) == len(names), "adapters change nothing"
+    core = cores.make(folder, adapters=loras, dtype="BFloat16", blocks=256, prefix_cache=False)
+    for (number, name), (tokens, scores) in exact.items():
+        for length in range(TOKENS):
+            request = replace(asked[number].by(name), output_token_ids=tokens[:length])
+            core.add(f"{length}", request, stop_after_prefill=False)
+            cores.supply(core, f"{length}", asked[number])
+        made = cores.step(core).tokens
+        first = [made[f"{length}"][0] for length in range(TOKENS)]
+        missing = scores.amax(-1) - scores.gather(-1, torch.tensor(first)[:, None])[:, 0]
+        assert missing.max() < 0.5 * scores[scores.isfinite()].std(), (number, name, missing)
+        assert sum(map(operator.eq, first, tokens)) >= 0.75 * TOKENS, (number, name, first, tokens)
     cores.assert_empty(core)

@@ -26,7 +26,6 @@ from mmd_workers.model import __file__ as model_package
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
 from mmd_workers.vllm_engine import arguments, lora
-from mmd_workers.vllm_engine.make import make_core
 from mmd_workers.wire.messages import Heartbeat
 from tests.support import adapters
 from tests.support import model_zoo as zoo
@@ -481,7 +480,8 @@ def test_a_pod_with_an_adapter_that_does_not_fit_makes_no_core(tmp_path):
     )
     bad = adapters.write(tmp_path / "bad", small.model, seed=1)
     assert json.loads((bad / "adapter_config.json").read_text())["r"] == 8
+    dtype = "Float32" if cores.DEVICE.type == "cpu" else "BFloat16"  # of which vLLM takes adapters
     with pytest.raises(
         EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: .* the model's layer has 128 inputs"
     ):
-        make_core(cores.pod_of(folder, adapters={"bad": bad}), cores.DEVICE)
+        cores.make(folder, adapters={"bad": bad}, dtype=dtype)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from mmd_api.contract.errors import UnsupportedModelError
@@ -25,10 +22,7 @@ from mmd_workers.engine.cpu.library import Library, PoolStruct
 from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
-FLASH_BLOCK_TOKENS = 256  # PyTorch's paged FlashAttention takes multiples of this
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-log = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
@@ -184,78 +178,8 @@ def compiled_kernel(library: Library) -> Kernel:
     return kernel
 
 
-def varlen_kernel(
-    batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
-    """PyTorch's own FlashAttention over block tables (half precision on CUDA). What it lacks goes to `torch_kernel`."""
-    if softcap is not None or batch.has_atomic_ranges:
-        return torch_kernel(batch, layer, query, scale, window, softcap)
-    out = varlen_attn(
-        query.contiguous(),
-        batch.pool.keys[layer],
-        batch.pool.values[layer],
-        batch.query_starts,
-        batch.context_starts,  # required, although the lengths and the block table say it all
-        batch.max_query,
-        batch.max_context,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
-        seqused_k=batch.context_lengths,
-        block_table=batch.block_table,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def varlen_works(layout: KvLayout, block_tokens: int, device: torch.device) -> bool:
-    """Try PyTorch's paged FlashAttention on every geometry of `layout`: it depends on GPU, dtype, head and block size."""
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    geometries = sorted(set(zip(layout.num_kv_heads, layout.head_dim, strict=True)))
-    return not any([_varlen_refusal(*each, dtype, block_tokens, device) for each in geometries])
-
-
-@functools.cache
-def _varlen_refusal(
-    kv_heads: int, dim: int, dtype: torch.dtype, block_tokens: int, device: torch.device
-) -> str:
-    """Why PyTorch's paged FlashAttention does not run here; empty: it does. Logged once."""
-    pages = torch.zeros(2, block_tokens, kv_heads, dim, dtype=dtype, device=device)
-    starts, length, table = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 1], [1], [[0, 1]])
-    )
-    try:
-        varlen_attn(
-            torch.zeros(1, kv_heads, dim, dtype=dtype, device=device),
-            pages,
-            pages,
-            starts,
-            starts,
-            1,
-            block_tokens,
-            window_size=(-1, 0),
-            enable_gqa=True,
-            seqused_k=length,
-            block_table=table,
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        remedy = "; set spec.decode.kvBlockTokens to 256" if block_tokens % FLASH_BLOCK_TOKENS else ""
-        log.warning(
-            "attention with blocks of %d tokens, %d KV heads of %d and %s runs slower than it could: PyTorch's paged FlashAttention does "
-            "not take them (%s)%s",
-            *(block_tokens, kv_heads, dim, dtype, reason, remedy),
-        )
-        return reason
-    return ""
-
-
-def select_kernel(layout: KvLayout, block_tokens: int, device: torch.device) -> Kernel:
+def select_kernel(layout: KvLayout, device: torch.device) -> Kernel:
     """The fastest kernel that can serve this layout here."""
-    if varlen_works(layout, block_tokens, device):
-        return varlen_kernel
     library = cpu_kernels(device, getattr(torch, layout.dtype))
     if library is not None and all(dim % 16 == 0 for dim in layout.head_dim):
         return compiled_kernel(library)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -34,8 +33,8 @@ class Chunk:
 class Batch:
     """Rows of single tokens first (`num_single`), then chunks. Masks are made once for each window and shared by the layers.
 
-    `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths`, `query_starts` and `context_starts` (both
-    cumulative): int32, over singles and chunks in row order.
+    `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths` and `query_starts` (cumulative): int32, over
+    singles and chunks in row order.
     """
 
     def __init__(self, pool: KvPool, work: Items[Work]) -> None:
@@ -45,13 +44,6 @@ class Batch:
         lengths = [item.end - item.start for item in work]
         self.num_single = sum(1 for length in lengths if length == 1)
         self.num_rows = sum(lengths)
-        self.max_query = max(lengths)
-        self.max_context = max(item.end for item in work)
-        self.has_atomic_ranges = any(
-            start < item.end and stop > item.start + 1
-            for item in work
-            for start, stop in item.sequence.atomic_ranges
-        )
         slots: list[int] = []
         starts = [0]
         for item, length in zip(work, lengths, strict=True):
@@ -61,8 +53,7 @@ class Batch:
         self.query_starts = _to(device, starts, torch.int32)
         self.last_rows = [start - 1 for start in starts[1:]]
         self.context_lengths = _to(device, [item.end for item in work], torch.int32)
-        self.context_starts = _to(device, [0, *accumulate(item.end for item in work)], torch.int32)
-        columns = -(-self.max_context // pool.block_tokens)
+        columns = -(-max(item.end for item in work) // pool.block_tokens)
         rows = [item.sequence.blocks[:columns] for item in work]
         self.block_table = _to(device, [row + [0] * (columns - len(row)) for row in rows], torch.int32)
         self._work = work

@@ -88,7 +88,7 @@ class Engine:
         self.model = model
         self.max_model_len = max_model_len
         self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)
-        self.kernel = attention.select_kernel(model.kv_layout, block_tokens, model.device)
+        self.kernel = attention.select_kernel(model.kv_layout, model.device)
         self.blocks = BlockPool(self.kv.num_blocks, block_tokens)
         self.scheduler = Scheduler(
             self.blocks,

@@ -6,11 +6,14 @@ Runs on any device, meta included: there nothing is computed and only sizes coun
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx.experimental import _config as fx_config
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +33,8 @@ from mmd_workers.model.interfaces import LanguageModel
 
 MOST_LOGPROBS = 20
 """That a request may ask for at each token."""
+_MASK_ALIGNMENT = 16
+"""Elements; of the rows of masks that PyTorch's memory-efficient attention takes."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,11 +80,35 @@ def _experts_shape(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[-1])
 
 
+class _FusedAttention(TorchFunctionMode):
+    """PyTorch's attention as on GPUs: it keeps no scores, but makes a mask of the query's type, and another one where rows of that are
+    not aligned. Computes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Allocate what attention does; run everything else."""
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, _, value = args
+        mask = (kwargs or {}).get("attn_mask")
+        if mask is not None:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+            mask = functional.pad(mask, (0, _MASK_ALIGNMENT - mask.shape[-1] % _MASK_ALIGNMENT))
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
 def fused_kernel(
     batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """What fused paged attention, as on GPUs, allocates: its output. Computes nothing."""
+    """What fused paged attention, as vLLM's on GPUs, allocates: its output. Computes nothing."""
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def gpu_kernel(
+    batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """The attention of GPUs, for a model on the meta device: allocates what it does there."""
+    with _FusedAttention():
+        return attention.torch_kernel(batch, layer, query, scale, window, softcap)
 
 
 def activation_bytes(
@@ -99,21 +128,19 @@ def activation_bytes(
     """
     prepare(model)
     device = model.device
-    step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, max_model_len, kernel)
+    step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, kernel)
     if device.type == "cuda":
-        step()  # libraries set up their workspaces, which stay
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        step(max_model_len)  # libraries set up their workspaces, which stay
+        # PyTorch's attention copies a mask whose rows are not aligned: of two contexts that differ by one token, one has such a mask.
+        peak = max(
+            _cuda_peak(partial(step, length), device) for length in (max_model_len, max(1, max_model_len - 1))
+        )
         torch.cuda.empty_cache()
-        return int(peak)
+        return peak
     # On the meta device a mask's rows cannot be counted; those of this run are all set.
     assume_set = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with assume_set, LiveBytes() as live:
-        heads = step()
+        heads = step(max_model_len)
     scores = 0
     if kernel is None and attention.cpu_kernels(device, model.dtype) is not None:
         # of a row alone, which every thread of the CPU kernels keeps for all heads, and never returns
@@ -121,18 +148,28 @@ def activation_bytes(
     return int(live.peak) + scores
 
 
+def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that `run` held at once, in addition to what was there before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - before)
+
+
 def _run_largest_step(
     model: LanguageModel,
     chunk_tokens: int,
     max_sequences: int,
     block_tokens: int,
-    max_model_len: int,
     kernel: attention.Kernel | None,
+    max_model_len: int,
 ) -> int:
     """All sequences share one block: only the amount that they read matters, not its content. Returns the most heads of a layer."""
     device = model.device
     pool = KvPool(model.kv_layout, 1, block_tokens, device)
-    chosen, ran = kernel or attention.select_kernel(model.kv_layout, block_tokens, device), dict[int, int]()
+    chosen, ran = kernel or attention.select_kernel(model.kv_layout, device), dict[int, int]()
 
     def noting(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None

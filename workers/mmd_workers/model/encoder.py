@@ -184,7 +184,8 @@ def _rows(value: Any) -> torch.Tensor:
 
 
 def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
-    """Load the towers and projectors of a model.
+    """Load the towers and projectors of a model. From then on cuDNN's convolutions in this process compute float32 without TF32, whose
+    errors are larger than rounding and differ between batches.
 
     Raises:
         UnsupportedModelError: the model is missing, takes no media, or lacks weights; names the field and the remedy.
@@ -200,4 +201,5 @@ def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
     dtype = source.resolve_dtype(model, config)
     loaded, loaded_bytes = load_role(folder, config, "encoder", dtype, device)
     requirements.check(loaded, adapter)
+    torch.backends.cudnn.allow_tf32 = False
     return HfEncoderModel(loaded, processor, adapter, device, dtype, loaded_bytes)
