@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages.0.content.1: results of tools come first",
     ),
     "a result of the assistant": (
-        turns(("assistant", [{"type": "tool_result", "tool_use_id": "1"}])),
+        turns(("assistant", [{"type": "tool_result", "tool_use_id": "1"}]), HELLO[0]),
         "messages.0.content.0: the result of a tool belongs to a message of the user",
     ),
     "a call of the user": (
@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         turns(("assistant", [{"type": "text", "text": "x"}, {**USED, "input": {"a": ["," * 70_000]}}]), HELLO[0]),
         "messages.0.content.1.input: the arguments of all tool calls have more than 65536",
     ),
-    "too many calls": (turns(("assistant", [USED] * 129)), "messages.0.content.128: more than 128 calls"),
+    "too many calls": (turns(("assistant", [USED] * 129), HELLO[0]), "messages.0.content.128: more than 128 calls"),
     "a tool of Anthropic's": (
         {"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]},
         "tools.1: type 'web_search_20250305' is not supported; this server runs no tools",
@@ -381,11 +381,11 @@ async def test_calls_are_blocks_whole_and_as_the_client_accumulates_them(
     gateway = await launch()
     await gateway.worker(answer)
     client = clients(gateway)
-    whole = await create(client, tools=[ADD, NOW])
+    whole = await create(client, tools=[ADD, NOW], max_tokens=256)
     assert seen(whole) == expected
     is_call = isinstance(expected[-1], tuple)
     assert whole.stop_reason == ("tool_use" if is_call else "end_turn")
-    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 64, "tools": [ADD, NOW]}
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 256, "tools": [ADD, NOW]}
     async with client.messages.stream(**options) as stream:
         events = [event async for event in stream]
         streamed = await stream.get_final_message()
