@@ -25,7 +25,7 @@ from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, vali
 from mmd_workers.gateway.tools import MAX_TOOLS, Description, FunctionName, Parameters
 from mmd_workers.gateway.translated import (
     FieldNames,
-    Place,
+    FieldPlace,
     TranslatedRequest,
     Translation,
     call_of,
@@ -172,7 +172,7 @@ class ClientTool(Strict):
     eager_input_streaming: Annotated[bool | None, Ignored("inputs are streamed as they are generated")] = None
 
 
-class ToolChoice(Strict):
+class ClientToolChoice(Strict):
     """Which tools the answer may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -180,7 +180,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _names_a_tool(self) -> ToolChoice:
+    def _names_a_tool(self) -> ClientToolChoice:
         if (self.type == "tool") != (self.name is not None):
             raise PydanticCustomError("tool_name", "type tool requires name, and no other type has it")
         return self
@@ -228,7 +228,7 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig | None = None
     cache_control: CacheMark = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ClientToolChoice | None = None
 
     def as_chat(self) -> TranslatedRequest:
         """The same prompt as a chat, which its messages are moved to.
@@ -238,11 +238,11 @@ class CountTokensRequest(Strict):
         """
         chat = Translation()
         if self.system is not None:
-            chat.add(message_of("system", self.system), Place("system"))
+            chat.add(message_of("system", self.system), FieldPlace("system"))
         for number, turn in enumerate(consumed(self.messages)):
             where = f"messages.{number}.content"
             if isinstance(turn.content, str):
-                chat.add(message_of(turn.role, turn.content), Place(where))
+                chat.add(message_of(turn.role, turn.content), FieldPlace(where))
             else:
                 _add_blocks(chat, turn.role, turn.content, where)
         choice: Any = None
@@ -291,7 +291,7 @@ def _add_blocks(
             if content:
                 raise fault(param, "results of tools come first in a message; put other blocks after them")
             result = result_of(block.tool_use_id, block.content)
-            chat.add(result, Place(f"{param}.content", result=f"{param}.tool_use_id"))
+            chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
         elif isinstance(block, ToolUseBlock):
             if role != "assistant":
                 raise fault(param, "the use of a tool belongs to a message of the assistant; send it there")
@@ -309,7 +309,7 @@ def _add_blocks(
         assert message.role == "assistant"
         message.tool_calls = calls
     whole = len(parts) == len(blocks)
-    chat.add(message, Place(where, None if whole else parts, fields))
+    chat.add(message, FieldPlace(where, None if whole else parts, fields))
 
 
 class MessagesRequest(CountTokensRequest):

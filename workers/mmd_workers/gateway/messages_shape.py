@@ -11,7 +11,7 @@ from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.call_parser import CallPart
 from mmd_workers.gateway.chat import ChoiceStream
 from mmd_workers.gateway.chat_response import ChunkChoice, Usage
-from mmd_workers.gateway.shapes import Block, WholeAnswer, named_event
+from mmd_workers.gateway.shapes import AnswerBlock, WholeAnswer, named_event
 
 PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
@@ -168,7 +168,7 @@ def _tool_use(call_id: str, name: str | None, arguments: dict[str, Any]) -> dict
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: AnswerBlock) -> dict[str, Any]:
     if block.call_id is None:
         return _text_block(block.text)
     return _tool_use(block.call_id, block.name, _input(block.text))

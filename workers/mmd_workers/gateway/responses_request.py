@@ -39,7 +39,7 @@ from mmd_workers.gateway.tools import (
 )
 from mmd_workers.gateway.translated import (
     FieldNames,
-    Place,
+    FieldPlace,
     TranslatedRequest,
     Translation,
     call_of,
@@ -126,7 +126,7 @@ def _item_kind(value: object) -> str | None:
     return (type_of(value) or "message") if isinstance(value, dict) else "message"
 
 
-Item = Annotated[
+InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
@@ -227,7 +227,7 @@ class ResponsesRequest(Strict):
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[
-            list[Item],
+            list[InputItem],
             Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
             Tag("parts"),
         ],
@@ -277,9 +277,9 @@ class ResponsesRequest(Strict):
         """
         chat = Translation()
         if self.instructions is not None:
-            chat.add(message_of("system", self.instructions), Place("instructions"))
+            chat.add(message_of("system", self.instructions), FieldPlace("instructions"))
         if isinstance(self.input, str):
-            chat.add(message_of("user", self.input), Place("input"))
+            chat.add(message_of("user", self.input), FieldPlace("input"))
         else:
             _add_items(chat, self.input)
         fields = {
@@ -320,7 +320,7 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
         if isinstance(item, FunctionCall):
             if answer is None:
                 answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
-                chat.add(answer, Place(param, calls=fields))
+                chat.add(answer, FieldPlace(param, calls=fields))
             calls.append(call_of(item.call_id, item.name, item.arguments))
             fields.append(f"{param}.arguments")
             check_number_of_calls(calls, param)
@@ -328,12 +328,12 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
         elif isinstance(item, FunctionCallOutput):
             answer = None
             chat.add(
-                result_of(item.call_id, item.output), Place(f"{param}.output", result=f"{param}.call_id")
+                result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
             )
         else:
             answer, calls, fields = None, [], []
             message = message_of(item.role, item.content)
-            chat.add(message, Place(f"{param}.content", calls=fields))
+            chat.add(message, FieldPlace(f"{param}.content", calls=fields))
             if isinstance(message, AnswerMessage):
                 answer = message
 

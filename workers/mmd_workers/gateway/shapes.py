@@ -243,7 +243,7 @@ class _TextCollector:
         return [*pieces, b"}}"]
 
 
-class Block:
+class AnswerBlock:
     """Text of an answer, or one of its calls. `call_id`, `name`: None for text."""
 
     def __init__(self, call_id: str | None = None, name: str | None = None) -> None:
@@ -264,7 +264,7 @@ class WholeAnswer:
     """An answer as it is collected, where blocks of text and calls are all that is shown of it."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.finish_reason: ApiFinishReason | None = None
         self.stop: str | None = None
 
@@ -279,9 +279,9 @@ class WholeAnswer:
         last = self.blocks[-1] if self.blocks else None
         if isinstance(piece, str):
             if begins := last is None or last.call_id is not None:
-                self.blocks.append(Block())
+                self.blocks.append(AnswerBlock())
         elif begins := piece.id is not None:
-            self.blocks.append(Block(piece.id, piece.name))
+            self.blocks.append(AnswerBlock(piece.id, piece.name))
         self.blocks[-1].write(piece if isinstance(piece, str) else piece.arguments)
         return begins
 
@@ -291,9 +291,9 @@ class WholeAnswer:
             self.finish_reason, self.stop = part.finish_reason, part.stop
 
     @property
-    def shown(self) -> list[Block]:
+    def shown(self) -> list[AnswerBlock]:
         """Its blocks; an answer of nothing has an empty one."""
-        return self.blocks or [Block()]
+        return self.blocks or [AnswerBlock()]
 
 
 def named_event(value: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def entries_of(value: object, name: str, spelling: str) -> Iterator[tuple[str, o
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FieldPlace:
     """Where a message of a chat comes from, in the client's fields. `parts`: numbers of its parts there, where they differ. `calls`: the
     fields of its calls' arguments. `result`: the field of the id of the call whose result it is.
     """
@@ -86,7 +86,7 @@ class FieldNames:
     `places`: of its messages. `fields`: other fields by their names in the chat. `dotted`: places in lists are spelled `.0`, not `[0]`.
     """
 
-    places: Sequence[Place]
+    places: Sequence[FieldPlace]
     fields: Mapping[str, str] = field(default_factory=dict)
     dotted: bool = False
 
@@ -162,9 +162,9 @@ class Translation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.places: list[Place] = []
+        self.places: list[FieldPlace] = []
 
-    def add(self, message: Message, place: Place) -> None:
+    def add(self, message: Message, place: FieldPlace) -> None:
         """Add a message.
 
         Raises:
