@@ -42,7 +42,7 @@ def read_messages(value: object) -> object:
 
 
 def read_count(value: object) -> object:
-    return conversation(parse_count_tokens_request(value).as_chat())
+    return conversation(parse_count_tokens_request(value).messages)
 
 
 def read_responses(value: object) -> object:
@@ -68,12 +68,12 @@ BODIES: dict[str, tuple[Parse, type, dict[str, Any]]] = {
     "detokenize": (parse_detokenize_request, DetokenizeRequest, {"tokens": [1]}),
 }  # fmt: skip
 WORDS = st.sampled_from(
-    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "image", "base64", "url", "tool_use", "output_text", "input_image", "message", "json_schema", "{}", '{"a": [1]}', "[]", "1", ""]
+    ["system", "user", "assistant", "tool", "text", "image_url", "refusal", "function", "auto", "image", "base64", "url", "tool_use", "tool_result", "function_call", "function_call_output", "any", "none", "required", "custom", "output_text", "input_image", "message", "json_schema", "{}", '{"a": [1]}', "[]", "1", ""]
 )  # fmt: skip
 NAMES = st.sampled_from(
     ["role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "arguments", "name", "id", "refusal", "url",
      "image_url", "prompt", "tokens", "include_usage", "source", "system", "media_type", "data",
-     "status", "format", "schema"]
+     "status", "format", "schema", "input", "tool_use_id", "call_id", "output", "input_schema", "parameters", "strict", "tools", "tool_choice"]
 )  # fmt: skip
 ANY = st.recursive(
     st.none()
@@ -142,13 +142,16 @@ def test_any_history_is_read_or_refused_by_an_error_of_the_table(messages: list[
 
 BLOCKS = st.fixed_dictionaries(
     {"type": WORDS},
-    optional={"text": WORDS, "source": ANY | st.fixed_dictionaries({"type": WORDS}, optional={"url": WORDS, "data": WORDS, "media_type": st.just("image/png") | WORDS})},
+    optional={"text": WORDS, "id": WORDS, "name": WORDS, "input": ANY, "tool_use_id": WORDS, "content": ANY, "source": ANY | st.fixed_dictionaries({"type": WORDS}, optional={"url": WORDS, "data": WORDS, "media_type": st.just("image/png") | WORDS})},
 )  # fmt: skip
 
 
 ITEMS = st.fixed_dictionaries(
     {"role": WORDS, "content": WORDS | st.lists(BLOCKS | st.fixed_dictionaries({"type": WORDS, "image_url": WORDS}), max_size=3)},
     optional={"type": WORDS, "id": WORDS, "status": WORDS},
+) | st.fixed_dictionaries(
+    {"type": st.sampled_from(["function_call", "function_call_output"]), "call_id": WORDS},
+    optional={"name": WORDS, "arguments": WORDS | ANY, "output": WORDS | ANY, "id": WORDS},
 )  # fmt: skip
 
 
@@ -185,6 +188,18 @@ def history(count: int) -> list[dict]:
     ]
 
 
+def uses(count: int) -> list[dict]:
+    """Pairs of a call and its result, as Anthropic has them."""
+    return [
+        message
+        for n in range(count)
+        for message in (
+            {"role": "assistant", "content": [{"type": "tool_use", "id": str(n), "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": str(n), "content": "x"}]},
+        )
+    ]
+
+
 LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "unknown fields": ("chat", lambda n: {f"x{i}": 0 for i in range(n)}),
     "a history": ("chat", lambda n: {"messages": history(n // 16)}),
@@ -212,6 +227,21 @@ LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "wrong items": ("responses", lambda n: {"input": [{"role": "user", "content": [{"type": "x"}]}] * (n // 16)}),
     "items": ("responses", lambda n: {"input": [{"role": "user", "content": "x"}] * (n // 16)}),
     "metadata": ("responses", lambda n: {"metadata": {str(i): i for i in range(n)}}),
+    "uses and results": (
+        "messages",
+        lambda n: {"messages": uses(n // 64)},
+    ),
+    "one message of results": (
+        "messages",
+        lambda n: {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}] * (n // 8)}]},
+    ),
+    "wide inputs": (
+        "messages",
+        lambda n: {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1] * n}}]}, {"role": "user", "content": "x"}]},
+    ),
+    "calls and outputs": ("responses", lambda n: {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}, {"type": "function_call_output", "call_id": "1", "output": "x"}] * (n // 64)}),
+    "calls alone": ("responses", lambda n: {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * (n // 16)}),
+    "wrong tools": ("responses", lambda n: {"tools": [{"type": "function"}] * n}),
     "wrong tool calls": (
         "chat",
         lambda n: {"messages": [{"role": "assistant", "tool_calls": [0] * n}]},

@@ -268,6 +268,16 @@ FORMS: dict[str, tuple[str, str, Callable[[dict], dict]]] = {
         "tools",
         lambda value: {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "parameters": with_property(value), "strict": True}}]},
     ),
+    "tool of a response": (
+        "/v1/responses",
+        "tools",
+        lambda value: {"input": HELLO, "tools": [{"type": "function", "name": "f", "parameters": with_property(value), "strict": True}]},
+    ),
+    "tool of a message": (
+        "/v1/messages",
+        "tools",
+        lambda value: {"messages": HELLO, "max_tokens": 8, "tools": [{"name": "f", "input_schema": with_property(value), "strict": True}]},
+    ),
     "response": (
         "/v1/responses",
         "text.format.schema",

@@ -41,6 +41,26 @@ async def create(client: AsyncAnthropic, **options: Any) -> anthropic.types.Mess
     return await client.messages.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 64, **options})
 
 
+USED = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1, "b": 2}}
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD: Any = {"name": "add", "description": "Adds.", "input_schema": NUMBERS}
+NOW: Any = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+def turns(*said: Any) -> dict[str, Any]:
+    """Messages: a role with content each, or a message."""
+    return {
+        "messages": [one if isinstance(one, dict) else {"role": one[0], "content": one[1]} for one in said]
+    }
+
+
 async def prompt_of(gateway: Running, messages: list[dict[str, Any]]) -> list[int]:
     """The tokens of the same conversation as a chat."""
     return (await gateway.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
@@ -215,14 +235,47 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a video": (block(type="base64", media_type="video/mp4", data="x"), "messages.1.content.0.source.media_type: "),
     "a document": (
         {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-        "messages.0.content.0: unknown part type 'document'; use text or image",
+        "messages.0.content.0: unknown part type 'document'; use text, image, tool_use or tool_result",
     ),
-    "a tool's result": (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
-        "messages.0.content.0: type 'tool_result' is not supported",
+    "the result of no call": (
+        turns(HELLO[0], ("user", [{"type": "text", "text": "x"}]), ("user", [{"type": "tool_result", "tool_use_id": "1"}])),
+        "messages.2.content.0.tool_use_id: no tool call before",
     ),
-    "tools": ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported: describe"),
-    "a forced tool": ({"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
+    "a late result": (
+        turns(("user", [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "1"}])),
+        "messages.0.content.1: results of tools come first",
+    ),
+    "a result of the assistant": (
+        turns(("assistant", [{"type": "tool_result", "tool_use_id": "1"}]), HELLO[0]),
+        "messages.0.content.0: the result of a tool belongs to a message of the user",
+    ),
+    "a call of the user": (
+        turns(("user", [USED])),
+        "messages.0.content.0: the use of a tool belongs to a message of the assistant",
+    ),
+    "an image as a result": (
+        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": IMAGE}]}])),
+        "messages.1.content.0.content.0: type 'image' is not supported; results of tools are text",
+    ),
+    "an input that is text": (turns(("assistant", [{**USED, "input": "{}"}])), "messages.0.content.0.input: "),
+    "an input of no number": (
+        turns(("assistant", [{"type": "text", "text": "x"}, {**USED, "input": {"a": ["," * 70_000]}}]), HELLO[0]),
+        "messages.0.content.1.input: the arguments of all tool calls have more than 65536",
+    ),
+    "too many calls": (turns(("assistant", [USED] * 129), HELLO[0]), "messages.0.content.128: more than 128 calls"),
+    "a tool of Anthropic's": (
+        {"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]},
+        "tools.1: type 'web_search_20250305' is not supported; this server runs no tools",
+    ),
+    "a tool without schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
+    "two tools of one name": ({"tools": [ADD, ADD]}, "tools.1.name: another tool has the name 'add'"),
+    "a schema with a large integer": (
+        {"tools": [ADD, {"name": "f", "strict": True, "input_schema": {"enum": [2**53 + 1]}}]},
+        "tools.1.input_schema: ",
+    ),
+    "a forced tool of none": ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools"),
+    "an unknown tool": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: no tool has the name 'f'"),
+    "a choice without name": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice: type tool requires name"),
     "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
     "a begun answer": (
         {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
@@ -259,12 +312,157 @@ async def test_each_malformed_body_gets_an_error_that_names_the_field_as_it_was_
             assert answer["error"]["type"] == "invalid_request_error"
             assert answer["error"]["message"].startswith(expected)
             assert answer["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
-    for changes, expected in [REFUSED["no image"], REFUSED["a tool's result"]]:
+    for changes, expected in [REFUSED["no image"], REFUSED["the result of no call"]]:
         body = {"model": MODEL, **changes}
         body.setdefault("messages", HELLO)
         counted = await gateway.http.post("/v1/messages/count_tokens", json=body)
         assert (counted.status_code, counted.json()["type"]) == (400, "error")
         assert counted.json()["error"]["message"].startswith(expected)
+
+
+def as_chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if "description" in tool:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+async def test_tools_calls_and_results_are_the_prompt_of_a_chat_with_them(
+    launch: Launch, clients: Any
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    client = clients(gateway)
+    text = {"type": "text", "text": "Look."}
+    blocks = [text, USED, {**USED, "id": "2", "name": "now", "input": {}}]
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}]},
+        {"type": "tool_result", "tool_use_id": "2", "is_error": False},
+    ]
+    asked = turns(HELLO[0], ("assistant", blocks), ("user", [*results, text]))
+    await create(client, **asked, tools=[ADD, NOW], system="Be brief.")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    again = {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": [text], "tool_calls": [call, again]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "tool", "tool_call_id": "2", "content": ""},
+        {"role": "user", "content": [text]},
+    ]
+    same = {"messages": chat, "tools": [as_chat_tool(ADD), as_chat_tool(NOW)]}
+    expected = (await gateway.http.post("/tokenize", json=same)).json()["tokens"]
+    assert worker.requests[0].token_ids == expected
+    counted = await client.messages.count_tokens(model=MODEL, **asked, tools=[ADD, NOW], system="Be brief.")
+    assert counted.input_tokens == len(expected)
+    await create(client, tools=[ADD], tool_choice={"type": "none"})
+    assert worker.requests[1].token_ids == await prompt_of(gateway, HELLO)
+
+
+ANSWERS = {
+    "a call": (CALL, [("add", {"a": 1, "b": 2})]),
+    "text before a call": (f"I add.{CALL}", ["I add.", ("add", {"a": 1, "b": 2})]),
+    "two calls": (CALL + CALL_NOW, [("add", {"a": 1, "b": 2}), ("now", {})]),
+    "text after a call": (f"{CALL}done{CALL_NOW}", [("add", {"a": 1, "b": 2}), "done", ("now", {})]),
+    "the call of no tool": (CALL.replace("add", "sub"), [CALL.replace("add", "sub")]),
+}
+
+
+def seen(message: Any) -> list[Any]:
+    return [block.text if block.type == "text" else (block.name, block.input) for block in message.content]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_calls_are_blocks_whole_and_as_the_client_accumulates_them(
+    launch: Launch, clients: Any, name: str
+) -> None:
+    answer, expected = ANSWERS[name]
+    gateway = await launch()
+    await gateway.worker(answer)
+    client = clients(gateway)
+    whole = await create(client, tools=[ADD, NOW], max_tokens=256)
+    assert seen(whole) == expected
+    is_call = isinstance(expected[-1], tuple)
+    assert whole.stop_reason == ("tool_use" if is_call else "end_turn")
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 256, "tools": [ADD, NOW]}
+    async with client.messages.stream(**options) as stream:
+        events = [event async for event in stream]
+        streamed = await stream.get_final_message()
+    assert seen(streamed) == expected
+    assert streamed.stop_reason == whole.stop_reason
+    starts = [event.index for event in events if event.type == "content_block_start"]
+    stops = [event.index for event in events if event.type == "content_block_stop"]
+    assert starts == stops == list(range(len(expected)))
+    open_block = None
+    for event in events:
+        if event.type == "content_block_start":
+            assert open_block is None
+            open_block = event.index
+        elif event.type == "content_block_delta":
+            assert event.index == open_block
+        elif event.type == "content_block_stop":
+            open_block = None
+    if is_call:
+        again: Any = [*HELLO, {"role": "assistant", "content": whole.content}]
+        ids = [block.id for block in whole.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": one, "content": "3"} for one in ids]
+        await create(client, messages=[*again, {"role": "user", "content": results}], tools=[ADD, NOW])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_that_is_cut_has_the_complete_part_of_its_input(
+    launch: Launch, clients: Any, stream: bool
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    text = gateway.tokenizer.decode
+    cut = next(n for n in range(len(worker.answer)) if '"a": 1, "b"' in text(worker.answer[:n]))
+    client = clients(gateway)
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": cut, "tools": [ADD]}
+    if stream:
+        async with client.messages.stream(**options) as events:
+            message = await events.get_final_message()
+    else:
+        message = await client.messages.create(**options)
+    assert (message.stop_reason, seen(message)) == ("max_tokens", [("add", {"a": 1})])
+
+
+async def test_a_call_whose_input_is_no_json_shows_what_the_model_wrote(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    await gateway.worker('<tool_call>{"name": "add", "arguments": {"a": one}}</tool_call>')
+    message = await create(clients(gateway), tools=[ADD])
+    assert seen(message) == [("add", {"INVALID_JSON": '{"a": one}'})]
+
+
+async def test_the_choice_of_a_tool_reaches_the_worker_as_a_grammar(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    client = clients(gateway)
+    choices: list[dict[str, Any]] = [
+        {"tool_choice": {"type": "tool", "name": "add"}},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tools": [{**ADD, "strict": True}]},
+        {},
+    ]
+    for choice in choices:
+        await create(client, **{"tools": [ADD, NOW], **choice})
+    chat: list[dict[str, Any]] = [
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tool_choice": "required"},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"parallel_tool_calls": False},
+        {"tools": [{"type": "function", "function": {**as_chat_tool(ADD)["function"], "strict": True}}]},
+        {},
+    ]
+    for choice in chat:
+        tools = {"tools": [as_chat_tool(ADD), as_chat_tool(NOW)], **choice}
+        await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, **tools)
+    grammars = [request.sampling.grammar for request in worker.requests]
+    assert grammars[:6] == grammars[6:]
+    assert len({str(grammar) for grammar in grammars[:6]}) == 6
 
 
 async def test_values_that_mean_off_are_taken(launch: Launch, clients: Any) -> None:

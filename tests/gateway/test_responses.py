@@ -146,14 +146,185 @@ def item(*content: dict[str, Any]) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": list(content)}]}
 
 
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": NUMBERS}
+NOW: Any = {"type": "function", "name": "now"}
+CALLED = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+ONCE = ("add", '{"a": 1, "b": 2}')
+
+
+def as_chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: tool[name] for name in tool.keys() - {"type"}}}
+
+
+async def test_calls_and_their_outputs_are_the_prompt_of_a_chat_with_them(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    second = {**CALLED, "call_id": "2", "name": "now", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Look."},
+        CALLED,
+        second,
+        {"type": "function_call_output", "call_id": "1", "output": "3"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "4"}]},
+        CALLED,
+        {"type": "function_call_output", "call_id": "1", "output": ""},
+        {"role": "user", "content": "And?"},
+    ]
+    await create(gateway, input=items, tools=[ADD, NOW], instructions="Be brief.")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    again = {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Look.", "tool_calls": [call, again]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "tool", "tool_call_id": "2", "content": "4"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+        {"role": "user", "content": "And?"},
+    ]
+    same = {"messages": chat, "tools": [as_chat_tool(ADD), as_chat_tool(NOW)]}
+    expected = (await gateway.http.post("/tokenize", json=same)).json()["tokens"]
+    assert worker.requests[0].token_ids == expected
+
+
+ANSWERS: dict[str, tuple[str, list[Any]]] = {
+    "a call": (CALL, [ONCE]),
+    "text before a call": (f"I add.{CALL}", ["I add.", ONCE]),
+    "two calls": (CALL + CALL_NOW, [ONCE, ("now", "{}")]),
+    "text after a call": (f"{CALL}done{CALL_NOW}", [ONCE, "done", ("now", "{}")]),
+    "the call of no tool": (CALL.replace("add", "sub"), [CALL.replace("add", "sub")]),
+}
+
+
+def seen(response: Any) -> list[Any]:
+    return [
+        item.content[0].text if item.type == "message" else (item.name, item.arguments)
+        for item in response.output
+    ]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_calls_are_items_whole_and_as_the_client_accumulates_them(launch: Launch, name: str) -> None:
+    answer, expected = ANSWERS[name]
+    gateway = await launch()
+    await gateway.worker(answer)
+    whole = await create(gateway, tools=[ADD, NOW])
+    assert seen(whole) == expected
+    assert whole.status == "completed"
+    assert {item.status for item in whole.output} == {"completed"}
+    assert len({item.id for item in whole.output}) == len(expected)
+    options: Any = {"model": MODEL, "input": "hello", "tools": [ADD, NOW]}
+    async with gateway.openai.responses.stream(**options) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert seen(final) == expected
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in added] == list(range(len(expected)))
+    assert [event.item.id for event in added] == [event.item.id for event in done]
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    ended = [event for event in events if event.type == "response.function_call_arguments.done"]
+    for event in ended:
+        parts = [delta.delta for delta in deltas if delta.item_id == event.item_id]
+        assert "".join(parts) == event.arguments
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert len(ended) == len(calls)
+    for response in (whole, final):
+        called = [item.call_id for item in response.output if item.type == "function_call"]
+        outputs = [{"type": "function_call_output", "call_id": one, "output": "3"} for one in called]
+        await create(gateway, input=[*response.output, *outputs], tools=[ADD, NOW])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_that_is_cut_is_incomplete(launch: Launch, stream: bool) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(f"I add.{CALL}")
+    text = gateway.tokenizer.decode
+    cut = next(n for n in range(len(worker.answer)) if '"a": 1, "b"' in text(worker.answer[:n]))
+    asked: Any = {"tools": [ADD], "max_output_tokens": cut}
+    if stream:
+        events = [event async for event in await create(gateway, **asked, stream=True)]
+        response = events[-1].response
+        assert events[-1].type == "response.incomplete"
+    else:
+        response = await create(gateway, **asked)
+    assert [item.status for item in response.output] == ["completed", "incomplete"]
+    assert response.output[1].arguments.startswith('{"a": 1, "b"')
+    assert not response.output[1].arguments.endswith("}")
+
+
+async def test_the_choice_of_a_tool_reaches_the_worker_and_is_repeated(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    named = {"type": "function", "name": "add"}
+    choices: list[dict[str, Any]] = [
+        {"tool_choice": named},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [named]}},
+        {"tools": [{**ADD, "strict": True}]},
+        {},
+    ]
+    for choice in choices:
+        response = await create(gateway, **{"tools": [ADD, NOW], **choice})
+        repeated = response.to_dict()
+        assert repeated["tool_choice"] == choice.get("tool_choice", "auto")
+        assert repeated["parallel_tool_calls"] is choice.get("parallel_tool_calls", True)
+        none = {"description": None, "parameters": None, "strict": None}
+        assert repeated["tools"] == [{**none, **tool} for tool in choice.get("tools", [ADD, NOW])]
+    chosen = {"type": "function", "function": {"name": "add"}}
+    chat: list[dict[str, Any]] = [
+        {"tool_choice": chosen},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [chosen]}}},
+        {"tools": [as_chat_tool({**ADD, "strict": True})]},
+        {},
+    ]
+    for choice in chat:
+        tools = {"tools": [as_chat_tool(ADD), as_chat_tool(NOW)], **choice}
+        hello: Any = [{"role": "user", "content": "hello"}]
+        await gateway.openai.chat.completions.create(model=MODEL, messages=hello, **tools)
+    grammars = [request.sampling.grammar for request in worker.requests]
+    assert grammars[:5] == grammars[5:]
+    assert len({str(grammar) for grammar in grammars[:5]}) == 5
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "stored": ({"store": True}, "store", "responses are not stored; set it to false or omit it"),
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation in input"),
     "a conversation": ({"conversation": "conv_1"}, "conversation", "send the whole conversation in input"),
     "in the background": ({"background": True}, "background", "omit it, and stream long answers"),
-    "tools": ({"tools": [{"type": "web_search"}]}, "tools", "tools is not supported: describe"),
-    "a forced tool": ({"tool_choice": "required"}, "tool_choice", "omit it"),
-    "a call": ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", "type 'function_call' is not supported"),
+    "a tool of OpenAI's": ({"tools": [ADD, {"type": "web_search"}]}, "tools[1]", "type 'web_search' is not supported; this server runs no tools"),
+    "two tools of one name": ({"tools": [ADD, ADD]}, "tools[1].name", "another tool has the name 'add'"),
+    "a schema with a large integer": ({"tools": [ADD, {**NOW, "strict": True, "parameters": {"enum": [2**53 + 1]}}]}, "tools[1].parameters", "beyond"),
+    "a forced tool of none": ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
+    "an unknown tool": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "no tool has the name 'f'"),
+    "other allowed tools": (
+        {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+        "tool_choice.tools[0].name",
+        "no tool has the name 'f'",
+    ),
+    "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "'function'"),
+    "half a call": ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
+    "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "{a}"}][1:]}, "input[0].arguments", "no valid JSON"),
+    "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),
+    "the output of no call": ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id", "no tool call before"),
+    "an image as output": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "https://x"}]}]},
+        "input[1].output[0]",
+        "outputs of functions are text",
+    ),
+    "too many calls": ({"input": [CALLED] * 129}, "input[128]", "more than 128 calls"),
     "a reference": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "type 'item_reference' is not supported"),
     "unknown": ({"n": 2}, "n", "unknown field n; remove it"),
     "a file": (item({"type": "input_file", "file_id": "1"}), "input[1].content[0]", "unknown part type 'input_file'"),

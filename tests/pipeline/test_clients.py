@@ -416,3 +416,75 @@ def test_langchain_and_litellm_speak_responses(demo: Deployment, expected: str) 
     assert litellm.responses(**asked).output[0].content[0].text == expected
     events = list(litellm.responses(stream=True, **asked))
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == expected
+
+
+def test_the_tool_loop_of_anthropics_client(
+    demo: Deployment, claude: anthropic.Anthropic, drawn: dict[str, Any]
+) -> None:
+    tool = {"name": "draw", "description": "Draws a shape.", "input_schema": COLOR}
+    asked = {**GREEDILY, "tools": [tool], "max_tokens": 160}
+    forced = {**asked, "tool_choice": {"type": "tool", "name": "draw"}}
+    messages: list[Any] = [*ASKED]
+    answer = claude.messages.create(messages=messages, **forced)
+    assert answer.stop_reason == "tool_use"
+    (used,) = answer.content
+    assert (used.type, used.name, used.input) == ("tool_use", "draw", drawn)
+    with claude.messages.stream(messages=messages, **forced) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        streamed = stream.get_final_message()
+    assert len(pieces) > 1
+    assert json.loads("".join(pieces)) == streamed.content[0].input == drawn
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "done"}
+    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    last = claude.messages.create(messages=messages, **asked)
+    call = {"id": used.id, "type": "function", "function": {"name": "draw", "arguments": json.dumps(drawn)}}
+    chat: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": used.id, "content": "done"},
+    ]
+    same = demo.client().chat.completions.create(
+        model=MODEL, messages=chat, tools=[TOOL], temperature=0, max_tokens=160
+    )
+    assert last.content[0].text == same.choices[0].message.content
+    counted = claude.messages.count_tokens(model=MODEL, messages=messages, tools=[tool])
+    assert counted.input_tokens == same.usage.prompt_tokens
+
+
+def test_the_tool_loop_of_openais_responses(demo: Deployment, drawn: dict[str, Any]) -> None:
+    client = demo.client()
+    tool: Any = {"type": "function", **TOOL["function"], "strict": True}
+    asked = {**GREEDY_RESPONSE, "tools": [tool], "max_output_tokens": 160}
+    forced = {**asked, "tool_choice": {"type": "function", "name": "draw"}}
+    items: list[Any] = [*ASKED]
+    answer = client.responses.create(input=items, **forced)
+    (call,) = answer.output
+    assert (answer.status, call.type) == ("completed", "function_call")
+    assert check_call(call.name, call.arguments) == drawn
+    with client.responses.stream(input=items, **forced) as stream:
+        kind = "response.function_call_arguments.delta"
+        pieces = [event.delta for event in stream if event.type == kind]
+        final = stream.get_final_response()
+    assert len(pieces) > 1
+    assert "".join(pieces) == final.output[0].arguments == call.arguments
+    items += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
+    last = client.responses.create(input=items, **{**asked, "tools": [{**tool, "strict": False}]})
+    chat: list[Any] = [
+        *ASKED,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": "draw", "arguments": call.arguments},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "done"},
+    ]
+    same = client.chat.completions.create(
+        model=MODEL, messages=chat, tools=[TOOL], temperature=0, max_tokens=160
+    )
+    assert last.output_text == same.choices[0].message.content
+    assert last.usage.input_tokens == same.usage.prompt_tokens

@@ -35,10 +35,19 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parsed:
-    """What pieces of an answer are: content, and parts of calls, one for each call."""
+    """What pieces of an answer are, in their order: content, and parts of calls, one for each call."""
 
-    content: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    pieces: list[str | CallPart] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """All the content."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """The parts of calls."""
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
 
 
 class CallParser:
@@ -80,8 +89,8 @@ class CallParser:
     def flush(self) -> Parsed:
         """The rest, at the end of the answer."""
         parsed = self._parse("", final=True)
-        if not self.num_calls:
-            parsed.content += "".join(self._blank)
+        if not self.num_calls and (blank := "".join(self._blank)):
+            parsed.pieces.append(blank)
         return parsed
 
     def _parse(self, piece: str, *, final: bool) -> Parsed:
@@ -125,7 +134,7 @@ class CallParser:
             return False
         self._blank.clear()
         call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_CHARACTERS))
-        self._parsed.calls.append(CallPart(self.num_calls, call_id, found["name"], ""))
+        self._parsed.pieces.append(CallPart(self.num_calls, call_id, found["name"], ""))
         self.num_calls += 1
         self._held = self._held[found.end() :]
         self._arguments = _Arguments(open=True)
@@ -136,10 +145,12 @@ class CallParser:
         del final
         end, is_json = self._arguments.scan(self._held)
         if end:
-            calls = self._parsed.calls
-            if not calls or calls[-1].index != self.num_calls - 1:
-                calls.append(CallPart(self.num_calls - 1, None, None, ""))
-            calls[-1].arguments += self._held[:end]
+            pieces = self._parsed.pieces
+            call = pieces[-1] if pieces else None
+            if not isinstance(call, CallPart) or call.index != self.num_calls - 1:
+                call = CallPart(self.num_calls - 1, None, None, "")
+                pieces.append(call)
+            call.arguments += self._held[:end]
             self._held = self._held[end:]
         if not is_json:
             self._go_on_with_text()
@@ -186,7 +197,7 @@ class CallParser:
 
     def _content(self, characters: int) -> None:
         if characters > 0:
-            self._parsed.content += "".join(self._blank) + self._held[:characters]
+            self._parsed.pieces.append("".join(self._blank) + self._held[:characters])
             self._blank.clear()
             self._said = True
             self._held = self._held[characters:]

@@ -99,15 +99,16 @@ class ChoiceStream:
                 break
         parsed = self._parse("".join(text))
         unseen = entries or (token_ids if self._token_ids else [])
-        if not parsed.content and not parsed.calls and not unseen and self.finish_reason is None:
+        if not parsed.pieces and not unseen and self.finish_reason is None:
             if self.sequence.error is not None and self.sequence.ended:
                 raise self.sequence.error
             return None
-        delta = Delta(content=parsed.content) if parsed.content or not parsed.calls else Delta()
+        calls = parsed.calls
+        delta = Delta(content=parsed.content) if parsed.content or not calls else Delta()
         if not self._begun:
             delta.role = "assistant"
-        if parsed.calls:
-            delta.tool_calls = list(map(_call_delta, parsed.calls))
+        if calls:
+            delta.tool_calls = list(map(_call_delta, calls))
         self._begun = True
         chunk = ChunkChoice(
             index=self.index,
@@ -115,6 +116,7 @@ class ChoiceStream:
             logprobs=ChoiceLogprobs(content=entries) if self._logprobs else None,
             finish_reason=self.finish_reason,
             stop=self._scanner.matched,
+            pieces=parsed.pieces,
         )
         if self._token_ids:
             chunk.token_ids = token_ids
@@ -123,11 +125,11 @@ class ChoiceStream:
     def _parse(self, text: str) -> Parsed:
         """The content and calls in the next text, and at the end of the answer what they make of its finish reason."""
         if self._parser is None:
-            return Parsed(text)
+            return Parsed([text] if text else [])
         parsed = self._parser.push(text)
         if self.finish_reason is not None:
             rest = self._parser.flush()
-            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+            parsed = Parsed(parsed.pieces + rest.pieces)
             if self.finish_reason == "stop" and self._parser.complete:
                 self.finish_reason = "tool_calls"
         return parsed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
+
+from mmd_workers.gateway.call_parser import CallPart
 
 
 class TopLogprob(BaseModel):
@@ -125,7 +128,8 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """A choice's part of a chunk. `stop`: the stop string that ended it, which chat completions do not show."""
+    """A choice's part of a chunk. What chat completions do not show: `stop`, the stop string that ended it, and `pieces`, its text and parts
+    of calls in their order."""
 
     index: int
     delta: Delta
@@ -133,6 +137,7 @@ class ChunkChoice(BaseModel):
     finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
     stop: Annotated[str | None, Field(exclude=True)] = None
+    pieces: Annotated[Sequence[str | CallPart], Field(exclude=True)] = ()
 
 
 class ChatCompletionChunk(BaseModel):

@@ -10,11 +10,7 @@ from mmd_workers.gateway.completions import Endpoint, Translations
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
-from mmd_workers.gateway.messages_request import (
-    CountTokensRequest,
-    parse_count_tokens_request,
-    parse_messages_request,
-)
+from mmd_workers.gateway.messages_request import parse_count_tokens_request, parse_messages_request
 from mmd_workers.gateway.messages_shape import MessagesErrors, MessagesShape
 from mmd_workers.gateway.translated import TranslatedRequest
 
@@ -35,7 +31,7 @@ class AnthropicMessages(Translations):
         return MessagesShape(fills_context=prepared.sampling.max_tokens < (request.max_tokens or 0))
 
 
-class CountTokens(Endpoint[CountTokensRequest]):
+class CountTokens(Endpoint[TranslatedRequest]):
     """POST /v1/messages/count_tokens."""
 
     prefix = "count_"
@@ -43,17 +39,17 @@ class CountTokens(Endpoint[CountTokensRequest]):
     errors = MessagesErrors()
     id_headers = (ID_HEADER,)
 
-    def _parse(self, body: object) -> CountTokensRequest:
+    def _parse(self, body: object) -> TranslatedRequest:
         return parse_count_tokens_request(body)
 
     async def _answer(
-        self, exchange: Exchange, request: CountTokensRequest, reservation: RequestReservation
+        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
     ) -> None:
         gateway = self._gateway
         with request.names.in_faults():
             gateway.check_model(request.model, exchange.tenant)
             work: Awaitable[list[int]] = gateway.intake.token_ids(
-                request.as_chat(), reservation, exchange.timeline, gateway.model_len()
+                request.messages, reservation, exchange.timeline, gateway.model_len(), request.tool_use
             )
             token_ids = await self._in_time(exchange, work)
         await exchange.reply(200, to_json({"input_tokens": len(token_ids)}))

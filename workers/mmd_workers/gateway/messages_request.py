@@ -3,31 +3,41 @@ and the model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
-from mmd_api.contract.errors import InvalidValueError
-from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import MaxTokens, ModelName, Stop, Temperature, TopK, TopP
 from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     OF_CONTENT,
-    Message,
+    CallName,
+    ToolCall,
     content_kind,
 )
 from mmd_workers.gateway.parts import MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.tools import MAX_TOOLS, Description, FunctionName, Parameters
 from mmd_workers.gateway.translated import (
-    TOOLS_NOT_SERVED,
     FieldNames,
+    FieldPlace,
     TranslatedRequest,
-    as_messages,
+    Translation,
+    call_of,
+    check_number_of_calls,
+    consumed,
+    entries_of,
+    fault,
     message_of,
-    refuse_tools,
+    named_tool,
+    refuse_types,
+    result_of,
+    tool_of,
 )
 
 MAX_STOP_SEQUENCES = 4
@@ -90,8 +100,50 @@ class ImageBlock(Strict):
         return MediaSource("image", f"{param}.source", self.image.as_url)
 
 
+def _arguments(value: dict[str, Any]) -> str:
+    """The arguments of a call as JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
+
+
+class ToolUseBlock(Strict):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: CallName
+    name: CallName
+    input: Annotated[dict[str, Any], AfterValidator(_arguments)]
+    cache_control: CacheMark = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
+
+
+class ToolResultBlock(Strict):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallName
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+            OF_CONTENT,
+        ]
+        | None
+    ) = None
+    is_error: Annotated[bool | None, Ignored("the model reads it in the content")] = None
+    cache_control: CacheMark = None
+    toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
+
+
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Discriminator(type_of)
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(type_of),
 ]
 _BLOCKS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
@@ -104,6 +156,34 @@ class AnthropicTurn(Strict):
         Annotated[str, Tag("text")] | Annotated[list[Block], _BLOCKS, Tag("parts")],
         OF_CONTENT,
     ]
+
+
+class ClientTool(Strict):
+    """What the model may call, and the client runs. `strict`: its calls match the schema."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Description | None = None
+    input_schema: Parameters
+    strict: bool | None = None
+    cache_control: CacheMark = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: Annotated[bool | None, Ignored("inputs are streamed as they are generated")] = None
+
+
+class ClientToolChoice(Strict):
+    """Which tools the answer may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ClientToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("tool_name", "type tool requires name, and no other type has it")
+        return self
 
 
 class OutputFormat(Strict):
@@ -147,20 +227,89 @@ class CountTokensRequest(Strict):
     ) = None
     output_config: OutputConfig | None = None
     cache_control: CacheMark = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ClientToolChoice | None = None
 
-    def as_chat(self) -> list[Message]:
-        """The same conversation as messages of a chat, which it moves to them."""
-        system = [] if self.system is None else [message_of("system", self.system)]
-        return system + as_messages(self.messages)
+    def as_chat(self) -> TranslatedRequest:
+        """The same prompt as a chat, which its messages are moved to.
 
-    @property
-    def names(self) -> FieldNames:
-        """How its fields are spelled."""
+        Raises:
+            ApiError: a block is where it cannot be, or fields contradict each other.
+        """
+        chat = Translation()
+        if self.system is not None:
+            chat.add(message_of("system", self.system), FieldPlace("system"))
+        for number, turn in enumerate(consumed(self.messages)):
+            where = f"messages.{number}.content"
+            if isinstance(turn.content, str):
+                chat.add(message_of(turn.role, turn.content), FieldPlace(where))
+            else:
+                _add_blocks(chat, turn.role, turn.content, where)
+        choice: Any = None
+        if (asked := self.tool_choice) is not None:
+            words = {"auto": "auto", "any": "required", "none": "none"}
+            choice = words[asked.type] if asked.name is None else named_tool(asked.name)
+            if asked.type == "any" and not self.tools:
+                raise fault("tool_choice", "any needs tools; send some")
+        form = self.output_config.format if self.output_config is not None else None
         fields = {
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "parameters": "input_schema",
             "response_format.json_schema.schema": "output_config.format.schema",
             "response_format": "output_config.format",
         }
-        return FieldNames("" if self.system is None else "system", "messages", fields, dotted=True)
+        request = TranslatedRequest.model_construct(
+            model=self.model,
+            messages=chat.messages,
+            tools=[
+                tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
+                for tool in self.tools or ()
+            ],
+            tool_choice=choice,
+            parallel_tool_calls=asked is None or not asked.disable_parallel_tool_use,
+            response_format=None if form is None else _response_format(form),
+            names=FieldNames(chat.places, fields, dotted=True),
+        )
+        with request.names.in_faults():
+            _ = request.tool_use
+        return request
+
+
+def _add_blocks(
+    chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
+) -> None:
+    """Add the messages that the blocks of one become: results each its own, then the others."""
+    content: list[Any] = []
+    parts: list[int] = []
+    calls: list[ToolCall] = []
+    fields: list[str] = []
+    for number, block in enumerate(blocks):
+        param = f"{where}.{number}"
+        if isinstance(block, ToolResultBlock):
+            if role != "user":
+                raise fault(param, "the result of a tool belongs to a message of the user; send it there")
+            if content:
+                raise fault(param, "results of tools come first in a message; put other blocks after them")
+            result = result_of(block.tool_use_id, block.content)
+            chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
+        elif isinstance(block, ToolUseBlock):
+            if role != "assistant":
+                raise fault(param, "the use of a tool belongs to a message of the assistant; send it there")
+            arguments: Any = block.input  # JSON since it was validated
+            calls.append(call_of(block.id, block.name, arguments))
+            fields.append(f"{param}.input")
+            check_number_of_calls(calls, param)
+        else:
+            content.append(block)
+            parts.append(number)
+    if not content and not calls:
+        return
+    message = message_of(role, content or None)
+    if calls:
+        assert message.role == "assistant"
+        message.tool_calls = calls
+    whole = len(parts) == len(blocks)
+    chat.add(message, FieldPlace(where, None if whole else parts, fields))
 
 
 class MessagesRequest(CountTokensRequest):
@@ -177,14 +326,13 @@ class MessagesRequest(CountTokensRequest):
 
 
 NOT_SERVED: NotServed = {
-    **TOOLS_NOT_SERVED,
     "thinking": (({"type": "disabled"},), "the model reasons as it was trained to; omit it"),
     "container": ((), "omit it"),
     "context_management": ((), "send the messages that the model is to read; omit it"),
     "mcp_servers": (([],), "omit it"),
 }
 
-TAGS = frozenset({"parts", "text", "image", "base64", "url"})
+TAGS = frozenset({"parts", "text", "image", "tool_use", "tool_result", "base64", "url"})
 _INDEX = ".{}"  # as Anthropic's API spells a place in a list
 
 
@@ -195,33 +343,28 @@ def parse_messages_request(value: object) -> TranslatedRequest:
         InvalidTypeError: the body is no object.
         ApiError: 400, naming the first field at fault and what would be right.
     """
-    refuse_tools(_blocks(value))
+    _refuse_other_types(value)
     request = validated(MessagesRequest, value, NOT_SERVED, TAGS, _INDEX)
     last = len(request.messages) - 1
     if request.messages[last].role == "assistant":
-        begun = InvalidValueError(
-            f"messages.{last}: the answer cannot go on in a message of the assistant; end with one of the user"
+        raise fault(
+            f"messages.{last}",
+            "the answer cannot go on in a message of the assistant; end with one of the user",
         )
-        raise ApiError(begun, param=f"messages.{last}")
-    form = request.output_config.format if request.output_config is not None else None
-    return TranslatedRequest.model_construct(
-        model=request.model,
-        messages=request.as_chat(),
-        max_tokens=request.max_tokens,
-        stop=request.stop_sequences,
-        stream=request.stream,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        response_format=None if form is None else _response_format(form),
-        names=request.names,
-    )
+    chat = request.as_chat()
+    chat.max_tokens = request.max_tokens
+    chat.stop = request.stop_sequences
+    chat.stream = request.stream
+    chat.temperature = request.temperature
+    chat.top_p = request.top_p
+    chat.top_k = request.top_k
+    return chat
 
 
-def parse_count_tokens_request(value: object) -> CountTokensRequest:
+def parse_count_tokens_request(value: object) -> TranslatedRequest:
     """Validate a decoded JSON body; for what it raises see `parse_messages_request`."""
-    refuse_tools(_blocks(value))
-    return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX)
+    _refuse_other_types(value)
+    return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX).as_chat()
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:
@@ -229,10 +372,20 @@ def _response_format(form: OutputFormat) -> ResponseFormat:
     return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
 
+def _refuse_other_types(value: object) -> None:
+    """Refuse tools that Anthropic's servers run, and results with other things than text."""
+    refuse_types(
+        entries_of(value, "tools", "tools.{}"),
+        ("custom",),
+        "this server runs no tools; send tools with name and input_schema, and run them in the client",
+    )
+    for param, block in _blocks(value):
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            remedy = "results of tools are text; send other content in blocks after the results"
+            refuse_types(entries_of(block, "content", param + ".content.{}"), ("text",), remedy)
+
+
 def _blocks(value: object) -> Iterator[tuple[str, object]]:
     """Every block of a body that may be anything, with its field."""
-    turns = value.get("messages") if isinstance(value, dict) else None
-    for m, turn in enumerate(turns if isinstance(turns, list) else ()):
-        content = turn.get("content") if isinstance(turn, dict) else None
-        for b, block in enumerate(content if isinstance(content, list) else ()):
-            yield f"messages.{m}.content.{b}", block
+    for param, turn in entries_of(value, "messages", "messages.{}"):
+        yield from entries_of(turn, "content", param + ".content.{}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
+from mmd_workers.gateway.call_parser import CallPart
 from mmd_workers.gateway.chat import ChoiceStream
 from mmd_workers.gateway.chat_response import ChunkChoice, Usage
-from mmd_workers.gateway.shapes import WholeText, named_event
+from mmd_workers.gateway.shapes import AnswerBlock, WholeAnswer, named_event
 
 PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
@@ -60,27 +61,49 @@ class MessagesShape:
 
     def __init__(self, *, fills_context: bool) -> None:
         self._cut = "model_context_window_exceeded" if fills_context else "max_tokens"
-        self._end = WholeText()
+        self._end = WholeAnswer()
+        self._begun = 0  # blocks of a stream
+        self._in_call = False
 
     def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
-        """The message without content, and its one block."""
+        """The message without content."""
         yield named_event(
             {"type": "message_start", "message": self._message(head, [], self._end, usage, None)}
         )
-        yield named_event({"type": "content_block_start", "index": 0, "content_block": _text_block("")})
 
     def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
-        """The event with this part of the answer; empty where it has no text."""
-        if part.finish_reason is not None:
-            self._end.finish_reason, self._end.stop = part.finish_reason, part.stop
-        if not part.delta.content:
-            return ""
-        delta = {"type": "text_delta", "text": part.delta.content}
-        return named_event({"type": "content_block_delta", "index": 0, "delta": delta})
+        """The events with this part of the answer; empty where it has neither text nor calls."""
+        self._end.end(part)
+        return "".join(event for piece in part.pieces for event in self._piece(piece))
+
+    def _piece(self, piece: str | CallPart) -> Iterator[str]:
+        if isinstance(piece, str):
+            if not self._begun or self._in_call:
+                yield from self._begin(_text_block(""))
+            delta = {"type": "text_delta", "text": piece}
+        else:
+            if piece.id is not None:
+                yield from self._begin(_tool_use(piece.id, piece.name, {}))
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        self._in_call = not isinstance(piece, str)
+        if isinstance(piece, str) or piece.arguments:
+            yield named_event({"type": "content_block_delta", "index": self._begun - 1, "delta": delta})
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[str]:
+        """The end of the block before this one, and its beginning."""
+        if self._begun:
+            yield self._block_stop()
+        yield named_event({"type": "content_block_start", "index": self._begun, "content_block": block})
+        self._begun += 1
+
+    def _block_stop(self) -> str:
+        return named_event({"type": "content_block_stop", "index": self._begun - 1})
 
     def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """The end of the block, why it ended, and the end of the message."""
-        yield named_event({"type": "content_block_stop", "index": 0})
+        """The end of the last block, why the message ended, and its end."""
+        if not self._begun:
+            yield from self._begin(_text_block(""))
+        yield self._block_stop()
         reason, stop = self._stop_reason(self._end)
         changed = {
             "type": "message_delta",
@@ -90,26 +113,26 @@ class MessagesShape:
         yield named_event(changed if timings is None else {**changed, "timings": timings})
         yield named_event({"type": "message_stop"})
 
-    def collector(self, _stream: ChoiceStream) -> WholeText:
+    def collector(self, _stream: ChoiceStream) -> WholeAnswer:
         """Collects the answer."""
-        return WholeText()
+        return WholeAnswer()
 
     def body(
         self,
         head: dict[str, Any],
-        wholes: Sequence[WholeText],
+        wholes: Sequence[WholeAnswer],
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> list[bytes]:
         """JSON of the message."""
         (whole,) = wholes
-        return [to_json(self._message(head, [_text_block(whole.text)], whole, usage, timings))]
+        return [to_json(self._message(head, list(map(_content, whole.shown)), whole, usage, timings))]
 
     def _message(
         self,
         head: dict[str, Any],
         content: list[dict[str, Any]],
-        whole: WholeText,
+        whole: WholeAnswer,
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> dict[str, Any]:
@@ -126,10 +149,12 @@ class MessagesShape:
         }
         return message if timings is None else {**message, "timings": timings}
 
-    def _stop_reason(self, whole: WholeText) -> tuple[str | None, str | None]:
+    def _stop_reason(self, whole: WholeAnswer) -> tuple[str | None, str | None]:
         """`stop_reason` and `stop_sequence`."""
         if whole.finish_reason == "length":
             return self._cut, None
+        if whole.finish_reason == "tool_calls":
+            return "tool_use", None
         if whole.stop is not None:
             return "stop_sequence", whole.stop
         return ("end_turn" if whole.finish_reason else None), None
@@ -137,6 +162,26 @@ class MessagesShape:
 
 def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def _tool_use(call_id: str, name: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _content(block: AnswerBlock) -> dict[str, Any]:
+    if block.call_id is None:
+        return _text_block(block.text)
+    return _tool_use(block.call_id, block.name, _input(block.text))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call. Of those that are cut off it has what is complete, as the client's own accumulation of a stream has; text
+    that is no JSON is the value of a key, under which it may also be sent back to Anthropic's models."""
+    try:
+        found = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -3,33 +3,54 @@ and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
+from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import MaxTokens, ModelName, Temperature, TopP
 from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     OF_CONTENT,
-    Message,
+    AnswerMessage,
+    CallName,
+    ResultContent,
+    ToolCall,
     content_kind,
 )
 from mmd_workers.gateway.parts import ANSWER_PART_TYPES, AnyPart, TextPart, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat, SchemaName
 from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.tools import (
+    CHOICE_TAGS,
+    MAX_TOOLS,
+    AllowedToolChoice,
+    AllowedTools,
+    Description,
+    FunctionName,
+    FunctionTool,
+    Parameters,
+    choice_kind,
+)
 from mmd_workers.gateway.translated import (
-    TOOLS_NOT_SERVED,
     FieldNames,
+    FieldPlace,
     TranslatedRequest,
-    as_messages,
+    Translation,
+    call_of,
+    check_number_of_calls,
+    consumed,
+    entries_of,
     message_of,
-    refuse_tools,
+    named_tool,
+    refuse_types,
+    result_of,
+    tool_of,
 )
 
 MAX_METADATA = 16
@@ -51,6 +72,10 @@ ItemPart = Annotated[AnyPart | Annotated[OutputTextPart, Tag("output_text")], Di
 _PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, _NO_EFFECT]
+ItemId = Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")]
+
+
 class InputMessage(Strict):
     """What one side said, or an answer that is sent back as it came."""
 
@@ -59,9 +84,81 @@ class InputMessage(Strict):
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[list[ItemPart], _PARTS, Tag("parts")], OF_CONTENT
     ]
-    id: Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")] = None
-    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, _NO_EFFECT] = None
+    id: ItemId = None
+    status: Status = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, _NO_EFFECT] = None
+
+
+_ABOUT = Ignored("about the call, and no part of it")
+
+
+class FunctionCall(Strict):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: CallName
+    name: CallName
+    arguments: str
+    id: ItemId = None
+    status: Status = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    parsed_arguments: Annotated[
+        Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
+    ] = None
+
+
+class FunctionCallOutput(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallName
+    output: ResultContent
+    id: ItemId = None
+    status: Status = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
+    name: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+
+
+def _item_kind(value: object) -> str | None:
+    """The item's type; a message may have none."""
+    return (type_of(value) or "message") if isinstance(value, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_item_kind),
+]
+ITEM_TYPES = ("message", "function_call", "function_call_output")
+
+
+class ClientFunction(Strict):
+    """What the model may call, and the client runs. `strict`: its calls match the schema."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Description | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamedFunctionChoice(Strict):
+    """One of the tools."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools, of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(Strict):
@@ -130,14 +227,14 @@ class ResponsesRequest(Strict):
     input: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[
-            list[InputMessage],
+            list[InputItem],
             Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
             Tag("parts"),
         ],
         Discriminator(
             content_kind,
             custom_error_type="input_type",
-            custom_error_message="input must be a string or a list of messages",
+            custom_error_message="input must be a string or a list of items",
         ),
     ]
     instructions: str | None = None
@@ -148,7 +245,21 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
-    parallel_tool_calls: Annotated[bool | None, Ignored("there are no tools to call")] = None
+    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("word")]
+            | Annotated[NamedFunctionChoice, Tag("named")]
+            | Annotated[AllowedFunctions, Tag("allowed")],
+            Discriminator(
+                choice_kind,
+                custom_error_type="tool_choice_type",
+                custom_error_message="tool_choice must be none, auto, required or an object",
+            ),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
     reasoning: Annotated[
@@ -158,29 +269,89 @@ class ResponsesRequest(Strict):
     service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
 
-    def as_chat(self) -> list[Message]:
-        """The same conversation as messages of a chat, which it moves to them."""
-        first = [] if self.instructions is None else [message_of("system", self.instructions)]
-        if isinstance(self.input, str):
-            return [*first, message_of("user", self.input)]
-        return first + as_messages(self.input)
+    def as_chat(self) -> TranslatedRequest:
+        """The same request as a chat, which its items are moved to.
 
-    @property
-    def names(self) -> FieldNames:
-        """How its fields are spelled."""
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        chat = Translation()
+        if self.instructions is not None:
+            chat.add(message_of("system", self.instructions), FieldPlace("instructions"))
+        if isinstance(self.input, str):
+            chat.add(message_of("user", self.input), FieldPlace("input"))
+        else:
+            _add_items(chat, self.input)
         fields = {
             "max_tokens": "max_output_tokens",
             "messages": "input",
             "response_format": "text.format",
             "response_format.json_schema.schema": "text.format.schema",
         }
-        return FieldNames("" if self.instructions is None else "instructions", "input", fields)
+        form = self.text.format if self.text is not None else None
+        request = TranslatedRequest.model_construct(
+            model=self.model,
+            messages=chat.messages,
+            max_tokens=self.max_output_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=[
+                tool_of(tool.name, tool.description, tool.parameters, tool.strict)
+                for tool in self.tools or ()
+            ],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=None if form is None else form.as_response_format(),
+            names=FieldNames(chat.places, fields),
+        )
+        with request.names.in_faults():
+            _ = request.tool_use
+        return request
+
+
+def _add_items(chat: Translation, items: list[Any]) -> None:
+    """Add the messages that items become: calls belong to the message of the assistant before them, or to one without content."""
+    answer: AnswerMessage | None = None  # which the next call belongs to
+    calls: list[ToolCall] = []
+    fields: list[str] = []
+    for number, item in enumerate(consumed(items)):
+        param = f"input[{number}]"
+        if isinstance(item, FunctionCall):
+            if answer is None:
+                answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
+                chat.add(answer, FieldPlace(param, calls=fields))
+            calls.append(call_of(item.call_id, item.name, item.arguments))
+            fields.append(f"{param}.arguments")
+            check_number_of_calls(calls, param)
+            answer.tool_calls = calls
+        elif isinstance(item, FunctionCallOutput):
+            answer = None
+            chat.add(
+                result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
+            )
+        else:
+            answer, calls, fields = None, [], []
+            message = message_of(item.role, item.content)
+            chat.add(message, FieldPlace(f"{param}.content", calls=fields))
+            if isinstance(message, AnswerMessage):
+                answer = message
+
+
+def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
+    """As a chat has it."""
+    if isinstance(choice, NamedFunctionChoice):
+        return named_tool(choice.name)
+    if isinstance(choice, AllowedFunctions):
+        tools = [named_tool(tool.name) for tool in choice.tools]
+        allowed = AllowedTools.model_construct(mode=choice.mode, tools=tools)
+        return AllowedToolChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
+    return choice
 
 
 _NOT_STORED = "responses are not stored"
 
 NOT_SERVED: NotServed = {
-    **TOOLS_NOT_SERVED,
     "background": ((False,), "an answer belongs to its connection; omit it, and stream long answers"),
     "context_management": ((), "send what the model is to read; omit it"),
     "conversation": ((), f"{_NOT_STORED}; send the whole conversation in input"),
@@ -193,7 +364,7 @@ NOT_SERVED: NotServed = {
     "truncation": (("disabled",), "a conversation that is too long is rejected; shorten it and omit this"),
 }  # fmt: skip
 
-TAGS = frozenset({"text", "parts", "output_text", *ANSWER_PART_TYPES})
+TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *ANSWER_PART_TYPES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +377,16 @@ class Repeated:
     top_p: float
     form: TextFormat | None
     metadata: dict[str, str]
+    tools: Sequence[FunctionTool] = ()
+    tool_choice: str | NamedFunctionChoice | AllowedFunctions = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def num_characters(self) -> int:
         """Of all its texts, but for some kilobytes at most."""
         schema = self.form.source if self.form is not None else None
-        return len(self.instructions or "") + len(schema or "")
+        tools = sum(len(tool.description or "") + len(tool.parameters or "") for tool in self.tools)
+        return len(self.instructions or "") + len(schema or "") + tools
 
 
 def parse_responses_request(value: object) -> TranslatedRequest:
@@ -221,40 +396,34 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         InvalidTypeError: the body is no object.
         ApiError: 400, naming the first field at fault and what would be right.
     """
-    refuse_tools(_items(value))
-    for param, item in _items(value):
-        kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind != "message":
-            other = UnsupportedParameterError(
-                f"{param}: type {kind[:MAX_NAME_CHARACTERS]!r} is not supported; send messages alone"
-            )
-            raise ApiError(other, param=param)
+    refuse_types(
+        entries_of(value, "tools", "tools[{}]"),
+        ("function",),
+        "this server runs no tools; send tools of type function, and run them in the client",
+    )
+    refuse_types(
+        entries_of(value, "input", "input[{}]"),
+        ITEM_TYPES,
+        "send messages, function_call and function_call_output alone",
+    )
+    for param, item in entries_of(value, "input", "input[{}]"):
+        if isinstance(item, dict) and item.get("type") == "function_call_output":
+            remedy = "outputs of functions are text; send other content in a message after the output"
+            types = ("text", "input_text")
+            refuse_types(entries_of(item, "output", param + ".output[{}]"), types, remedy)
     request = validated(ResponsesRequest, value, NOT_SERVED, TAGS)
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")
-    form = request.text.format if request.text is not None else None
-    return TranslatedRequest.model_construct(
-        model=request.model,
-        messages=request.as_chat(),
-        max_tokens=request.max_output_tokens,
-        stream=request.stream,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        response_format=None if form is None else form.as_response_format(),
-        names=request.names,
-        given=Repeated(
-            request.instructions,
-            request.max_output_tokens,
-            1.0 if request.temperature is None else request.temperature,
-            1.0 if request.top_p is None else request.top_p,
-            form,
-            request.metadata or {},
-        ),
+    chat = request.as_chat()
+    chat.given = Repeated(
+        request.instructions,
+        request.max_output_tokens,
+        1.0 if request.temperature is None else request.temperature,
+        1.0 if request.top_p is None else request.top_p,
+        request.text.format if request.text is not None else None,
+        request.metadata or {},
+        [tool.function for tool in chat.tools or ()],
+        "auto" if request.tool_choice is None else request.tool_choice,
+        request.parallel_tool_calls is not False,
     )
-
-
-def _items(value: object) -> Iterator[tuple[str, object]]:
-    """Every item of a body that may be anything, with its field."""
-    items = value.get("input") if isinstance(value, dict) else None
-    for number, item in enumerate(items if isinstance(items, list) else ()):
-        yield f"input[{number}]", item
+    return chat

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
+from mmd_workers.gateway.call_parser import CallPart
 from mmd_workers.gateway.chat import ChoiceStream
 from mmd_workers.gateway.chat_response import ChunkChoice, Usage
-from mmd_workers.gateway.responses_request import Repeated, TextFormat
-from mmd_workers.gateway.shapes import WholeText, named_event
+from mmd_workers.gateway.responses_request import AllowedFunctions, NamedFunctionChoice, Repeated, TextFormat
+from mmd_workers.gateway.shapes import WholeAnswer, named_event
+from mmd_workers.gateway.tools import FunctionTool
 
 
 class ResponsesShape:
@@ -24,39 +26,67 @@ class ResponsesShape:
 
     def __init__(self, response_id: str, given: Repeated) -> None:
         self._given = given
-        self._item_id = f"msg_{response_id.rpartition('_')[2]}"
-        self._streamed = WholeText()
+        self._own_id = response_id.rpartition("_")[2]
+        self._streamed = WholeAnswer()
         self._head: dict[str, Any] = {}
         self._next_number = 0
 
     def opening(self, head: dict[str, Any], _usage: Usage) -> Iterable[str]:
-        """The response without output, its one message, and the message's one part."""
+        """The response without output."""
         self._head = head
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield self._event("response.content_part.added", **self._place(), part=_part(""))
 
     def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
-        """The event with this part of the answer; empty where it has no text."""
-        self._streamed.add(part)
-        if not part.delta.content:
-            return ""
-        place = self._place()
-        return self._event("response.output_text.delta", **place, delta=part.delta.content, logprobs=[])
+        """The events with this part of the answer; empty where it has neither text nor calls."""
+        self._streamed.end(part)
+        return "".join(event for piece in part.pieces for event in self._piece(piece))
+
+    def _piece(self, piece: str | CallPart) -> Iterator[str]:
+        is_open = bool(self._streamed.blocks)
+        if self._streamed.take(piece):
+            number = len(self._streamed.blocks) - 1
+            if is_open:
+                yield from self._end_of_item(number - 1, "completed")
+            yield from self._begin_of_item(number)
+        number = len(self._streamed.blocks) - 1
+        if isinstance(piece, str):
+            delta = {"delta": piece, "logprobs": []}
+            yield self._event("response.output_text.delta", **self._part_place(number), **delta)
+        elif piece.arguments:
+            place = self._place(number)
+            yield self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
+
+    def _begin_of_item(self, number: int) -> Iterator[str]:
+        item = self._item(number, "in_progress", empty=True)
+        yield self._event("response.output_item.added", output_index=number, item=item)
+        if item["type"] == "message":
+            yield self._event("response.content_part.added", **self._part_place(number), part=_part(""))
+
+    def _end_of_item(self, number: int, status: str) -> Iterator[str]:
+        text = self._streamed.shown[number].text
+        item = self._item(number, status)
+        if item["type"] == "message":
+            place = self._part_place(number)
+            yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **place, part=_part(text))
+        else:
+            done = {**self._place(number), "name": item["name"], "arguments": text}
+            yield self._event("response.function_call_arguments.done", **done)
+        yield self._event("response.output_item.done", output_index=number, item=item)
 
     def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """The ends of the part, the message and the response, each with the text."""
-        text, status = self._streamed.text, _status(self._streamed)
-        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place(), part=_part(text))
-        item = self._item(status, [_part(text)])
-        yield self._event("response.output_item.done", output_index=0, item=item)
-        response = self._response(status, [item], usage=usage, timings=timings)
+        """The ends of the last item and of the response, each with its text."""
+        last, status = len(self._streamed.shown) - 1, _status(self._streamed)
+        if not self._streamed.blocks:
+            yield from self._begin_of_item(last)
+        yield from self._end_of_item(last, status)
+        output = self._output(self._streamed, status)
+        response = self._response(status, output, usage=usage, timings=timings)
         yield self._event(f"response.{status}", response=response)
 
     def failure(self, error: ApiError) -> str:
-        """The event that ends a stream that has begun: the failed response, with the text so far."""
+        """The event that ends a stream that has begun: the failed response, with its output so far."""
         fault: dict[str, Any] = {
             "code": "server_error" if error.status >= 500 else "invalid_prompt",
             "message": error.message,
@@ -65,17 +95,17 @@ class ResponsesShape:
         }
         if error.retry_after is not None:
             fault["retry_after_seconds"] = error.retry_after
-        item = self._item("incomplete", [_part(self._streamed.text)])
-        return self._event("response.failed", response=self._response("failed", [item], error=fault))
+        output = self._output(self._streamed, "incomplete")
+        return self._event("response.failed", response=self._response("failed", output, error=fault))
 
-    def collector(self, _stream: ChoiceStream) -> WholeText:
+    def collector(self, _stream: ChoiceStream) -> WholeAnswer:
         """Collects the answer."""
-        return WholeText()
+        return WholeAnswer()
 
     def body(
         self,
         head: dict[str, Any],
-        wholes: Sequence[WholeText],
+        wholes: Sequence[WholeAnswer],
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> list[bytes]:
@@ -83,23 +113,47 @@ class ResponsesShape:
         (whole,) = wholes
         self._head = head
         status = _status(whole)
-        item = self._item(status, [_part(whole.text)])
-        return [to_json(self._response(status, [item], usage=usage, timings=timings))]
+        output = self._output(whole, status)
+        return [to_json(self._response(status, output, usage=usage, timings=timings))]
 
     def _event(self, kind: str, **fields: Any) -> str:
         number, self._next_number = self._next_number, self._next_number + 1
         return named_event({"type": kind, "sequence_number": number, **fields})
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _place(self, number: int) -> dict[str, Any]:
+        return {"item_id": self._item_id(number), "output_index": number}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _part_place(self, number: int) -> dict[str, Any]:
+        return {**self._place(number), "content_index": 0}
+
+    def _item_id(self, number: int) -> str:
+        kind = "msg" if self._streamed.shown[number].call_id is None else "fc"
+        return f"{kind}_{self._own_id}{f'_{number}' if number else ''}"
+
+    def _output(self, whole: WholeAnswer, status: str) -> list[dict[str, Any]]:
+        """All items; only the last one may be incomplete."""
+        self._streamed = whole
+        last = len(whole.shown) - 1
+        return [self._item(n, status if n == last else "completed") for n in range(last + 1)]
+
+    def _item(self, number: int, status: str, *, empty: bool = False) -> dict[str, Any]:
+        block = self._streamed.shown[number]
+        text = "" if empty else block.text
+        if block.call_id is not None:
+            return {
+                "type": "function_call",
+                "id": self._item_id(number),
+                "call_id": block.call_id,
+                "name": block.name,
+                "arguments": text,
+                "status": status,
+            }
         return {
             "type": "message",
-            "id": self._item_id,
+            "id": self._item_id(number),
             "role": "assistant",
             "status": status,
-            "content": content,
+            "content": [] if empty else [_part(text)],
         }
 
     def _response(
@@ -130,12 +184,12 @@ class ResponsesShape:
             "text": {"format": _form(given.form)},
             "metadata": given.metadata,
             "background": False,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": given.parallel_tool_calls,
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": _given_choice(given.tool_choice),
+            "tools": list(map(_given_tool, given.tools)),
             "top_logprobs": 0,
             "truncation": "disabled",
         }
@@ -153,8 +207,23 @@ class ResponsesErrors(ErrorShape):
         return (self._shape.failure(error),)
 
 
-def _status(whole: WholeText) -> str:
+def _status(whole: WholeAnswer) -> str:
     return "incomplete" if whole.finish_reason == "length" else "completed"
+
+
+def _given_tool(tool: FunctionTool) -> dict[str, Any]:
+    parameters: Any = tool.parameters  # JSON since it was validated
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": None if parameters is None else json.loads(parameters),
+        "strict": tool.strict,
+    }
+
+
+def _given_choice(choice: str | NamedFunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
+    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
+from mmd_workers.gateway.call_parser import CallPart
 from mmd_workers.gateway.chat import ChoiceStream, CompleteChoice, with_logprobs
 from mmd_workers.gateway.chat_response import (
     ApiFinishReason,
@@ -242,24 +243,57 @@ class _TextCollector:
         return [*pieces, b"}}"]
 
 
-class WholeText:
-    """An answer as it is collected, where its text is all that is shown of it."""
+class AnswerBlock:
+    """Text of an answer, or one of its calls. `call_id`, `name`: None for text."""
+
+    def __init__(self, call_id: str | None = None, name: str | None = None) -> None:
+        self.call_id, self.name = call_id, name
+        self._text = io.StringIO()
+
+    def write(self, text: str) -> None:
+        """Add to it."""
+        self._text.write(text)
+
+    @property
+    def text(self) -> str:
+        """The text, or the arguments of the call."""
+        return self._text.getvalue()
+
+
+class WholeAnswer:
+    """An answer as it is collected, where blocks of text and calls are all that is shown of it."""
 
     def __init__(self) -> None:
-        self._text = io.StringIO()
+        self.blocks: list[AnswerBlock] = []
         self.finish_reason: ApiFinishReason | None = None
         self.stop: str | None = None
 
     def add(self, part: ChunkChoice) -> None:
         """Take the next part of the answer."""
-        self._text.write(part.delta.content or "")
+        for piece in part.pieces:
+            self.take(piece)
+        self.end(part)
+
+    def take(self, piece: str | CallPart) -> bool:
+        """Take a piece. Returns whether it begins a block, the last one."""
+        last = self.blocks[-1] if self.blocks else None
+        if isinstance(piece, str):
+            if begins := last is None or last.call_id is not None:
+                self.blocks.append(AnswerBlock())
+        elif begins := piece.id is not None:
+            self.blocks.append(AnswerBlock(piece.id, piece.name))
+        self.blocks[-1].write(piece if isinstance(piece, str) else piece.arguments)
+        return begins
+
+    def end(self, part: ChunkChoice) -> None:
+        """Take how the answer ended, if it did."""
         if part.finish_reason is not None:
             self.finish_reason, self.stop = part.finish_reason, part.stop
 
     @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._text.getvalue()
+    def shown(self) -> list[AnswerBlock]:
+        """Its blocks; an answer of nothing has an empty one."""
+        return self.blocks or [AnswerBlock()]
 
 
 def named_event(value: dict[str, Any]) -> str:

@@ -39,12 +39,16 @@ def _parameters(schema: dict[str, Any]) -> str:
     return as_json({**schema, "type": "object"} if schema else NO_PARAMETERS)
 
 
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)]
+
+
 class FunctionTool(Strict):
     """A function. `strict`: its calls match the schema of its parameters."""
 
     name: FunctionName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    description: Description | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -85,7 +89,8 @@ class AllowedToolChoice(Strict):
     allowed_tools: AllowedTools
 
 
-def _choice_kind(value: object) -> str | None:
+def choice_kind(value: object) -> str | None:
+    """Which branch of a choice a value is."""
     if isinstance(value, str):
         return "word"
     if not isinstance(value, dict):
@@ -99,7 +104,7 @@ ToolChoice = Annotated[
     | Annotated[NamedTool, Tag("named")]
     | Annotated[AllowedToolChoice, Tag("allowed")],
     Discriminator(
-        _choice_kind,
+        choice_kind,
         custom_error_type="tool_choice_type",
         custom_error_message="tool_choice must be none, auto, required or an object",
     ),
