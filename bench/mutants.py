@@ -93,11 +93,7 @@ ROLLOUT = (
 tests/reconcile/test_explain.py"
 )
 TARGETS = (
-    Target(
-        "workers/mmd_workers/engine/scheduler.py",
-        f"{CASES} tests/engine/test_scheduler.py tests/engine/test_step_bounds.py",
-    ),
-    Target("workers/mmd_workers/engine/pace.py", f"{CASES} tests/engine/test_step_bounds.py"),
+    Target("workers/mmd_workers/engine/scheduler.py", f"{CASES} tests/engine/test_scheduler.py"),
     Target(
         "workers/mmd_workers/engine/blocks.py",
         f"{CASES} tests/engine/test_blocks.py tests/engine/test_scheduler.py",

@@ -44,26 +44,21 @@ class Answered:
     error: str = ""
 
 
-def ask(
-    kind: Kind, at: float, seed: int, words: int, tokens: int, *, media: int = 1, model: str = "builtin/demo"
-) -> Ask:
-    """Fresh files (no cache knows them), and a text with its own beginning."""
+def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
+    """A fresh file (no cache knows it), and a text with its own beginning."""
     rng = np.random.default_rng([seed, 7])
     text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
     parts: list[dict[str, Any]] = []
     if kind not in ("text", "companion"):
-        for number in range(media):
-            sample = samples.draw(kind, media * seed + number)
-            parts.append(media_part(kind, sample.bytes, sample.mime))
-    return asked(kind, at, [*parts, {"type": "text", "text": text}], tokens, model)
+        sample = samples.draw(kind, seed)
+        parts.append(media_part(kind, sample.bytes, sample.mime))
+    return asked(kind, at, [*parts, {"type": "text", "text": text}], tokens)
 
 
-def asked(
-    kind: Kind, at: float, content: list[dict[str, Any]], tokens: int, model: str = "builtin/demo"
-) -> Ask:
+def asked(kind: Kind, at: float, content: list[dict[str, Any]], tokens: int) -> Ask:
     """One message, answered by exactly so many tokens."""
     body = {
-        "model": model,
+        "model": "builtin/demo",
         "messages": [{"role": "user", "content": content}],
         "max_tokens": tokens,
         "temperature": 0,

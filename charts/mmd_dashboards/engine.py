@@ -69,15 +69,7 @@ ENGINE = Board(
                     (level_by("mmd_sequences", "state"),),
                     "stack",
                 ),
-                Panel(
-                    "Duration of a step",
-                    "Of all engines, and the longest that steps with prompts are planned to take.",
-                    "s",
-                    (
-                        *quantiles("mmd_step_seconds"),
-                        Query("max(" + of("mmd_max_step_seconds") + ") > 0", "planned"),
-                    ),
-                ),
+                Panel("Duration of a step", "Of all engines.", "s", quantiles("mmd_step_seconds")),
                 Panel(
                     "Sequences in a step",
                     "Average batch size, by pod.",

@@ -111,8 +111,6 @@ EFFECTS: Mapping[str, Effect] = {
     "engine.decode": _start("gateway", "decode"),
     "engine.decode.speculative": _start("gateway", "decode"),  # gateways refuse what does not work with it
     "engine.decode.speculative.*": _start("gateway", "decode"),
-    "engine.stepMilliseconds": _start("prefill", "decode"),
-    "engine.textPercent": _start("prefill", "decode"),
     "engine.adapters": _REVISION,
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),

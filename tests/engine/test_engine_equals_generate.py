@@ -1,13 +1,11 @@
 """Greedy output of the engine equals that of `generate`, token for token, however the work is cut, batched, cached or moved."""
 
 import functools
-import itertools
 
 import pytest
 
 from mmd_api.contract.errors import CapacityError, OverloadedError, PreemptedError
 from mmd_workers.engine.blocks import extend_identities
-from mmd_workers.engine.pace import MIN_PROMPT_TOKENS
 from tests.support.engine_oracle import (
     TEXT_MODELS,
     Outcome,
@@ -61,36 +59,6 @@ def test_staggered_batch_in_chunks(name, chunk_tokens):
     assert any(step.prefill_tokens and step.decode_sequences for step in outcome.steps)
     assert max(step.prefill_tokens for step in outcome.steps) <= chunk_tokens
     assert engine.stats().blocks_free == engine.stats().blocks_total
-
-
-@pytest.mark.parametrize("name", TEXT_MODELS)
-def test_chunks_of_another_odd_size_in_every_step_change_nothing(name):
-    model, prompts, answers = model_and_answers(name)
-    engine, outcome = make_engine(model, prefix_cache=False), Outcome()
-    for number, prompt in enumerate(prompts):
-        engine.add(text_input(model, str(number), prompt, NEW_TOKENS))
-    for chunk_tokens in itertools.cycle((1, 23, 5, 37, 3, 11, 2, 59)):
-        if not engine.has_work():
-            break
-        engine.scheduler.chunk_tokens = chunk_tokens
-        outcome.take(engine.step())
-    assert outputs(outcome) == answers
-    assert len({step.prefill_tokens for step in outcome.steps}) > 6
-
-
-@pytest.mark.parametrize("step_seconds", [1e-6, 0.01])
-@pytest.mark.parametrize("name", TEXT_MODELS)
-def test_steps_of_bounded_time_change_nothing(name, step_seconds):
-    model, prompts, answers = model_and_answers(name)
-    engine, outcome = make_engine(model, prefix_cache=False, step_seconds=step_seconds), Outcome()
-    for number, prompt in enumerate(prompts):
-        engine.add(text_input(model, str(number), prompt, NEW_TOKENS))
-        outcome.take(engine.step())
-    assert outputs(run(engine, outcome)) == answers
-    prefilled = [step.prefill_tokens for step in outcome.steps]
-    assert step_seconds > 1e-6 or max(prefilled[1:]) <= MIN_PROMPT_TOKENS
-    assert engine.stats().max_step_seconds == step_seconds
-    assert engine.stats().step_tokens >= 1
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

@@ -1,7 +1,6 @@
 """The same oracle for prompts with media: real encoder and language roles of random checkpoints, features that come late, every cut."""
 
 import functools
-import itertools
 import tempfile
 from pathlib import Path
 
@@ -112,21 +111,6 @@ def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_to
     assert run(engine, outcome).tokens == answers(arch)
     assert engine.stats().blocks_free == engine.stats().blocks_total
     assert engine.stats().blocked_tokens == engine.stats().waiting_tokens == 0
-
-
-@pytest.mark.parametrize("text_percent", [10, 75])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_chunks_of_another_odd_size_in_every_step_and_shares_of_text_change_nothing(arch, text_percent):
-    engine, outcome = engine_of(arch, prefix_cache=False, text_percent=text_percent), Outcome()
-    sizes = itertools.cycle((41, 1, 23, 67, 5, 37, 3, 129))
-    for number, (_, _, features, _) in enumerate(answered(arch)):
-        engine.add(sequence_input(arch, number))
-        for medium, feature in enumerate(features):
-            engine.fill(str(number), medium, feature)
-    while engine.has_work():
-        engine.scheduler.chunk_tokens = next(sizes)
-        outcome.take(engine.step())
-    assert outcome.tokens == answers(arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

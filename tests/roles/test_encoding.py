@@ -99,12 +99,12 @@ class Tower:
 class Encoding:
     """A pipeline with real decode processes."""
 
-    def __init__(self, tower: Any, run_seconds: float | None = None, **spec: Any) -> None:
+    def __init__(self, tower: Any, **spec: Any) -> None:
         self.decoders = DecodePool(2, 20, 1 << 28)
         self.metrics = Metrics()
         self.spec = EncoderSpec(**spec)
         self.pipeline = EncodePipeline(
-            tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics, run_seconds
+            tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics
         )
 
     async def __aenter__(self) -> Encoding:
@@ -223,26 +223,6 @@ async def test_batches_are_bounded_by_their_work() -> None:
         await encoding.encode(9, work=100)
     assert max(map(len, tower.batches)) == 2
     assert [9] in tower.batches, "a medium larger than a batch runs alone"
-
-
-@pytest.mark.parametrize(
-    ("run_seconds", "first"),
-    [
-        pytest.param(None, 6, id="a pod of its own"),
-        pytest.param(1.0, 2, id="beside an engine"),
-        pytest.param(0.01, 1, id="a medium alone is longer"),
-    ],
-)
-async def test_a_tower_beside_an_engine_runs_as_much_at_a_time_as_takes_no_longer_than_a_step(
-    run_seconds: float | None, first: int
-) -> None:
-    tower = Tower()
-    batching = EncoderBatching(max_items=6, max_wait_milliseconds=1000)
-    async with Encoding(tower, run_seconds, batching=batching) as encoding:
-        stage = next(stage for stage in encoding.pipeline.stages.all if stage.name == "tower")
-        stage.record("image", 32, 0.0, 1.0)
-        await encoding.encode(*range(6), work=16)
-    assert len(tower.batches[0]) == first
 
 
 async def test_decoded_media_are_bounded_in_bytes_and_what_never_fits_is_refused() -> None:

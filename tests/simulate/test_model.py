@@ -79,21 +79,6 @@ def test_a_request_alone_takes_the_sum_of_its_phases():
     assert least <= result.ttft_seconds[0] <= least + 0.1
 
 
-@pytest.mark.parametrize(("milliseconds", "step_seconds"), [(100, 0.1), (5_000, 1.0)])
-def test_decoding_beside_a_long_prompt_goes_on_in_steps_of_the_bound_or_of_a_chunk_if_that_is_shorter(
-    milliseconds: int, step_seconds: float
-):
-    calibration = Calibration.load(None)
-    prefill = calibration.prefill.model_copy(update={"tokens_per_second": 512.0})
-    none = np.zeros(2, np.int64)
-    media = {"image": none, "video": none, "audio": none}
-    trace = Trace("texts", np.array([0.0, 0.06]), media, np.array([16, 25_600]), np.array([40, 1]))
-    result = static(
-        spec(engine={"stepMilliseconds": milliseconds}), trace, numbers(prefill=prefill), decode=1
-    )
-    assert result.itl_seconds[0] == pytest.approx(step_seconds, rel=0.3)
-
-
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_request_is_answered_or_lost_and_bounds_and_budget_hold(name: str):
     deployment = spec(encoder=SIZED, prefill=SIZED, decode=SIZED, gpuBudget=9, slo={"ttftMilliseconds": 2000})

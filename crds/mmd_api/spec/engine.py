@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic.alias_generators import to_camel
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
@@ -28,8 +27,6 @@ SpeculativeMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa",
 QuantizationMethod = Annotated[str, Field(max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Argument = Annotated[str, Field(max_length=1024, pattern=PATTERN)]
 
-STEP_MILLISECONDS = 100
-TEXT_PERCENT = 75
 NEED_A_MODEL: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle", "eagle3", "medusa")
 
 
@@ -43,10 +40,6 @@ def _free(names: tuple[str, ...], p: VllmPoolSpec) -> bool:
 
 def _none_is(names: tuple[str, ...]) -> str:
     return f"!self.extraArgs.exists(a, a.matches('{expression(names)}'))"
-
-
-def _unset_with_vllm(name: str, e: EngineSpec) -> bool:
-    return e.type == "Native" or getattr(e, name) is None
 
 
 def _settings_of_vllm(e: EngineSpec) -> bool:
@@ -105,16 +98,6 @@ ENGINE = (
         problem="engine.prefill and engine.decode are settings of vLLM, which serves tensor parallelism, quantization and speculative "
         "decoding, and type is Native, which does not",
         remedy="set type: VLLM, or remove them",
-    ),
-    *(
-        Rule(
-            field=to_camel(name),
-            cel=f"self.type == 'Native' || !has(self.{to_camel(name)})",
-            holds=partial(_unset_with_vllm, name),
-            problem=f"engine.{to_camel(name)} divides the steps of Native, and type is VLLM, which schedules its own steps",
-            remedy="remove it; maxNumBatchedTokens of engine.prefill and engine.decode limits the steps of vLLM",
-        )
-        for name in ("step_milliseconds", "text_percent")
     ),
     Rule(
         field="adapters",
@@ -178,12 +161,6 @@ class EngineSpec(ApiModel, rules=ENGINE):
 
     type: EngineType = "Native"
     """Native is part of the worker image and needs no GPU. VLLM needs an image that contains vLLM (build argument ENGINE=vllm)."""
-    step_milliseconds: Annotated[int, Field(ge=5, le=60_000)] | None = None
-    """How long an engine step with prompts may take. It has as many prompt tokens as fit by measured throughput, from 32 to
-    prefill.chunkTokens. Defaults to 100. Only with type Native."""
-    text_percent: Annotated[int, Field(ge=10, le=90)] | None = None
-    """Percentage of the prompt tokens of a step that prompts without media have before those with media. What either side does not use,
-    the other gets. Defaults to 75. Only with type Native."""
     prefill: VllmPoolSpec | None = None
     """How vLLM runs in prefill pods. Only with type VLLM."""
     decode: VllmPoolSpec | None = None
@@ -196,16 +173,6 @@ class EngineSpec(ApiModel, rules=ENGINE):
         ),
     ] = []
     """LoRA adapters of the model, each of which clients request as a model of its own. Only with type VLLM."""
-
-    @property
-    def step_seconds(self) -> float:
-        """How long a step of Native may take."""
-        return (STEP_MILLISECONDS if self.step_milliseconds is None else self.step_milliseconds) / 1000
-
-    @property
-    def text_share(self) -> int:
-        """Percentage of a step's prompt tokens for text."""
-        return TEXT_PERCENT if self.text_percent is None else self.text_percent
 
     def formats(self, *, prefills: bool) -> list[list[object]]:
         """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""

@@ -63,8 +63,6 @@ class Pipeline:
         self._step_each = calibration.decode.step_seconds_per_sequence
         chunk_tokens = spec.prefill.chunk_tokens if spec.prefill else PrefillSpec().chunk_tokens
         self._chunk = chunk_tokens / calibration.prefill.tokens_per_second
-        if spec.engine.type == "Native":
-            self._chunk = min(self._chunk, spec.engine.step_seconds)
         self._pools: dict[PoolName, SimulatedPool] = {}
         self._telemetry = Telemetry(
             spec, calibration, self._requests, self._queues, self._pools, interval_seconds

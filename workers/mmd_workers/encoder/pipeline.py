@@ -53,12 +53,8 @@ class EncodePipeline:
         spec: EncoderSpec,
         cache: FeatureCache,
         metrics: Metrics,
-        run_seconds: float | None = None,
     ) -> None:
-        """`run_seconds`: how long a run of the tower may take by its measured speed, where an engine's steps wait for it. A medium
-        alone may take longer."""
         self._model = model
-        self._run_seconds = run_seconds
         self._decoders = decoders
         self.policy = policy
         self._batching = spec.batching
@@ -269,24 +265,17 @@ class EncodePipeline:
 
     def _batch_is_full(self) -> bool:
         """Whether waiting for more media would not make the next batch larger."""
-        waiting, most = self._ready, self._max_work(self._ready[0].medium.modality)
-        return len(waiting) >= self._batching.max_items or sum(item.work for item in waiting) >= most
-
-    def _max_work(self, modality: Modality) -> int:
-        rate = self._tower.work_per_second.get(modality)
-        if self._run_seconds is None or rate is None:
-            return self._batching.max_work
-        return min(self._batching.max_work, int(rate * self._run_seconds))
+        waiting, batching = self._ready, self._batching
+        return len(waiting) >= batching.max_items or sum(item.work for item in waiting) >= batching.max_work
 
     def _take_batch(self) -> list[_Waiting]:
         """The oldest medium and those behind it that may share its batch."""
         key, work = self._ready[0].medium.shape_key, 0
-        most = self._max_work(self._ready[0].medium.modality)
         batch: list[_Waiting] = []
         for item in self._ready:
             if item.medium.shape_key != key:
                 continue
-            if batch and work + item.work > most:
+            if batch and work + item.work > self._batching.max_work:
                 break
             batch.append(item)
             work += item.work

@@ -64,12 +64,7 @@ class EncoderRole(Part):
         for layer, active in self._decoders.layers.items():
             pod.metrics.sandbox_layers.labels(layer).set(active)
         cache = FeatureCache(spec.cache_mebibytes * MEBIBYTE)
-        engine = pod.spec.engine
-        beside_steps = not self._takes_jobs and engine.type == "Native"
-        run_seconds = engine.step_seconds if beside_steps else None
-        self._pipeline = EncodePipeline(
-            self._model, self._decoders, media, spec, cache, pod.metrics, run_seconds
-        )
+        self._pipeline = EncodePipeline(self._model, self._decoders, media, spec, cache, pod.metrics)
         pod.tasks.spawn(self._pipeline.run(), "tower")
         await self._measure_tower(self._model)
 

@@ -20,7 +20,6 @@ from mmd_api.contract.errors import (
     OverloadedError,
     StepFailedError,
 )
-from mmd_api.spec.engine import TEXT_PERCENT
 from mmd_workers.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
@@ -38,7 +37,6 @@ from mmd_workers.engine.interface import (
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import RuleState, rule_state
 from mmd_workers.engine.masks import Masks
-from mmd_workers.engine.pace import Pace
 from mmd_workers.engine.room import check_fits, check_spare, preempted
 from mmd_workers.engine.sampler import Draw, Sampled, sample
 from mmd_workers.engine.scheduler import Scheduler, Work
@@ -73,12 +71,9 @@ class Engine:
         prefix_cache: bool,
         max_model_len: int,
         fused_layers: bool = True,
-        step_seconds: float | None = None,
-        text_percent: int = TEXT_PERCENT,
     ) -> None:
         """Allocate the pool and take over the decoder's attention. `fused_layers`: the CPU kernels compute whole decoder layers, where
-        they can; without it only their linear layers, norms and attention. `step_seconds`: how long a step with prompts may take; None:
-        as long as `chunk_tokens` take.
+        they can; without it only their linear layers, norms and attention.
 
         Raises:
             UnsupportedModelError: the decoder cannot be served from a paged KV pool.
@@ -91,13 +86,8 @@ class Engine:
         self.kernel = attention.select_kernel(model.kv_layout, model.device)
         self.blocks = BlockPool(self.kv.num_blocks, block_tokens)
         self.scheduler = Scheduler(
-            self.blocks,
-            max_sequences=max_sequences,
-            chunk_tokens=chunk_tokens,
-            prefix_cache=prefix_cache,
-            text_percent=text_percent,
+            self.blocks, max_sequences=max_sequences, chunk_tokens=chunk_tokens, prefix_cache=prefix_cache
         )
-        self._pace = None if step_seconds is None else Pace(step_seconds, chunk_tokens + max_sequences)
         self._sequences: dict[str, Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._arrivals = 0
@@ -312,8 +302,7 @@ class Engine:
             DeviceLostError: the accelerator is broken; the engine is then unusable.
         """
         started = time.perf_counter()
-        rows = None if self._pace is None else self._pace.rows
-        schedule = self.scheduler.schedule(len(self._reservations), rows)
+        schedule = self.scheduler.schedule(len(self._reservations))
         chunks = schedule.prefills
         work = schedule.decodes + sorted(chunks, key=lambda item: item.end - item.start > 1)
         output = StepOutput(
@@ -338,8 +327,6 @@ class Engine:
             self._report(item, result, output)
         output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
-        if self._pace is not None:
-            self._pace.add(output)
         return output
 
     def warm_up(self) -> None:
@@ -383,10 +370,6 @@ class Engine:
                 hidden = self.model.forward(embeds, positions, extras)
             sampling = [number for number, item in enumerate(work) if item.samples]
             if not sampling:
-                if (
-                    hidden.is_cuda
-                ):  # else the stopwatch sees nothing but launches, and later steps wait for them
-                    torch.cuda.current_stream(hidden.device).synchronize()
                 return sampled
             constraints = {
                 row: constraint
@@ -549,8 +532,6 @@ class Engine:
             prefix_miss_tokens=self.scheduler.prefix_miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
             itl_seconds=self._estimates.itl_seconds,
-            max_step_seconds=0.0 if self._pace is None else self._pace.max_seconds,
-            step_tokens=0 if self._pace is None else self._pace.rows,
         )
 
     def prefix_blocks(self, limit: int) -> list[str]:

@@ -117,5 +117,3 @@ class EngineStats:
     prefix_miss_tokens: int
     prefill_tokens_per_second: float
     itl_seconds: float  # from one token of a sequence to its next one
-    max_step_seconds: float = 0.0  # of steps with prompts; 0: not bounded
-    step_tokens: int = 0  # that fit into it

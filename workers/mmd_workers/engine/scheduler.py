@@ -1,17 +1,13 @@
-"""What runs in the next step: all decodable sequences, and prompt tokens within a budget that text and media share. Pure bookkeeping;
-independent of tensors and the clock."""
+"""What runs in the next step: all decodable sequences and a budget of prefill tokens. Pure bookkeeping; independent of tensors and the clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from mmd_api.spec.engine import TEXT_PERCENT
 from mmd_workers.engine.blocks import BlockPool, extend_identities
-from mmd_workers.engine.pace import MIN_PROMPT_TOKENS
 from mmd_workers.engine.sequence import Sequence, SequenceState
 
-AGING_DIVISOR = 8  # a waiting step outweighs 1/8 of a step's prompt tokens
+AGING_DIVISOR = 8  # a waiting step outweighs 1/8 of a chunk of remaining prompt
 MAX_OVERTAKEN = 16  # sequences admitted past one that does not fit; then nobody passes until it does
 MAX_PASSED = 8  # waiting sequences that do not fit, looked past in one step
 
@@ -38,44 +34,24 @@ class StepPlan:
     prefills: list[Work] = field(default_factory=list)
 
 
-def _side(sequence: Sequence) -> Literal["text", "media"] | None:
-    """Whose tokens prefill a sequence; None: it decodes, or waits for a feature."""
-    if sequence.decoding or sequence.computable_until() <= sequence.computed:
-        return None
-    return "media" if sequence.media_ahead else "text"
-
-
 class Scheduler:
     """Continuous batching with chunked prefill.
 
     - A sequence is admitted when blocks for all of its known tokens are its own; so a prefill never runs dry. Those behind one that
       does not fit are admitted past it, at most `MAX_OVERTAKEN` times; then freed blocks accumulate for it.
-    - The prompts of a step have `chunk_tokens` at most, and where its time is bounded as many as fit beside the decodes. There are two
-      sides: text has `text_percent` of them, and prompts with media ahead have the others. What one side does not use, the other gets.
-    - On each side the shortest remaining prompt is first; every step without progress makes a sequence count as shorter (aging).
-    - A prompt that a step would not finish is begun there only with half of its side's tokens or more: less would make those wait
-      that the step does finish, and bring its own first token no nearer.
-    - A side that has nothing to prefill is the next to be admitted.
-    - Prefill stops before the first missing feature, and never inside an atomic range. One that is longer than what is left runs
-      when it is first in the step, or when its side has saved as many tokens.
+    - Prefill goes to the shortest remaining prompt first; every step without progress makes a sequence count as shorter (aging).
+    - A prompt that a step would not finish is begun there only with half of the budget or more: less would make those wait that
+      the step does finish, and bring its own first token no nearer.
+    - Prefill stops before the first missing feature, and never inside an atomic range.
     - Decode takes blocks one by one. When none is left, the newest request is preempted: it gives up its blocks, keeps its tokens,
       and waits to be recomputed here, or leaves (`preempted`) if its prompt is not here. The oldest is never preempted, so it finishes.
     - A sequence that runs alone and finds no block waits for those that are reserved or held; they end at their own deadlines.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_sequences: int,
-        chunk_tokens: int,
-        prefix_cache: bool,
-        text_percent: int = TEXT_PERCENT,
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, max_sequences: int, chunk_tokens: int, prefix_cache: bool) -> None:
         self.pool = pool
         self.max_sequences = max_sequences
         self.chunk_tokens = chunk_tokens
-        self.text_percent = text_percent
         self.prefix_cache = prefix_cache
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -84,8 +60,6 @@ class Scheduler:
         self.prefix_miss_tokens = 0
         self.preempted: list[Sequence] = []  # without blocks; to be continued elsewhere
         self.admitted: dict[str, int] = {}  # since the last batch, with their cached tokens
-        self._step_tokens = chunk_tokens  # of the prompts of a step that decodes nothing
-        self._saved_tokens = 0  # by media, for the atomic range that is next
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks yet."""
@@ -112,21 +86,27 @@ class Scheduler:
         sequence.blocks = []
         self.admitted.pop(sequence.sequence_id, None)
 
-    def schedule(self, reserved_slots: int = 0, rows: int | None = None) -> StepPlan:
-        """Choose the next step's work; `reserved_slots` sequences are expected from elsewhere and keep their places free. `rows`: tokens
-        that fit into the step's time, decodes included; all decodes run nevertheless, and `MIN_PROMPT_TOKENS` of prompts.
+    def schedule(self, reserved_slots: int = 0) -> StepPlan:
+        """Choose the next step's work; `reserved_slots` sequences are expected from elsewhere and keep their places free.
 
         Admits, grows and preempts on the way; an empty schedule means that nothing can run until something is filled,
         released or added.
         """
         schedule = StepPlan()
-        self._step_tokens = self._prompt_tokens(rows, 0)
         self._grow_decodes()
         self._admit(self.max_sequences - reserved_slots)
         for sequence in self.running:
             if sequence.decoding and len(sequence.blocks) >= self.pool.blocks_for(sequence.num_tokens):
                 schedule.decodes.append(Work(sequence, sequence.computed, sequence.num_tokens))
-        schedule.prefills = self._prefills(self._prompt_tokens(rows, len(schedule.decodes)))
+        budget = self.chunk_tokens
+        for sequence in sorted((s for s in self.running if not s.decoding), key=self._priority):
+            end = self._chunk_end(sequence, budget, alone=not schedule.prefills)
+            if end > sequence.computed:
+                schedule.prefills.append(Work(sequence, sequence.computed, end))
+                budget -= end - sequence.computed
+                sequence.waited_steps = 0
+            else:
+                sequence.waited_steps += 1
         return schedule
 
     def finish_chunk(self, work: Work) -> None:
@@ -142,75 +122,25 @@ class Scheduler:
                 sequence.registered = full
 
     def _priority(self, sequence: Sequence) -> tuple[int, int]:
-        aging = sequence.waited_steps * max(1, self._step_tokens // AGING_DIVISOR)
+        aging = sequence.waited_steps * max(1, self.chunk_tokens // AGING_DIVISOR)
         return sequence.remaining - aging, sequence.arrival
 
-    def _prompt_tokens(self, rows: int | None, decodes: int) -> int:
-        """How many tokens of prompts a step may have beside `decodes`."""
-        if rows is None:
-            return self.chunk_tokens
-        return min(self.chunk_tokens, max(MIN_PROMPT_TOKENS, rows - decodes))
-
-    def _prefills(self, budget: int) -> list[Work]:
-        """Divide the prompt tokens of a step between the sides."""
-        prompts = sorted((s for s in self.running if not s.decoding), key=self._priority)
-        of_text = max(1, budget * self.text_percent // 100)
-        text = [s for s in prompts if _side(s) == "text"]
-        media = [s for s in prompts if _side(s) == "media"]
-        ends: dict[Sequence, int] = {}
-        if not text or not media:
-            self._saved_tokens = 0
-            self._fill(ends, text or media, budget, budget)
-        else:
-            left = budget - self._fill(ends, text, of_text, of_text)
-            left -= self._fill_media(ends, media, left, budget - of_text)
-            self._fill(ends, text, left, of_text)
-        for sequence in prompts:
-            sequence.waited_steps = 0 if sequence in ends else sequence.waited_steps + 1
-        return [Work(sequence, sequence.computed, end) for sequence, end in ends.items()]
-
-    def _fill_media(self, ends: dict[Sequence, int], media: list[Sequence], tokens: int, own: int) -> int:
-        """`_fill`, after text. An atomic range that is longer than `tokens` runs when as many of its side's own were saved for it."""
-        first = media[0]
-        next_range = next((stop - a for a, stop in first.atomic_ranges if a == first.computed), 0)
-        if next_range <= tokens:
-            used = self._fill(ends, media, tokens, own)
-            self._saved_tokens = max(0, own - used)
-            return used
-        if next_range > tokens + self._saved_tokens:
-            self._saved_tokens += own
-            return 0
-        self._saved_tokens = max(0, self._saved_tokens + own - next_range)
-        ends[first] = first.computed + next_range
-        return next_range
-
-    def _fill(self, ends: dict[Sequence, int], prompts: list[Sequence], tokens: int, own: int) -> int:
-        """Give `tokens` to prompts in their order: moves their `ends`, and returns how many are used. `own`: the side's tokens of a step."""
-        left = tokens
-        for sequence in prompts:
-            start = ends.get(sequence, sequence.computed)
-            end = self._chunk_end(sequence, start, left, own, alone=not ends)
-            if end > start:
-                ends[sequence] = end
-                left -= end - start
-        return tokens - left
-
-    def _chunk_end(self, sequence: Sequence, start: int, tokens: int, own: int, *, alone: bool) -> int:
-        """How far `tokens` prefill a sequence from `start`; an atomic range that is longer runs when it is the first chunk."""
+    def _chunk_end(self, sequence: Sequence, budget: int, *, alone: bool) -> int:
+        """How far this step may prefill a sequence; an atomic range larger than the budget runs when it is the first chunk."""
         limit = sequence.computable_until()
-        end = min(limit, start + max(0, tokens))
-        if end < limit and 2 * tokens < own:
-            return start
-        for first, stop in sequence.atomic_ranges:
-            if first < end < stop:
-                if first > start:
-                    return first
-                return stop if alone else start
+        end = min(limit, sequence.computed + budget)
+        if end < limit and 2 * budget < self.chunk_tokens:
+            return sequence.computed
+        for start, stop in sequence.atomic_ranges:
+            if start < end < stop:
+                if start > sequence.computed:
+                    return start
+                return stop if alone and stop <= limit else sequence.computed
         return end
 
     def _admit(self, slots: int) -> None:
         passed: list[Sequence] = []
-        for sequence in self._in_order_of_admission():
+        for sequence in sorted(self.waiting, key=self._priority):
             if len(self.running) >= slots or len(passed) > MAX_PASSED:
                 break
             if self._try_admit(sequence):
@@ -222,17 +152,6 @@ class Scheduler:
                 break
         for sequence in self.waiting:
             sequence.waited_steps += 1
-
-    def _in_order_of_admission(self) -> list[Sequence]:
-        """Those that wait; before all others the first of a side that has nothing to prefill, whose tokens would go to the other."""
-        order = sorted(self.waiting, key=self._priority)
-        running = {_side(sequence) for sequence in self.running}
-        for side in ("media", "text"):
-            first = next((s for s in order if _side(s) == side), None)
-            if side not in running and first is not None:
-                order.remove(first)
-                order.insert(0, first)
-        return order
 
     def _try_admit(self, sequence: Sequence) -> bool:
         cached = self._cached_prefix(sequence)

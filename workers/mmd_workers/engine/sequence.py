@@ -92,19 +92,12 @@ class Sequence:
         """Ranges of the prompt with bidirectional attention inside."""
         return self.prompt.atomic_ranges if self.prompt is not None else []
 
-    @property
-    def media_ahead(self) -> bool:
-        """Whether KV of a medium's tokens is still to be computed here."""
-        ends = (start + length for start, length, _ in self.media_spans)
-        return any(end > self.computed for end in (*ends, *(stop for _, stop in self.atomic_ranges)))
-
     def computable_until(self) -> int:
-        """Tokens up to the first missing feature that is still needed, or the atomic range that it is in; cached blocks need none."""
+        """Tokens up to the first missing feature that is still needed; cached blocks need none."""
         if self.prompt is None:
             return self.num_tokens
         starts = [start for start, last in self.prompt.missing.values() if last > self.computed]
-        until = min(starts, default=self.num_tokens)
-        return next((start for start, stop in self.atomic_ranges if start < until < stop), until)
+        return min(starts, default=self.num_tokens)
 
     def position(self, index: int) -> int:
         """Rotary position of a token beyond the prompt."""

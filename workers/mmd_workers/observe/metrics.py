@@ -286,13 +286,6 @@ class Metrics(MetricTable):
             "mmd_max_sequences", "Maximum number of sequences that the engine runs at once"
         )
         self.step = histogram("mmd_step_seconds", "Duration of one engine step", SHORT_SECONDS)
-        self.max_step_seconds = gauge(
-            "mmd_max_step_seconds",
-            "Longest time that a step with prompts is planned to take; 0 with vLLM",
-        )
-        self.step_tokens = gauge(
-            "mmd_step_tokens", "Tokens that fit into a step of that time, by measured throughput; 0 with vLLM"
-        )
         self.step_sequences = histogram(
             "mmd_step_sequences", "Sequences computed in an engine step, prefills included", STEP_SEQUENCES
         )

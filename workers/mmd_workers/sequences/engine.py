@@ -181,8 +181,6 @@ class EngineHost(Part, ABC):
         for state, count in sequences.items():
             metrics.sequences.labels(state).set(count)
         metrics.max_sequences.set(stats.max_sequences)
-        metrics.max_step_seconds.set(stats.max_step_seconds)
-        metrics.step_tokens.set(stats.step_tokens)
         if "prefill" not in self._pod.roles:  # else that role counts what has not reached the engine, too
             metrics.prefill_waiting.labels("prefill").set(stats.waiting_tokens - stats.blocked_tokens)
             metrics.prefill_waiting.labels("encode").set(stats.blocked_tokens)

@@ -189,8 +189,6 @@ class NativeHost(SteppedHost):
                 chunk_tokens=prefill.chunk_tokens,
                 prefix_cache=prefill.prefix_cache,
                 max_model_len=max_model_len,
-                step_seconds=spec.engine.step_seconds,
-                text_percent=spec.engine.text_share,
             )
         self.run(engine)
 
