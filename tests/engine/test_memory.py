@@ -177,7 +177,7 @@ class Cuda:
         self.high = self.counted = self.live
 
 
-@pytest.mark.parametrize("length", [255, 256])
+@pytest.mark.parametrize("length", [257, 256])
 def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(length, monkeypatch):
     """The costlier of two contexts, of which one has a mask that attention copies."""
     model = TextModel(llama())
