@@ -194,10 +194,10 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     """The frontend's messages and the media in order of use.
 
     A message has a role, content as parts of type text, image, video and audio, and what tool calls need, in the shape of Hugging Face's
-    chat templates: the arguments of a call as an object.
+    chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
 
     Raises:
-        ApiError: the arguments of a tool call are no JSON object, or a result is that of no call.
+        ApiError: the arguments of a tool call are no object, or a result is that of no call.
     """
     argument_marks(messages)
     found: list[dict[str, Any]] = []
@@ -255,15 +255,20 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, ToolCall]]:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call for the template. Arguments that begin as an object and are no JSON are a string: a model may have written them so, or been cut."""
     param = f"{where}.function.arguments"
+    written = call.function.arguments
+    arguments: Any
     try:
-        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+        arguments = from_json(written or "{}", allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(
-            InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
-            param=param,
-        ) from error
-    if not isinstance(arguments, dict):
+        if not written.startswith("{"):
+            raise ApiError(
+                InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
+                param=param,
+            ) from error
+        arguments = written
+    if not isinstance(arguments, dict) and arguments is not written:
         raise ApiError(InvalidTypeError(f"{param}: the JSON must be an object"), param=param)
     return {
         "id": call.id,
