@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from mmd_api.contract.sampling import LogitRules
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
 from mmd_workers.gateway.chat_request import ChatRequest
 from mmd_workers.gateway.completion_request import parse_completion_request
-from mmd_workers.gateway.conversation import argument_marks, conversation
+from mmd_workers.gateway.conversation import conversation
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import (
     ENCODING_BYTES,
@@ -320,20 +321,29 @@ def called(arguments):
 DIGITS = "1" * 401
 
 
+def read(arguments):
+    """What the template gets."""
+    ((turn,), _) = conversation(called(arguments))
+    return turn["tool_calls"][0]["function"]["arguments"]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [f'{{"x": "{DIGITS}"}}', f'{{"{DIGITS}": 1}}', f'{{"x": "a\\"{DIGITS}", "y": ["\\\\", "{DIGITS}"]}}', f'{{"x": "{DIGITS}'],
-)  # fmt: skip
-def test_digits_in_a_string_of_arguments_are_no_number(arguments):
-    assert argument_marks(called(arguments)) > 0
-
-
-@pytest.mark.parametrize(
-    "arguments", [f'{{"x": {DIGITS}}}', f'{{"x": "\\\\", "y": {DIGITS}}}', f'["", {DIGITS}', f'"a" {DIGITS}']
+    [f'{{"x": "{DIGITS}"}}', f'{{"{DIGITS}": 1}}', f'{{"x": "a\\"{DIGITS}", "y": ["\\\\", "{DIGITS}"]}}'],
 )
+def test_digits_in_a_string_of_arguments_are_no_number(arguments):
+    assert read(arguments) == json.loads(arguments)
+
+
+@pytest.mark.parametrize("arguments", [f'["", {DIGITS}', f'"a" {DIGITS}'])
 def test_a_long_number_of_arguments_is_found_between_strings(arguments):
     with pytest.raises(ApiError, match="more than 400 digits"):
-        argument_marks(called(arguments))
+        read(arguments)
+
+
+@pytest.mark.parametrize("arguments", [f'{{"x": {DIGITS}}}', f'{{"x": "\\\\", "y": {DIGITS}}}'])
+def test_a_long_number_that_a_model_wrote_stays_text(arguments):
+    assert read(arguments) == arguments
 
 
 @pytest.mark.parametrize(
