@@ -74,6 +74,13 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("arguments that are no JSON", HERMES, BROKEN + '{"a": </tool_call> x', "</tool_call> x", [("add", '{"a": ')]),
     ("a call without its end", HERMES, BROKEN + '{"a": 1}}\n</tool', "", [ADD]),
     ("a call with another end", HERMES, BROKEN + '{"a": 1}]\n x', "]\n x", [ADD]),
+    ("arguments with another bracket", HERMES, BROKEN + '{"a": [1}}</tool_call>', "}}</tool_call>", [("add", '{"a": [1')]),
+    ("a call with another field", HERMES, BROKEN + '{"a": 1}, "b": {"c": ["}"]}}\n</tool_call>', "", [ADD]),
+    ("a call with another field and text", HERMES, BROKEN + '{"a": 1} , "b": 1}</tool_call> x', " x", [ADD]),
+    ("a call that is cut in another field", HERMES, BROKEN + '{"a": 1}, "b": "', "", [ADD]),
+    ("a call with another field that is no JSON", HERMES, BROKEN + '{"a": 1}, "b": ] x', "] x", [ADD]),
+    ("a list with another field", MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "b": 1, "id": "a"}, {"name": "now", "arguments": {}}]', "", [ADD, NOW]),
+    ("an object with another field", LLAMA, '{"name": "add", "parameters": {"a": 1}, "type": "function"}', "", [ADD]),
     ("a call after a broken one", HERMES, BROKEN + "{!" + hermes("now", "{}"), "!", [("add", "{"), NOW]),
     ("a list", MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "", [ADD]),
     ("a list of two with ids", MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "a1"}, {"name": "now", "arguments": {}}]', "", [ADD, NOW]),
@@ -103,7 +110,36 @@ def test_calls_and_content_are_told_apart(form: str, text: str, content: str, ca
     assert parsed(parser(form), list(text)) == (content, calls)
 
 
+def tokens_read(form: str, tokens: list[tuple[str, bool]], together: int) -> tuple[str, list[Call]]:
+    """What comes of these texts, each of which is the token of the form's marker or other ones; so many are read at once."""
+    reader = CallParser(Spelling(FORMS[form], "", "", "", "", "", {FORMS[form].marker: 7}), NAMES)
+    pieces = []
+    for text, is_marker in tokens:
+        reader.expect(7 if is_marker else 1, text)
+        pieces.append(text)
+    joined = "".join(pieces)
+    return parsed(reader, [joined[at : at + together] for at in range(0, len(joined), together)])
+
+
+@pytest.mark.parametrize("together", [1, 3, 1000])
+def test_text_that_spells_a_marker_is_no_call_where_the_marker_is_a_token(together: int) -> None:
+    rest = '{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    spelled = [("<tool", False), ("_call>", False), (rest, False)]
+    token = [("<tool_call>", True), (rest, False)]
+    assert tokens_read(HERMES, spelled, together) == ("<tool_call>" + rest, [])
+    assert tokens_read(HERMES, token, together) == ("", [ADD])
+    assert tokens_read(HERMES, [*spelled, *token], together) == ("<tool_call>" + rest, [ADD])
+    assert tokens_read(HERMES, [*token, *spelled], together) == ("<tool_call>" + rest, [ADD])
+    assert tokens_read(HERMES, [(" ", False), ("<tool_call>", True), *spelled], together) == (
+        " <tool_call><tool_call>" + rest, []
+    )  # fmt: skip
+    listed = '[{"name": "now", "arguments": {}}]'
+    assert tokens_read(MISTRAL, [("[TOOL_CALLS]", False), (listed, False)], together)[1] == []
+    assert tokens_read(MISTRAL, [("[TOOL_CALLS]", True), (listed, False)], together) == ("", [NOW])
+
+
 SNIPPETS = [
+    ', "more": 1', ', "',
     "<tool_call>", "</tool_call>", '{"name": "add", "arguments": ', '{"name": "sub", "arguments": ', "[TOOL_CALLS]", "[", "]", ", ", "add[ARGS]", "{", "}",
     '{"a": "<tool_call>\\""}', '"', "\\", "\n", " ", "text", hermes("add"), hermes("now", "{}"), '{"name": "now", "parameters": {}}', "é", "<", "[TOOL",
 ]  # fmt: skip

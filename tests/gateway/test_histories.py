@@ -53,6 +53,18 @@ async def test_tool_calls_and_their_results_are_rendered_by_the_template(launch:
     )
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"c" Bern}', '{"c": [1}}', '{"c": "Be', "{", '{"c": NaN}', '{"c": ' + "[" * 500]
+)
+async def test_arguments_that_a_model_wrote_wrongly_are_a_string_for_the_template(
+    launch: Launch, arguments: str
+) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    text = await prompt(gateway, [ASKED, calls(call(arguments=arguments)), result()])
+    assert f'<tool_call>{{"name": "add", "arguments": {json.dumps(arguments)}}}</tool_call>' in text
+
+
 async def test_what_is_not_there_counts_as_empty(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from mmd_api.contract.sampling import LogitRules
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
 from mmd_workers.gateway.chat_request import ChatRequest
 from mmd_workers.gateway.completion_request import parse_completion_request
-from mmd_workers.gateway.conversation import argument_marks, conversation
+from mmd_workers.gateway.conversation import conversation
 from mmd_workers.gateway.hold import MediaHold
 from mmd_workers.gateway.intake import (
     ENCODING_BYTES,
@@ -25,9 +26,10 @@ from mmd_workers.gateway.intake import (
 )
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.model.frontend import load_frontend
 from mmd_workers.observe.metrics import Metrics
 
-from .running import pipeline_config
+from .running import pipeline_config, with_template
 
 
 def asked(text: str = "what is red", **more) -> ChatRequest:
@@ -217,6 +219,74 @@ async def test_long_texts_are_encoded_one_at_a_time_within_what_all_may_hold(int
     assert (held.most, hold.used_bytes) == (1, 3 << 20)
 
 
+INDENTED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+INDENTED += "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}{% endfor %}"
+INDENTED += "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}"
+
+
+def nested(values):
+    """Tools with so many values at a depth at which a line of a template that indents has 100 spaces and more."""
+    tools = []
+    for first in range(0, values, 15_000):
+        schema = [1] * min(15_000, values - first)
+        for _ in range(20):
+            schema = [schema]
+        parameters = {"type": "object", "default": {"x": schema}}
+        tools.append({"type": "function", "function": {"name": f"f{first}", "parameters": parameters}})
+    return asked(tools=tools).tool_use
+
+
+@pytest.mark.parametrize(
+    ("values", "rendered", "words"),
+    [(100, True, None), (25_000, True, "the text has"), (90_000, False, "when indented")],
+)  # fmt: skip
+async def test_tools_that_grow_when_they_are_rendered_are_refused_before_they_are_encoded(
+    text_model, tmp_path, monkeypatch, values, rendered, words
+):
+    folder = with_template(text_model, tmp_path / "model", INDENTED)
+    config = pipeline_config("limits", {}, {"id": str(folder)})
+    frontend = load_frontend(config.spec.model, config.spec.gateway.media)
+    intake = Intake(config, frontend, DecodePool(1, 10), Metrics(["gateway"]))
+    assert frontend.renders_tools
+    assert frontend.call_spelling is not None
+    rendering, encoded = [], []
+    render, encode = frontend._render, frontend._encode
+    monkeypatch.setattr(frontend, "_render", lambda *args: rendering.append(1) or render(*args))
+    monkeypatch.setattr(
+        frontend, "_encode", lambda text, *args, **more: encoded.append(text) or encode(text, *args, **more)
+    )
+    asking = intake.token_ids(
+        asked().messages, MediaHold(1 << 30).reservation(), Timeline("r", 0.0), 0, nested(values)
+    )
+    if words is None:
+        assert len(await asking) > 1000
+        assert encoded[0].count("    1") == values
+    else:
+        with pytest.raises(ApiError, match=words) as refused:
+            await asking
+        assert (refused.value.param, encoded) == ("tools", [])
+    assert bool(rendering) == rendered
+
+
+async def test_a_rendered_text_is_reserved_by_its_own_length(text_model, tmp_path, monkeypatch):
+    folder = with_template(text_model, tmp_path / "model", INDENTED)
+    config = pipeline_config("limits", {}, {"id": str(folder)})
+    frontend = load_frontend(config.spec.model, config.spec.gateway.media)
+    intake = Intake(config, frontend, DecodePool(1, 10), Metrics(["gateway"]))
+    hold = MediaHold(1 << 30)
+    held, encode = [], frontend._encode
+
+    def encoding(text, *args, **more):
+        held.append((len(text), hold.used_bytes))
+        return encode(text, *args, **more)
+
+    monkeypatch.setattr(frontend, "_encode", encoding)
+    await intake.token_ids(asked().messages, hold.reservation(), Timeline("r", 0.0), 0, nested(1000))
+    ((characters, num_bytes),) = held
+    assert characters > 1000 * 100
+    assert num_bytes >= characters * ENCODING_BYTES
+
+
 def test_texts_are_encoded_alike_by_many_threads_at_once(frontend):
     texts = ["red", "what is <|im_end|> red", "<|im_start|>" * 3, "Grüße, 世界 " * 50]
     messages = [conversation(asked(text).messages)[0] for text in texts]
@@ -251,20 +321,29 @@ def called(arguments):
 DIGITS = "1" * 401
 
 
+def read(arguments):
+    """What the template gets."""
+    ((turn,), _) = conversation(called(arguments))
+    return turn["tool_calls"][0]["function"]["arguments"]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [f'{{"x": "{DIGITS}"}}', f'{{"{DIGITS}": 1}}', f'{{"x": "a\\"{DIGITS}", "y": ["\\\\", "{DIGITS}"]}}', f'{{"x": "{DIGITS}'],
-)  # fmt: skip
-def test_digits_in_a_string_of_arguments_are_no_number(arguments):
-    assert argument_marks(called(arguments)) > 0
-
-
-@pytest.mark.parametrize(
-    "arguments", [f'{{"x": {DIGITS}}}', f'{{"x": "\\\\", "y": {DIGITS}}}', f'["", {DIGITS}', f'"a" {DIGITS}']
+    [f'{{"x": "{DIGITS}"}}', f'{{"{DIGITS}": 1}}', f'{{"x": "a\\"{DIGITS}", "y": ["\\\\", "{DIGITS}"]}}'],
 )
+def test_digits_in_a_string_of_arguments_are_no_number(arguments):
+    assert read(arguments) == json.loads(arguments)
+
+
+@pytest.mark.parametrize("arguments", [f'["", {DIGITS}', f'"a" {DIGITS}'])
 def test_a_long_number_of_arguments_is_found_between_strings(arguments):
     with pytest.raises(ApiError, match="more than 400 digits"):
-        argument_marks(called(arguments))
+        read(arguments)
+
+
+@pytest.mark.parametrize("arguments", [f'{{"x": {DIGITS}}}', f'{{"x": "\\\\", "y": {DIGITS}}}'])
+def test_a_long_number_that_a_model_wrote_stays_text(arguments):
+    assert read(arguments) == arguments
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,21 @@ async def test_a_call_can_be_sent_back_with_its_result(launch: Launch) -> None:
     assert f"<|im_start|>assistant\n\n{CALL}<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in text
 
 
+async def test_a_call_with_broken_arguments_can_be_sent_back_with_its_result(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL.replace('"a": 1', '"a" one'))
+    made = (await answer(gateway)).choices[0]
+    assert made.finish_reason == "tool_calls"
+    cut = (await answer(gateway, stop=', "b"')).choices[0]
+    for message in (made.message, cut.message):
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "no JSON"}
+        await gateway.openai.chat.completions.create(
+            model=MODEL, messages=[*ASKED, message.model_dump(), result], tools=[ADD]
+        )
+        text = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+        assert json.dumps(message.tool_calls[0].function.arguments) in text
+
+
 async def test_an_answer_that_looks_like_a_call_and_is_none_is_content(launch: Launch) -> None:
     gateway = await launch()
     broken = '<tool_call>{"name": "sub", "arguments": {}}</tool_call> <tool_call>add'
@@ -359,4 +374,8 @@ async def test_calls_are_forced_and_read_in_the_form_of_the_template(
             spelled = [
                 token for letter in marker for token in tokenizer.encode(letter, add_special_tokens=False)
             ]
+            worker.answer = [*spelled, *token_ids[1:]]
+            quoted = (await answer(gateway, tools=tools, tool_choice=choice)).choices[0].message
+            assert (quoted.tool_calls, marker in quoted.content) == (None, True)
+            worker.answer = token_ids
             assert grammars.begin(grammar).matcher.try_consume_tokens(spelled) == len(spelled) - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections import deque
 from dataclasses import dataclass, field
 
 import regex
@@ -21,6 +22,8 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _BLANK = " \t\r\n"
 _IN_STRING = regex.compile(r'["\\]')
 _OUTSIDE = regex.compile(r'["\[\]{}]|[^ \t\r\nA-Za-z0-9+.,:\-]')
+_CLOSES = {"}": "{", "]": "["}
+_MORE = regex.compile(r'[ \t\r\n]{0,8},[ \t\r\n]{0,8}"')  # another field of the call
 
 
 @dataclass(slots=True)
@@ -54,15 +57,20 @@ class CallParser:
     """Reads the calls of one answer, however its text is cut into pieces.
 
     A call has begun once its name, which is that of a tool, and the brace of its arguments are there; what follows is its arguments, until
-    they are complete or cannot be JSON. All other text is content, also what looks like the beginning of a call; of white space that at the
-    beginning, before a call, and after one is left out.
+    they are complete or cannot be JSON. Where the model has the marker as a token, text that only spells it begins no call. All other text
+    is content, also what looks like the beginning of a call; of white space that at the beginning, before a call, and after one is left out.
     """
 
     def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
-        """`most`: calls; what comes after them is content. The text must have the tokens of `token_ids`."""
+        """`most`: calls; what comes after them is content. The text must have the tokens of `token_ids`, each of
+        which is noted with `expect`."""
         form = spelling.form
         self.token_ids = frozenset(spelling.tokens.values())
+        self._marker_id = spelling.tokens.get(form.marker)
         self._marker = form.marker
+        self._markers = deque[int]()  # where in the answer markers that are tokens begin
+        self._expected = 0  # characters of the tokens so far
+        self._at = 0  # where in the answer what is held begins
         self._first = regex.compile(form.first)
         self._after = regex.compile(form.after)
         self._following = regex.compile(form.following) if form.following else None
@@ -73,7 +81,8 @@ class CallParser:
         self._blank: list[str] = []  # white space at the beginning or after a call
         self._said = False  # content since then
         self._step = self._text
-        self._arguments = _Arguments()
+        self._arguments = _Object()
+        self._rest = _Object()  # of a call, after its arguments
         self._parsed = Parsed()
         self.num_calls = 0
 
@@ -81,6 +90,12 @@ class CallParser:
     def complete(self) -> bool:
         """Whether there are calls, and the arguments of all of them are complete."""
         return self.num_calls > 0 and not self._arguments.open
+
+    def expect(self, token_id: int, text: str) -> None:
+        """Note a token and the text that it adds to the answer, before that text is pushed."""
+        if token_id == self._marker_id and (at := text.rfind(self._marker)) >= 0:
+            self._markers.append(self._expected + at)
+        self._expected += len(text)
 
     def push(self, piece: str) -> Parsed:
         """What became certain with this piece."""
@@ -104,15 +119,17 @@ class CallParser:
 
     def _text(self, final: bool) -> bool:
         if not self._said:
-            rest = self._held.lstrip(_BLANK)
-            self._blank.append(self._held[: len(self._held) - len(rest)])
-            self._held = rest
-            if not rest:
+            blank = len(self._held) - len(self._held.lstrip(_BLANK))
+            self._blank.append(self._take(blank))
+            if not self._held:
                 return False
             if not self._marker and not self.num_calls:
                 self._step = self._beginning
                 return True
         at = self._held.find(self._marker) if self._marker else -1
+        if at >= 0 and self._is_spelled(at):
+            self._content(at + 1)
+            return True
         if at >= 0:
             self._content(at)
             self._step = self._beginning
@@ -136,8 +153,8 @@ class CallParser:
         call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_CHARACTERS))
         self._parsed.pieces.append(CallPart(self.num_calls, call_id, found["name"], ""))
         self.num_calls += 1
-        self._held = self._held[found.end() :]
-        self._arguments = _Arguments(open=True)
+        self._take(found.end())
+        self._arguments = _Object(open=True)
         self._step = self._in_arguments
         return True
 
@@ -150,8 +167,7 @@ class CallParser:
             if not isinstance(call, CallPart) or call.index != self.num_calls - 1:
                 call = CallPart(self.num_calls - 1, None, None, "")
                 pieces.append(call)
-            call.arguments += self._held[:end]
-            self._held = self._held[end:]
+            call.arguments += self._take(end)
         if not is_json:
             self._go_on_with_text()
         elif not self._arguments.open:
@@ -161,13 +177,28 @@ class CallParser:
 
     def _at_end_of_call(self, final: bool) -> bool:
         found = self._after.match(self._held, partial=True)
-        if found is None:
-            self._go_on_with_text()
-        elif found.partial:
-            return self._unfinished(final)
-        else:
-            self._held = self._held[found.end() :]
+        more = _MORE.match(self._held, partial=True)
+        if found and not found.partial:
+            self._take(found.end())
             self._step = self._text if self._following is None else self._after_call
+        elif found or (more and more.partial):
+            return self._unfinished(final)
+        elif more:
+            self._rest = _Object.begun()
+            self._step = self._in_rest
+        else:
+            self._go_on_with_text()
+        return True
+
+    def _in_rest(self, final: bool) -> bool:
+        """Fields of a call after its arguments are left out."""
+        del final
+        end, is_json = self._rest.scan(self._held)
+        self._take(end if self._rest.open else end - 1)
+        if not is_json:
+            self._go_on_with_text()
+        elif not self._rest.open:
+            self._step = self._at_end_of_call
         return True
 
     def _after_call(self, final: bool) -> bool:
@@ -177,7 +208,7 @@ class CallParser:
         if following and not following.partial and self._begin(following):
             return True
         if last and not last.partial:
-            self._held = self._held[last.end() :]
+            self._take(last.end())
             self._step = self._text
         elif (following and following.partial) or last:
             return self._unfinished(final)
@@ -188,7 +219,7 @@ class CallParser:
     def _unfinished(self, final: bool) -> bool:
         """What comes after the arguments may be cut off with the answer: the call is complete."""
         if final:
-            self._held = ""
+            self._take(len(self._held))
         return False
 
     def _go_on_with_text(self) -> None:
@@ -197,23 +228,39 @@ class CallParser:
 
     def _content(self, characters: int) -> None:
         if characters > 0:
-            self._parsed.pieces.append("".join(self._blank) + self._held[:characters])
+            self._parsed.pieces.append("".join(self._blank) + self._take(characters))
             self._blank.clear()
             self._said = True
-            self._held = self._held[characters:]
+
+    def _take(self, characters: int) -> str:
+        """The next ones, which are decided."""
+        taken, self._held = self._held[:characters], self._held[characters:]
+        self._at += characters
+        while self._markers and self._markers[0] < self._at:
+            self._markers.popleft()
+        return taken
+
+    def _is_spelled(self, at: int) -> bool:
+        """Whether the marker there is no token although the model has one for it: text that quotes a call is none."""
+        return self._marker_id is not None and self._at + at not in self._markers
 
 
 @dataclass(slots=True)
-class _Arguments:
-    """Where the arguments of a call end, which begin with a brace: where as many brackets are closed as opened, or at what is no JSON."""
+class _Object:
+    """Where an object ends, which begins with a brace: where all brackets are closed, or at what is no JSON."""
 
     open: bool = False
-    _depth: int = 0
+    _brackets: list[str] = field(default_factory=list)  # that are open
     _in_string: bool = False
     _escaped: bool = False
 
+    @classmethod
+    def begun(cls) -> _Object:
+        """One whose brace has been read."""
+        return cls(open=True, _brackets=["{"])
+
     def scan(self, text: str) -> tuple[int, bool]:
-        """Where in the next piece they end, or the piece does, and whether they can be JSON so far."""
+        """Where in the next piece it ends, or the piece does, and whether it can be JSON so far."""
         at = 0
         while at < len(text):
             if self._escaped:
@@ -229,10 +276,10 @@ class _Arguments:
             elif mark == "\\" and self._in_string:
                 self._escaped = True
             elif mark in ("{", "["):
-                self._depth += 1
-            elif mark in ("}", "]"):
-                self._depth -= 1
-                if self._depth == 0:
+                self._brackets.append(mark)
+            elif mark in _CLOSES and self._brackets[-1] == _CLOSES[mark]:
+                self._brackets.pop()
+                if not self._brackets:
                     self.open = False
                     return at, True
             else:

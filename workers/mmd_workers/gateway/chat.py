@@ -86,7 +86,10 @@ class ChoiceStream:
             token_ids.append(item.token_id)
             stops = self.completion_tokens > self._min_tokens
             if item.finish_reason != "stop" or item.token_id not in self._stop_token_ids:
-                text.append(self._scanner.push(self._detokenizer.push([item.token_id]), stops=stops))
+                piece = self._detokenizer.push([item.token_id])
+                if self._parser is not None:
+                    self._parser.expect(item.token_id, piece)
+                text.append(self._scanner.push(piece, stops=stops))
             if self._logprobs:
                 entries.append(self._entry(item))
             if item.finish_reason is not None and self._scanner.matched is None:

@@ -154,33 +154,30 @@ def argument_marks(messages: Sequence[Message]) -> int:
     """Brackets that open, commas and colons in the arguments of tool calls: at least one for each value and key.
 
     Raises:
-        ApiError: there are too many, or a number is too long to be read in linear time.
+        ApiError: there are too many.
     """
     marks = 0
     for param, call in _calls(messages):
-        arguments = call.function.arguments
-        own = 1 + sum(map(arguments.count, "[{,:"))
-        marks += own
+        marks += _marks(call.function.arguments)
         if marks > MAX_ARGUMENT_MARKS:
             fault = InvalidValueError(
                 f"{param}: the arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, commas and colons; send fewer messages"
             )
             raise ApiError(fault, param=param)
-        if _has_long_number(arguments, own):
-            fault = InvalidValueError(
-                f"{param}: a number has more than {MAX_DIGITS} digits; send it as a string"
-            )
-            raise ApiError(fault, param=param)
     return marks
 
 
-def _has_long_number(arguments: str, marks: int) -> bool:
-    """Whether JSON with so many `marks`, and so at most as many strings, has a number outside them that is too long. One step of Python for
-    each string; what follows more strings than that is never read as JSON."""
+def _marks(arguments: str) -> int:
+    return 1 + sum(map(arguments.count, "[{,:"))
+
+
+def _has_long_number(arguments: str) -> bool:
+    """Whether JSON has a number outside its strings that is too long to be read in linear time. It has at most as many strings as marks: one
+    step of Python for each; what follows more strings than that is never read as JSON."""
     if not _LONG_NUMBER.search(arguments):
         return False
     at = 0
-    for _ in range(marks + 1):
+    for _ in range(_marks(arguments) + 1):
         string = _STRING.search(arguments, at)
         if _LONG_NUMBER.search(arguments, at, string.start() if string else len(arguments)):
             return True
@@ -194,10 +191,10 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     """The frontend's messages and the media in order of use.
 
     A message has a role, content as parts of type text, image, video and audio, and what tool calls need, in the shape of Hugging Face's
-    chat templates: the arguments of a call as an object.
+    chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
 
     Raises:
-        ApiError: the arguments of a tool call are no JSON object, or a result is that of no call.
+        ApiError: the arguments of a tool call are no object, or a result is that of no call.
     """
     argument_marks(messages)
     found: list[dict[str, Any]] = []
@@ -255,16 +252,23 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, ToolCall]]:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call for the template. Arguments that begin as an object and cannot be read are a string: a model may have written them so, or been cut."""
     param = f"{where}.function.arguments"
+    written = call.function.arguments
+    arguments: Any = written
     try:
-        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+        if _has_long_number(written):
+            raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+        arguments = from_json(written or "{}", allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(
-            InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
-            param=param,
-        ) from error
-    if not isinstance(arguments, dict):
-        raise ApiError(InvalidTypeError(f"{param}: the JSON must be an object"), param=param)
+        if not written.startswith("{"):
+            raise ApiError(
+                InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
+                param=param,
+            ) from error
+    else:
+        if not isinstance(arguments, dict):
+            raise ApiError(InvalidTypeError(f"{param}: the JSON must be an object"), param=param)
     return {
         "id": call.id,
         "type": call.type,

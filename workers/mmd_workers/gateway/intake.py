@@ -6,6 +6,7 @@ Independent of workers. Media are opened in the sandbox only; here they are byte
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 import time
@@ -65,6 +66,10 @@ MAX_CHARACTERS_PER_TOKEN = 16
 """Of a text on average: a vocabulary's longest token may be 128 spaces, and every character takes time and memory to encode."""
 LONG_TEXT_CHARACTERS = 16_384
 ENCODING_BYTES = 600  # that the tokenizer takes for a character until it has its ids, at most
+RENDERING_BYTES = 16  # that a template takes for a character, at most
+MAX_RENDERED_CHARACTERS_PER_TOKEN = 4 * MAX_CHARACTERS_PER_TOKEN
+"""Of what a template that indents JSON would write, before it is known whether this one does."""
+INDENT = 4  # of JSON in templates
 _SHORTEN = "shorten it, or raise spec.model.maxModelLen"
 _LESS = "send less text at once"
 _PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
@@ -325,20 +330,30 @@ class Intake:
         characters = sum(map(_characters_of, found)) + (0 if tools is None else tools.characters)
         self._check_characters(characters, most_tokens, "messages", remedy)
         self._check_media(sources)
+        values = [*described, *_arguments_of(found)]
+        indented = await asyncio.to_thread(lambda: sum(map(_indented_characters, values))) if values else 0
+        param = "tools" if described else "messages"
+        self._check_indented(indented, most_tokens, param, remedy)
         begun = time.time()
         infos = await self._bring(sources, reservation) if sources else []
         fetched = time.time()
         try:
-            layout = await self._encoded(
-                partial(self._frontend.layout, found, infos, described), characters, reservation
-            )
+            render = partial(self._frontend.render, found, infos, described)
+            rendered = await self._encoded(render, characters + indented, reservation, RENDERING_BYTES)
+            if rendered.num_characters > LONG_TEXT_CHARACTERS:  # of shorter ones the tokens are counted
+                self._check_characters(rendered.num_characters, most_tokens, param, remedy)
+            layout = await self._encoded(rendered.encode, rendered.num_characters, reservation)
         except MmdError as error:
             raise refused(error, _part_of(error.message)) from error
         timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
         return layout, sources, infos
 
     async def _encoded(
-        self, encode: Callable[[], _Made], characters: int, reservation: RequestReservation
+        self,
+        encode: Callable[[], _Made],
+        characters: int,
+        reservation: RequestReservation,
+        character_bytes: int = ENCODING_BYTES,
     ) -> _Made:
         """What `encode` makes of so many characters, in a thread. Long texts are encoded one at a time, so that others never wait for them, and
         their memory is counted, up to half of what the request may still hold: others wait for their turn with what they hold."""
@@ -346,7 +361,7 @@ class Intake:
             return await asyncio.to_thread(encode)
         async with self._long_turn:
             before = reservation.num_bytes
-            await reservation.grow(min(characters * ENCODING_BYTES, reservation.room_bytes // 2))
+            await reservation.grow(min(characters * character_bytes, reservation.room_bytes // 2))
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._long_texts, encode)
             finally:
@@ -364,6 +379,16 @@ class Intake:
         raise ApiError(
             ContextLengthError(f"the text has {characters} characters: {fault}; {remedy}"), param=param
         )
+
+    def _check_indented(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
+        """Refuse JSON that a template could turn into far more text than fits before spending memory on rendering it."""
+        most = most_tokens * MAX_RENDERED_CHARACTERS_PER_TOKEN
+        if characters > most:
+            fault = ContextLengthError(
+                f"{param}: the JSON of tools and of the arguments of tool calls has {characters} characters when indented, but at most {most} "
+                f"may be rendered for the {most_tokens} tokens that fit; nest it less deeply, or {remedy}"
+            )
+            raise ApiError(fault, param=param)
 
     def _check_media(self, sources: list[MediaSource]) -> None:
         most = self.policy.max_items_per_request
@@ -448,6 +473,25 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _arguments_of(messages: Sequence[dict[str, Any]]) -> list[Any]:
+    """Of all tool calls in these messages."""
+    return [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+
+
+def _indented_characters(value: Any) -> int:
+    """Of a value as JSON with each of its values on an indented line of its own, as some templates write it."""
+    return len(json.dumps(value, ensure_ascii=False)) + _indentation(value, 0)
+
+
+def _indentation(value: Any, depth: int) -> int:
+    """White space that indenting adds to a value at this depth."""
+    if not isinstance(value, dict | list) or not value:
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    own = len(value) * (INDENT * (depth + 1) + 1) + INDENT * depth + 1
+    return own + sum(_indentation(one, depth + 1) for one in inner if isinstance(one, dict | list))
 
 
 def _part_of(message: str) -> str:

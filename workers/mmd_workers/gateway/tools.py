@@ -187,7 +187,7 @@ class ToolUse:
         if len(source) > MAX_GRAMMAR_CHARACTERS:
             too_long = InvalidValueError(
                 f"tools: the schemas that the answer must match have more than {MAX_GRAMMAR_CHARACTERS} characters together; "
-                "send fewer or shorter tools"
+                "send fewer or shorter tools, or set tool_choice to 'auto' without strict, which has no such limit"
             )
             raise ApiError(too_long, param="tools")
         return Grammar("composite", source)

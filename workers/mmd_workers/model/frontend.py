@@ -35,7 +35,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probes import Probe, ProbeCache
-from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
+from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
 from mmd_workers.model.tool_calls import Spelling
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
@@ -100,7 +100,16 @@ class HfFrontend:
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
     ) -> PromptLayout:
-        """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
+        """Lay out a conversation: `render` it and encode the text."""
+        return self.render(messages, media, tools).encode()
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediumInfo],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> RenderedPrompt:
+        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
         Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object.
         Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium.
@@ -116,17 +125,30 @@ class HfFrontend:
             messages = self._mark(messages)
             tools = self._marked(list(tools), keys=True)
         if self._processor is None:
-            rendered = self._render(messages, tools)
-            return PromptLayout(self._encode(rendered, sanitize, add_special_tokens=False), [])
+            text = self._render(messages, tools)
+            return RenderedPrompt(
+                len(text), lambda: PromptLayout(self._encode(text, sanitize, add_special_tokens=False), [])
+            )
         plans = [self._sampling(number, info) for number, info in enumerate(media)]
         probes = [
             self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
         ]
+        text = self._render(messages, tools)
+        return RenderedPrompt(len(text), lambda: self._expanded(text, sanitize, media, plans, probes))
+
+    def _expanded(
+        self,
+        text: str,
+        sanitize: bool,
+        media: Sequence[MediumInfo],
+        plans: Sequence[SamplingPlan],
+        probes: Sequence[Probe],
+    ) -> PromptLayout:
         replacements: dict[str, list[str]] = {}
         for info, probe in zip(media, probes, strict=True):
             replacements.setdefault(info.modality, []).append(probe.replacement)
-        text, order = self._adapter.expand(self._processor, self._render(messages, tools), replacements)
-        token_ids = self._encode(text, sanitize)
+        expanded, order = self._adapter.expand(self._processor, text, replacements)
+        token_ids = self._encode(expanded, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

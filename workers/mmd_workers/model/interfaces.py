@@ -26,6 +26,7 @@ from mmd_workers.model.prompt import (
     MediumLayout,
     ProcessedMedium,
     PromptLayout,
+    RenderedPrompt,
 )
 from mmd_workers.model.tool_calls import Spelling
 
@@ -57,7 +58,16 @@ class Frontend(Protocol):
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
     ) -> PromptLayout:
-        """Lay out a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
+        """Lay out a conversation: `render` it and encode the text."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediumInfo],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> RenderedPrompt:
+        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
         Raises:
             UnsupportedInputError: the model cannot take this modality or size; names the part and the remedy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,14 @@ class PromptLayout:
 
     token_ids: list[int]
     media: list[MediumLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as text, each medium one marker of the template's. `encode`: lays it out."""
+
+    num_characters: int
+    encode: Callable[[], PromptLayout]
 
 
 @dataclass(frozen=True, slots=True)
