@@ -225,7 +225,9 @@ def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
         case "null":
             return "is there without a value; set one, or remove the field"
         case "json_invalid":
-            return "has text that is not valid Unicode, or is nested too deeply; correct the text, or flatten it"
+            return (
+                "has text that is not valid Unicode, or is nested too deeply; correct the text, or flatten it"
+            )
         case "list_type":
             return f"{shown} is not a list; begin each entry with '- '"
         case _:

@@ -28,7 +28,6 @@ KEY_BYTES = 32
 HASH_PREFIX = "sha256:"
 
 
-
 def _refuse_null(value: object) -> object:
     """A field that restricts its tenant, and is there without a value: to take it as omitted would lift the restriction."""
     if value is None:

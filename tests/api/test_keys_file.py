@@ -72,8 +72,14 @@ def test_keys_are_long_and_all_different() -> None:
         ('!!int ""', "not readable as YAML"),
         ('!!float ""', "not readable as YAML"),
         (f"!!bool {KEY}", "not readable as YAML"),
-        (f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: }}]", r"keys\[0\].expires: is there without a"),
-        ("tenants:\n- name: a\n  keys: []\n  models:", r"tenants\[0\].models: is there without a value; set one"),
+        (
+            f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: }}]",
+            r"keys\[0\].expires: is there without a",
+        ),
+        (
+            "tenants:\n- name: a\n  keys: []\n  models:",
+            r"tenants\[0\].models: is there without a value; set one",
+        ),
         ("tenants:\n- name: a\n  keys: []\n  limits:", r"tenants\[0\].limits: the value is not a mapping"),
         (
             "tenants:\n- name: a\n  keys: []\n  limits: {concurrentRequests: , requestsPerMinute: 1}",
