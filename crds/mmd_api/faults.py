@@ -223,7 +223,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
         case "model_type" | "dict_type" | "model_attributes_type":
             return f"{shown} is not a mapping; write its fields below it, indented"
         case "null":
-            return "is there without a value; set one, or remove the field"
+            return "has no value; set one, or remove the field"
         case "json_invalid":
             return (
                 "has text that is not valid Unicode, or is nested too deeply; correct the text, or flatten it"

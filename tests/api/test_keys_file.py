@@ -74,20 +74,20 @@ def test_keys_are_long_and_all_different() -> None:
         (f"!!bool {KEY}", "not readable as YAML"),
         (
             f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: }}]",
-            r"keys\[0\].expires: is there without a",
+            r"keys\[0\].expires: has no value",
         ),
         (
             "tenants:\n- name: a\n  keys: []\n  models:",
-            r"tenants\[0\].models: is there without a value; set one",
+            r"tenants\[0\].models: has no value; set one",
         ),
         ("tenants:\n- name: a\n  keys: []\n  limits:", r"tenants\[0\].limits: the value is not a mapping"),
         (
             "tenants:\n- name: a\n  keys: []\n  limits: {concurrentRequests: , requestsPerMinute: 1}",
-            "limits.concurrentRequests: is there without a value",
+            "limits.concurrentRequests: has no value",
         ),
         (
             "tenants:\n- name: a\n  keys: []\n  limits: {requestsPerMinute: null}",
-            "limits.requestsPerMinute: is there without a value",
+            "limits.requestsPerMinute: has no value",
         ),
         (
             f"tenants:\n- name: a\n  keys: [{{hash: {HASH}}}, {{hash: {OTHER}}}, {{hash: {HASH}}}]",
