@@ -82,7 +82,16 @@ async def test_a_file_that_stays_empty_is_rejected_and_one_that_was_away_must_be
     assert (found(access).tenant.limits.requests_per_minute, access.fault) == (2, "")
 
 
-@pytest.mark.parametrize("value", ['!!int ""', '!!float ""', f"!!bool {OTHER}", "[" * 5000, '"\\ud800"'])
+BROKEN = {
+    "no integer": '!!int ""',
+    "no number": '!!float ""',
+    "no truth value": f"!!bool {OTHER}",
+    "deep": "[" * 5000,
+    "half a character": '"\\ud800"',
+}
+
+
+@pytest.mark.parametrize("value", BROKEN.values(), ids=list(BROKEN))
 async def test_no_content_of_the_file_ends_the_gateway(
     value: str, access: Access, file: Path, keys: LiveKeys
 ) -> None:
