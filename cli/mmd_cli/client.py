@@ -59,11 +59,15 @@ class Client:
     """One gateway, one model."""
 
     def __init__(self, url: str, timeout_seconds: float = 600.0) -> None:
-        """The API key is that of the environment variable MMD_API_KEY: an option would show in the list of processes."""
+        """The API key is that of the environment variable MMD_API_KEY: an option would show in the list of processes.
+
+        Raises:
+            AskError: the variable has something that is no API key.
+        """
         self.url = url
         self._openai = openai.OpenAI(
             base_url=f"{url}/v1",
-            api_key=os.environ.get(API_KEY) or "none",
+            api_key=_api_key() or "none",
             timeout=timeout_seconds,
             max_retries=0,
         )
@@ -71,14 +75,23 @@ class Client:
 
     @property
     def model(self) -> str:
-        """The name of the model that is served."""
+        """The name of the model that is served.
+
+        Raises:
+            AskError: none is, to this API key, or no gateway responded.
+        """
         if not self._model:
             try:
-                self._model = self._openai.models.list().data[0].id
+                served = self._openai.models.list().data
             except openai.AuthenticationError as error:
                 raise AskError(f"{error.message}; set {API_KEY} to an API key of this gateway") from error
             except openai.OpenAIError as error:
                 raise AskError(f"no gateway responded at {self.url}: {error}") from error
+            if not served:
+                raise AskError(
+                    f"the API key in {API_KEY} allows no model that is served at {self.url}; use another key, or have its tenant's models changed"
+                )
+            self._model = served[0].id
         return self._model
 
     def stream(
@@ -121,6 +134,20 @@ class Client:
         for _ in self.stream(messages, answer, **options):
             pass
         return answer
+
+
+def _api_key() -> str:
+    """The API key of this process; empty if it has none. Whitespace around it, such as the end of a line of a file, is no part of it.
+
+    Raises:
+        AskError: it cannot be sent.
+    """
+    key = os.environ.get(API_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise AskError(
+            f"{API_KEY} has spaces or characters that no API key has; set it to the key as it was printed"
+        )
+    return key
 
 
 def timeline(admin_url: str, request_id: str) -> dict[str, Any]:

@@ -222,6 +222,12 @@ def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
             return f"{shown} is not a time with a time zone; write it as 2027-06-30T00:00:00Z"
         case "model_type" | "dict_type" | "model_attributes_type":
             return f"{shown} is not a mapping; write its fields below it, indented"
+        case "null":
+            return "has no value; set one, or remove the field"
+        case "json_invalid":
+            return (
+                "has text that is not valid Unicode, or is nested too deeply; correct the text, or flatten it"
+            )
         case "list_type":
             return f"{shown} is not a list; begin each entry with '- '"
         case _:

@@ -1,7 +1,8 @@
 """Tenants and their API keys: the file `keys.yaml` of the Secret that `spec.gateway.auth` names, and how keys are made and hashed.
 
 The file has hashes, never keys. A key is 256 random bits, which nobody can guess from a hash, so one SHA-256 without a salt is enough.
-Independent of the gateway. No message quotes a value of the file: it might be a key that someone has put there by mistake.
+Independent of the gateway. No message quotes a value of the file, which might be a key that someone has put there by mistake, except the
+names of tenants, once they are known to be names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AwareDatetime, Field
+from pydantic import AfterValidator, AwareDatetime, Field
+from pydantic_core import PydanticCustomError
 
 from mmd_api.base import ApiModel
 from mmd_api.faults import InvalidDeploymentError, parse
@@ -25,6 +27,16 @@ KEY_PREFIX = "mmd-"
 KEY_BYTES = 32
 HASH_PREFIX = "sha256:"
 
+
+def _refuse_null(value: object) -> object:
+    """A field that restricts its tenant, and is there without a value: to take it as omitted would lift the restriction."""
+    if value is None:
+        raise PydanticCustomError("null", "null")
+    return value
+
+
+_NotNull = AfterValidator(_refuse_null)
+
 TenantName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
 
@@ -33,16 +45,16 @@ class ApiKey(ApiModel):
 
     hash: Annotated[str, Field(max_length=71, pattern=r"^sha256:[0-9a-f]{64}$")]
     """`sha256:` and the SHA-256 of the whole key in hexadecimal."""
-    expires: AwareDatetime | None = None
+    expires: Annotated[AwareDatetime | None, _NotNull] = None
     """From when it is invalid; with a time zone, such as 2027-06-30T00:00:00Z."""
 
 
 class TenantLimits(ApiModel):
     """Limits of a tenant, over all gateways of the deployment."""
 
-    concurrent_requests: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    concurrent_requests: Annotated[Annotated[int, Field(ge=1, le=100_000)] | None, _NotNull] = None
     """Maximum number of requests in flight."""
-    requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    requests_per_minute: Annotated[Annotated[int, Field(ge=1, le=10_000_000)] | None, _NotNull] = None
     """Maximum number of requests in any minute."""
 
 
@@ -53,9 +65,10 @@ class Tenant(ApiModel):
     """Name in metrics and timelines."""
     keys: Annotated[list[ApiKey], Field(max_length=64)]
     """API keys, each of which stands for the tenant. To rotate, add one, have clients use it, and remove the old one."""
-    models: (
-        Annotated[list[Annotated[str, Field(max_length=512)]], Field(min_length=1, max_length=64)] | None
-    ) = None
+    models: Annotated[
+        Annotated[list[Annotated[str, Field(max_length=512)]], Field(min_length=1, max_length=64)] | None,
+        _NotNull,
+    ] = None
     """Names of the models and adapters that the tenant may use; omitted: all."""
     limits: TenantLimits = TenantLimits()
     """Limits of the tenant."""
@@ -66,7 +79,7 @@ class _KeysFile(ApiModel):
 
 
 class InvalidKeysError(ValueError):
-    """A file of keys cannot be used; the message names fields and lines and quotes no value."""
+    """A file of keys cannot be used; the message names fields, lines and tenants, and quotes no other value."""
 
 
 class _Loader(UniqueKeyLoader):
@@ -93,7 +106,9 @@ def parse_tenants(text: str) -> tuple[Tenant, ...]:
         raise InvalidKeysError(
             f"{where}invalid YAML, a key twice in a mapping, or an alias; fix it"
         ) from None
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except RecursionError:
+        raise InvalidKeysError("is nested too deeply; flatten it") from None
+    except Exception:  # noqa: BLE001 - a tag whose value is no such thing, which PyYAML's constructors raise anything for
         raise InvalidKeysError("is not readable as YAML; fix it") from None
     try:
         tenants = parse(_KeysFile, data, secret=True).tenants
@@ -105,16 +120,23 @@ def parse_tenants(text: str) -> tuple[Tenant, ...]:
 
 def _refuse_duplicates(tenants: Iterable[Tenant]) -> None:
     names: set[str] = set()
-    owners: dict[str, str] = {}
+    owners: dict[str, tuple[str, int]] = {}
     for tenant in tenants:
         if tenant.name in names:
             raise InvalidKeysError(f"tenant {tenant.name} is listed twice; list all its keys in one entry")
         names.add(tenant.name)
         for number, key in enumerate(tenant.keys):
-            if (owner := owners.setdefault(key.hash, tenant.name)) != tenant.name:
+            present = (tenant.name, number)
+            owner, first = owners.setdefault(key.hash, present)
+            if (owner, first) == present:
+                continue
+            if owner == tenant.name:
                 raise InvalidKeysError(
-                    f"keys[{number}] of tenant {tenant.name} is also a key of tenant {owner}; remove it from one of them"
+                    f"keys[{first}] and keys[{number}] of tenant {owner} are the same; remove one of them"
                 )
+            raise InvalidKeysError(
+                f"keys[{number}] of tenant {tenant.name} is also a key of tenant {owner}; remove it from one of them"
+            )
 
 
 def new_key() -> str:

@@ -43,7 +43,9 @@ class ApiKeys:
             self._secret, self._problems = "", []
             return []
         secret = spec.gateway.auth.keys_secret
-        if secret == self._secret and now < self._due:
+        if secret != self._secret:
+            self._secret, self._due, self._problems = secret, now, []  # those of another Secret end with it
+        if now < self._due:
             return self._problems
         try:
             self._problems = await self._of_secret(secret) or await self._of_gateways(secret, observed)
@@ -58,7 +60,6 @@ class ApiKeys:
                 error,
             )
             return self._problems
-        self._secret = secret
         self._due = now + (CHECK_BAD_SECONDS if self._problems else CHECK_SECONDS)
         return self._problems
 
@@ -70,10 +71,13 @@ class ApiKeys:
         return [keys_secret_incomplete(name)] if lacking else []
 
     async def _of_gateways(self, secret: str, observed: Observed) -> list[Problem]:
+        """A gateway that was made before `secret` was named follows another one."""
         asked = [pod for pod in observed.pods_of("gateway") if pod.address and not pod.deleting]
         faults = await asyncio.gather(*(self._fault(pod) for pod in asked))
         return [
-            keys_rejected(secret, pod.name, fault) for pod, fault in zip(asked, faults, strict=True) if fault
+            keys_rejected(pod.keys_secret or secret, pod.name, fault)
+            for pod, fault in zip(asked, faults, strict=True)
+            if fault
         ]
 
     async def _fault(self, pod: PodView) -> str:

@@ -22,6 +22,7 @@ from mmd_operator.resources.naming import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     INPUTS_ANNOTATION,
+    KEYS_VOLUME,
     REVISION_LABEL,
     container_name,
 )
@@ -136,6 +137,7 @@ class PodView:
     image_id: str | None = None  # of its own container, by digest; not of one that was injected
     report_port: int = ADMIN_PORT  # where it answers about its load
     gpus: int = 0  # its own, which its template may no longer have
+    keys_secret: str | None = None  # with the API keys that it follows, which its template may no longer name
     group_rank: int | None = None  # place in its group of pods; None: it is in none
 
     @property
@@ -310,6 +312,7 @@ def pod_of(body: Body) -> PodView:
         image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
         report_port=_report_port(body),
         gpus=_gpus(body),
+        keys_secret=_keys_secret(body),
         group_rank=int(labels[WORKER_INDEX_LABEL]) if WORKER_INDEX_LABEL in labels else None,
     )
 
@@ -319,6 +322,12 @@ def _report_port(pod: Body) -> int:
     container: Body = next(iter(pod.get("spec", {}).get("containers", ())), {})
     ports = {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
     return ports.get(ADMIN_PORT_NAME) or ports.get("http") or ADMIN_PORT
+
+
+def _keys_secret(pod: Body) -> str | None:
+    volumes = pod.get("spec", {}).get("volumes", ())
+    names = (volume["secret"].get("secretName") for volume in volumes if volume.get("name") == KEYS_VOLUME)
+    return next(names, None)
 
 
 def unix_seconds(time: str | None) -> float | None:

@@ -66,7 +66,33 @@ def test_keys_are_long_and_all_different() -> None:
         (f"a: &{KEY} 1\nb: *{KEY}", "line 2: invalid YAML, a key twice in a mapping, or an alias"),
         (f"{KEY}: 1\n{KEY}: 2", "line 2: invalid YAML, a key twice"),
         (f"{KEY}: \0", "not readable as YAML"),
-        ("[" * 5000, "not readable as YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ("tenants: " + "[" * 250 + "]" * 250, "nested too deeply"),
+        (f'tenants: ["{KEY}\\ud800"]', "not valid Unicode"),
+        ('!!int ""', "not readable as YAML"),
+        ('!!float ""', "not readable as YAML"),
+        (f"!!bool {KEY}", "not readable as YAML"),
+        (
+            f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: }}]",
+            r"keys\[0\].expires: has no value",
+        ),
+        (
+            "tenants:\n- name: a\n  keys: []\n  models:",
+            r"tenants\[0\].models: has no value; set one",
+        ),
+        ("tenants:\n- name: a\n  keys: []\n  limits:", r"tenants\[0\].limits: the value is not a mapping"),
+        (
+            "tenants:\n- name: a\n  keys: []\n  limits: {concurrentRequests: , requestsPerMinute: 1}",
+            "limits.concurrentRequests: has no value",
+        ),
+        (
+            "tenants:\n- name: a\n  keys: []\n  limits: {requestsPerMinute: null}",
+            "limits.requestsPerMinute: has no value",
+        ),
+        (
+            f"tenants:\n- name: a\n  keys: [{{hash: {HASH}}}, {{hash: {OTHER}}}, {{hash: {HASH}}}]",
+            r"keys\[0\] and keys\[2\] of tenant a are the same",
+        ),
         (f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: 2027-06-30}}]", "time with a time zone"),
         (
             f"tenants:\n- name: a\n  keys: [{{hash: {HASH}, expires: 2027-06-30T00:00:00}}]",

@@ -15,8 +15,10 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError, RateLimitError
 
 from mmd_api.tenants import hash_of, new_key
+from mmd_cli.client import API_KEY, AskError, Client
 from tests.support.waiting import until
 
+from .endless import assert_read_within_bounds
 from .running import Launch, Running
 from .scripted import ScriptedWorker, answer_well
 
@@ -78,12 +80,14 @@ async def status(gateway: Running, *headers: tuple[str, str | bytes], path: str 
     return await raw_status(gateway, "GET", path, *headers)
 
 
-async def raw_status(gateway: Running, method: str, path: str, *headers: tuple[str, str | bytes]) -> int:
-    """Over a socket: HTTP clients correct or refuse what a hostile one sends."""
+async def raw_status(
+    gateway: Running, method: str, path: str, *headers: tuple[str, str | bytes], url: str = ""
+) -> int:
+    """At `url`, or the port for clients. Over a socket: HTTP clients correct or refuse what a hostile one sends."""
     lines = [f"{method} {path} HTTP/1.1".encode(), b"host: 127.0.0.1", b"connection: close"]
     for name, value in headers:
         lines.append(name.encode() + b": " + (value.encode() if isinstance(value, str) else value))
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url or gateway.url).port)
     writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
     answer = await asyncio.wait_for(reader.readline(), 30)
     writer.close()
@@ -92,8 +96,10 @@ async def raw_status(gateway: Running, method: str, path: str, *headers: tuple[s
 
 async def test_no_path_of_the_api_answers_without_a_key(launch: Launch, file: Path) -> None:
     gateway = await with_key(launch, file, new_key())
+    admin = str(gateway.admin.base_url)
     for method, path in GUARDED:
         assert await raw_status(gateway, method, path) == 401, (method, path)
+        assert await raw_status(gateway, method, path, url=admin) == 401, (method, path)
     refused = await gateway.http.post("/v1/chat/completions", json=BODY)
     assert refused.headers["www-authenticate"] == 'Bearer realm="mmd"'
     error = refused.json()["error"]
@@ -158,21 +164,38 @@ async def test_anthropics_client_gets_its_own_errors_about_keys_and_limits(
     assert nowhere.json()["type"] == "error"
 
 
-async def test_health_and_the_page_need_no_key_and_the_admin_port_is_as_before(
+async def test_health_the_page_and_what_is_for_those_who_run_the_deployment_need_no_key(
     launch: Launch, file: Path
 ) -> None:
     gateway = await with_key(launch, file, new_key())
     await gateway.worker()
     for path in OPEN:
         assert (await gateway.http.get(path)).status_code == 200, path
-    assert (await gateway.admin.get("/v1/models")).status_code == 200
+    for path in (*OPEN, "/metrics", "/demand", "/debug/state", "/debug/targets", "/debug/requests"):
+        assert (await gateway.admin.get(path)).status_code == 200, path
+    assert (await gateway.admin.get("/debug/requests/unknown")).status_code == 404
     assert (await gateway.admin.get("/debug/state")).json()["auth"] == {
         "enabled": True,
         "tenants": 1,
         "fault": "",
     }
     assert "data-key" in (await gateway.http.get("/")).text
-    assert "data-key" not in (await gateway.admin.get("/")).text
+    assert "data-key" in (await gateway.admin.get("/")).text
+
+
+async def test_the_admin_port_serves_a_tenant_with_its_key(launch: Launch, file: Path) -> None:
+    key = new_key()
+    gateway = await with_key(
+        launch, file, key, of={"models": ["small"]}, model={"servedName": ["large", "small"]}
+    )
+    await gateway.worker()
+    path, headers = "/v1/chat/completions", bearer(key)
+    refused = await gateway.admin.post(path, json={**BODY, "model": "small"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    for model, status_code in (("small", 200), ("large", 404)):
+        answer = await gateway.admin.post(path, json={**BODY, "model": model}, headers=headers)
+        assert answer.status_code == status_code
+    assert (await gateway.admin.get("/debug/requests")).json()["requests"][0]["tenant"] == "search"
 
 
 async def test_without_the_setting_everybody_is_served_and_the_state_shows_it(launch: Launch) -> None:
@@ -266,6 +289,18 @@ async def test_a_client_without_a_key_is_refused_before_its_body_is_read(launch:
     assert await raw_status(gateway, "POST", path, *sizes) == 401
     assert await raw_status(gateway, "POST", path, *sizes, ("expect", "100-continue")) == 401
     assert await raw_status(gateway, "POST", path, ("transfer-encoding", "chunked")) == 401
+
+
+async def test_a_client_without_a_key_or_over_its_limit_cannot_send_without_end(
+    launch: Launch, file: Path
+) -> None:
+    key = new_key()
+    gateway = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 1}})
+    path = "/v1/chat/completions"
+    await assert_read_within_bounds(gateway, "POST", path, 401)
+    asked = await gateway.http.post(path, json={}, headers=bearer(key))
+    assert asked.status_code == 400
+    await assert_read_within_bounds(gateway, "POST", path, 429, f"x-api-key: {key}")
 
 
 async def test_an_expired_key_is_refused_with_its_reason(launch: Launch, file: Path) -> None:
@@ -498,6 +533,22 @@ async def test_a_tenant_has_as_many_requests_in_flight_as_it_may_and_others_are_
     assert answer.status_code == 200, "what has ended makes room"
 
 
+async def test_a_tenant_over_its_limit_pushes_no_request_out_of_the_recent_ones(
+    launch: Launch, file: Path
+) -> None:
+    key = new_key()
+    gateway = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 1}})
+    await gateway.worker()
+    path = "/v1/chat/completions"
+    answered = await gateway.http.post(path, json=BODY, headers=bearer(key))
+    refused = await gateway.http.post(path, json=BODY, headers=bearer(key))
+    assert refused.status_code == 429
+    recent = (await gateway.admin.get("/debug/requests")).json()["requests"]
+    assert [one["request_id"] for one in recent] == [answered.json()["id"]]
+    metrics = (await gateway.admin.get("/metrics")).text
+    assert 'mmd_tenant_requests_total{status="429",tenant="search"} 1.0' in metrics
+
+
 async def test_a_tenant_has_as_many_requests_in_a_minute_as_it_may(launch: Launch, file: Path) -> None:
     key = new_key()
     gateway = await with_key(
@@ -575,3 +626,39 @@ async def test_neither_keys_nor_hashes_appear_in_answers_logs_metrics_or_state(
     for secret in (key, wrong):
         assert secret not in shown
         assert hash_of(secret).removeprefix("sha256:") not in shown
+
+
+async def asked_by_mmd_chat(gateway: Running, monkeypatch: pytest.MonkeyPatch, key: str) -> str:
+    """The answer that `mmd chat` prints with this MMD_API_KEY."""
+    monkeypatch.setenv(API_KEY, key)
+
+    def ask() -> str:
+        return Client(gateway.url).ask(BODY["messages"], temperature=0).text
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_mmd_chat_uses_a_key_as_a_shell_reads_it_from_a_file(
+    launch: Launch, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key()
+    gateway = await with_key(launch, file, key)
+    await gateway.worker("the red circle")
+    assert await asked_by_mmd_chat(gateway, monkeypatch, f"{key}\r\n") == "the red circle"
+    with pytest.raises(AskError, match="set MMD_API_KEY to an API key"):
+        await asked_by_mmd_chat(gateway, monkeypatch, "")
+    for broken in (f"{key}é", f"{key}\n{key}", f"Bearer {key}"):
+        with pytest.raises(
+            AskError, match="MMD_API_KEY has spaces or characters that no API key has"
+        ) as error:
+            await asked_by_mmd_chat(gateway, monkeypatch, broken)
+        assert key not in str(error.value)
+
+
+async def test_mmd_chat_reports_a_key_that_allows_no_model(
+    launch: Launch, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key()
+    gateway = await with_key(launch, file, key, of={"models": ["another"]})
+    with pytest.raises(AskError, match="allows no model that is served"):
+        await asked_by_mmd_chat(gateway, monkeypatch, key)

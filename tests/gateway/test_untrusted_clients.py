@@ -32,8 +32,10 @@ from mmd_workers.gateway.messages_request import parse_messages_request
 from mmd_workers.gateway.responses_request import parse_responses_request
 from mmd_workers.media.fetch import fetch
 from mmd_workers.observe import server as server_module
+from mmd_workers.observe import unread
 from tests.support.memory import peak_bytes
 
+from .endless import assert_read_within_bounds, opened
 from .running import Launch, Running
 from .scripted import ScriptedWorker
 
@@ -121,9 +123,7 @@ def arriving(data: bytes, chunk_bytes: int = 65_536) -> Callable[[], Awaitable[d
 
 
 @pytest.mark.parametrize("kind", WIDE)
-async def test_a_wide_body_is_refused_when_its_limit_is_passed_not_when_it_is_complete(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_wide_body_is_refused_when_its_limit_is_passed_not_when_it_is_complete(kind: str) -> None:
     data, taken, headers = wide(kind, 16 * MEBIBYTE), 0, Headers({"content-type": "application/json"})
     receive = arriving(data)
 
@@ -133,7 +133,6 @@ async def test_a_wide_body_is_refused_when_its_limit_is_passed_not_when_it_is_co
         taken += len(message["body"])
         return message
 
-    monkeypatch.setattr(body_module, "DISCARD_BYTES", 0)
     hold = MediaHold(1 << 40)
     with pytest.raises(
         InvalidJsonError, match="more than 65536 strings, brackets, commas and colons"
@@ -620,3 +619,35 @@ async def test_a_file_that_never_ends_costs_no_more_than_the_deadline(launch: La
         answer = await gateway.http.post("/v1/chat/completions", json=with_videos(url, 1))
     assert answer.status_code == 504, answer.text
     assert "requestTimeoutSeconds" in answer.json()["error"]["message"]
+
+
+UNREAD = {
+    "an unknown path": ("POST", "/unknown", 404),
+    "an unknown method": ("PUT", "/v1/chat/completions", 405),
+    "a path that takes no body": ("GET", "/health", 200),
+    "another type of body": ("POST", "/v1/chat/completions", 415),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "status"), UNREAD.values(), ids=list(UNREAD))
+async def test_a_body_that_no_answer_waits_for_is_not_read_without_limit(
+    launch: Launch, method: str, path: str, status: int
+) -> None:
+    gateway = await launch()
+    await assert_read_within_bounds(gateway, method, path, status)
+
+
+async def test_an_answer_before_the_end_of_a_body_arrives_at_once_and_a_short_body_ends_with_it(
+    launch: Launch,
+) -> None:
+    gateway = await launch()
+    reader, writer = await opened(gateway)
+    writer.write(b"POST /unknown HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 4\r\n\r\nab")
+    began = time.monotonic()
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    assert b" 404 " in head
+    assert time.monotonic() - began < unread.DISCARD_SECONDS, "it does not wait for the rest"
+    writer.write(b"cd")
+    await asyncio.wait_for(reader.read(), 30)
+    assert time.monotonic() - began < unread.DISCARD_SECONDS, "the connection ends with the body"
+    writer.close()

@@ -42,7 +42,8 @@ class LiveFile(ABC):
         except OSError as error:
             self._unreadable(error)
             return
-        if text == self._text:
+        settled = self._is_settled(text)
+        if text == self._text or not settled:
             return
         self._text = text
         try:
@@ -53,6 +54,10 @@ class LiveFile(ABC):
             self._rejected(" ".join(str(error).split())[:MAX_REASON_CHARACTERS])
             return
         self._accepted()
+
+    def _is_settled(self, text: str) -> bool:
+        """Whether what has been read, at every check, may be taken now; if not, the next check may bring more."""
+        return True
 
     @abstractmethod
     async def _take(self, text: str) -> None:

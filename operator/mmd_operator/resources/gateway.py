@@ -11,6 +11,7 @@ from mmd_operator.resources.naming import (
     ADMIN_PORT,
     BUILT_ANNOTATION,
     GATEWAY_PORT,
+    KEYS_VOLUME,
     Manifest,
     RevisionScope,
     template_digest,
@@ -67,6 +68,6 @@ def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
     """Mount the file of API keys, which follows its Secret. It is not optional: a gateway starts only where the Secret exists, and keeps
     the file that it has if the Secret is deleted."""
     items = [{"key": KEYS_FILE, "path": KEYS_FILE}]
-    pod["volumes"].append({"name": "keys", "secret": {"secretName": auth.keys_secret, "items": items}})
-    container["volumeMounts"].append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    pod["volumes"].append({"name": KEYS_VOLUME, "secret": {"secretName": auth.keys_secret, "items": items}})
+    container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_FOLDER, "readOnly": True})
     container["env"].append({"name": env.KEYS_FILE, "value": f"{KEYS_FOLDER}/{KEYS_FILE}"})

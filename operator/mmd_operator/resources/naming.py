@@ -38,6 +38,10 @@ NATS_PORT = 4222
 NATS_MONITOR_PORT = 8222
 
 
+KEYS_VOLUME = "keys"
+"""The volume of a gateway with the Secret of its API keys."""
+
+
 def container_name(component: str) -> str:
     """Name of the container of a gateway or a worker, beside which a cluster may inject others."""
     return "gateway" if component == "gateway" else "worker"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
-from mmd_api.tenants import MAX_FILE_BYTES, Tenant, digest, digest_of, parse_tenants
+from mmd_api.tenants import MAX_FILE_BYTES, InvalidKeysError, Tenant, digest, digest_of, parse_tenants
 from mmd_workers.gateway.limits import TenantUsage
 from mmd_workers.live import LiveFile
 from mmd_workers.observe.metrics import Metrics
@@ -51,6 +51,7 @@ class Access:
     def __init__(self, metrics: Metrics, gateways: Callable[[], int] = lambda: 1) -> None:
         self._metrics, self._gateways = metrics, gateways
         self._known: dict[str, KnownTenant] = {}
+        self._removed: dict[str, KnownTenant] = {}  # those whose requests still count, should they come back
         self._by_digest: Mapping[bytes, tuple[KnownTenant, datetime | None]] | None = None
         self.fault = "not read yet"
         metrics.keys_rejected.set(0)
@@ -61,14 +62,24 @@ class Access:
         return f"no valid API keys: {self.fault}" if self._by_digest is None else ""
 
     def take(self, tenants: Iterable[Tenant]) -> None:
-        """Put tenants and their keys in force, all at once; requests in flight go on."""
+        """Put tenants and their keys in force, all at once; requests in flight go on.
+
+        A tenant that is removed and comes back finds its requests of the last minute, and those in flight, still counted.
+        """
+        remembered = self._removed | self._known
         known_now, by_digest = {}, dict[bytes, tuple[KnownTenant, datetime | None]]()
         for tenant in tenants:
-            known = known_now[tenant.name] = self._known.get(tenant.name) or KnownTenant(tenant)
+            known = known_now[tenant.name] = remembered.get(tenant.name) or KnownTenant(tenant)
             known.tenant = tenant
             by_digest |= {digest_of(key): (known, key.expires) for key in tenant.keys}
         for gone in self._known.keys() - known_now.keys():
             self._metrics.tenant_requests.remove_by_labels({"tenant": gone})
+        now = time.monotonic()
+        self._removed = {
+            name: known
+            for name, known in remembered.items()
+            if name not in known_now and known.usage.counts(now)
+        }
         self._known, self._by_digest, self.fault = known_now, by_digest, ""
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> KnownTenant:
@@ -141,15 +152,30 @@ class LiveKeys(LiveFile):
     def __init__(self, file: Path, access: Access, metrics: Metrics) -> None:
         super().__init__(file, MAX_FILE_BYTES)
         self._access, self._metrics = access, metrics
+        self._seen: str | None = None  # at the last check; None: this is the first
+
+    def _is_settled(self, text: str) -> bool:
+        """A file that is being written in place may be valid, with fewer restrictions, before it is complete.
+
+        So it must be the same at two checks, except at the start, where nothing is in force that it could replace.
+        """
+        seen, self._seen = self._seen, text
+        return seen is None or text == seen
 
     async def _take(self, text: str) -> None:
-        tenants = await asyncio.to_thread(parse_tenants, text)
+        try:
+            tenants = await asyncio.to_thread(parse_tenants, text)
+        except InvalidKeysError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a file must not end the gateway, and the error may quote it
+            raise InvalidKeysError(f"cannot be read ({type(error).__name__}); check it") from None
         self._access.take(tenants)
         keys = sum(len(tenant.keys) for tenant in tenants)
         _log.info("API keys in force: %d of %d tenants, from %s", keys, len(tenants), self._file)
 
     def _unreadable(self, error: OSError) -> None:
         self._text = None  # what comes next is new, even if it is what was there before
+        self._seen = ""
         self._rejected(error.strerror or type(error).__name__)
 
     def _rejected(self, reason: str) -> None:

@@ -18,7 +18,7 @@ from mmd_api.contract.load import MAX_FAULT_CHARACTERS, WorkerState
 from mmd_api.contract.pools import ROLES
 from mmd_workers.gateway import page
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.app import FOR_CLIENTS, api_routes, application, health_routes
+from mmd_workers.gateway.app import FOR_CLIENTS, application, health_routes
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.observe.server import scraped
 from mmd_workers.wire.messages import Heartbeat
@@ -29,14 +29,17 @@ MAX_LIMIT_DIGITS = 9
 
 
 def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
-    """What clients may reach, and what is for those who run the deployment; `heartbeat`: the gateway's state."""
+    """What clients may reach, with their keys where they need them, and what is for those who run the deployment.
+
+    `heartbeat`: the gateway's state.
+    """
+    asks_for_key = gateway.access is not None
     return application(
         gateway,
         [
-            *api_routes(gateway),
             *health_routes(gateway),
             *_admin_routes(gateway, heartbeat),
-            *page.routes(lambda: gateway.web_page, admin=True),
+            *page.routes(lambda: gateway.web_page, admin=True, asks_for_key=asks_for_key),
         ],
         f"{FOR_CLIENTS}, {paths.METRICS}, {paths.GATEWAY_DEMAND}, "
         f"{paths.GATEWAY_REQUESTS}, {paths.GATEWAY_STATE}",

@@ -29,25 +29,23 @@ FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/me
 
 
 def build_app(gateway: Gateway) -> Starlette:
-    """What clients may reach: the API, health, the page. Unknown paths and methods get errors in the API's shape too.
+    """What clients may reach: the API, health, the page. Unknown paths and methods get errors in the API's shape too."""
+    asks_for_key = gateway.access is not None
+    is_open = [
+        *health_routes(gateway),
+        *page.routes(lambda: gateway.web_page, asks_for_key=asks_for_key),
+    ]
+    return application(gateway, is_open, FOR_CLIENTS)
+
+
+def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starlette:
+    """The API and these routes; any other path or method gets an error that names the `known` ones.
 
     Where API keys are needed, whatever is not listed here as open needs one, unknown paths included.
     """
-    is_open = [
-        *health_routes(gateway),
-        *page.routes(lambda: gateway.web_page, asks_for_key=gateway.access is not None),
-    ]
-    middleware = []
+    middleware = [Middleware(_FarewellMiddleware, gateway=gateway)]
     if gateway.access is not None:
-        open_paths = [route.path for route in is_open]
-        middleware.append(Middleware(AuthenticationMiddleware, access=gateway.access, open_paths=open_paths))
-    return application(gateway, [*api_routes(gateway), *is_open], FOR_CLIENTS, middleware)
-
-
-def application(
-    gateway: Gateway, routes: list[Route], known: str, middleware: Sequence[Middleware] = ()
-) -> Starlette:
-    """These routes; any other path or method gets an error that names the `known` ones."""
+        middleware.append(Middleware(AuthenticationMiddleware, access=gateway.access, open_routes=is_open))
 
     async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -57,14 +55,14 @@ def application(
         return JSONResponse(errors.body(fault, ""), errors.status(fault))
 
     return Starlette(
-        middleware=[Middleware(_FarewellMiddleware, gateway=gateway), *middleware],
-        routes=routes,
+        middleware=middleware,
+        routes=[*_api_routes(gateway), *is_open],
         exception_handlers={HTTPException: http_error},
     )
 
 
-def api_routes(gateway: Gateway) -> list[Route]:
-    """The API, which both ports serve; on the one for clients it may need keys."""
+def _api_routes(gateway: Gateway) -> list[Route]:
+    """The API, which both ports serve."""
 
     async def models(request: Request) -> Response:
         names = gateway.names_for(tenant_of(request.scope))

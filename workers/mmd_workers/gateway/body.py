@@ -4,7 +4,6 @@ Independent of fields."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -34,8 +33,6 @@ MAX_WIDE_STRING_BYTES = 16 << 20
 MAX_ESCAPES = 4 << 20  # the parser takes some 50 ms for so many, and nothing else runs meanwhile
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 128 << 10
-DISCARD_BYTES = 32 << 20
-DISCARD_SECONDS = 5.0
 SCAN_BYTES = 4096  # at a time
 SCAN_MARKS = 1024  # after so many, a few milliseconds, other requests have their turn
 JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run; parsing them does not
@@ -189,12 +186,9 @@ async def read_json(
             raise RequestTimeoutError(
                 "the body was incomplete at the request deadline (spec.gateway.requestTimeoutSeconds); send it faster"
             ) from error
-    except ClientGoneError:
-        raise
     except MmdError:
         parts.clear()
         reservation.release()
-        await chunks.discard()
         raise
     large = sum(map(len, parts)) > JOIN_IN_THREAD_BYTES
     body = await asyncio.to_thread(b"".join, parts) if large else b"".join(parts)
@@ -238,14 +232,6 @@ class _Chunks:
         data = bytes(message.get("body", b""))
         self._size += len(data)
         return data
-
-    async def discard(self) -> None:
-        """Read on for a while: most clients send everything before they read, and a connection closed now would hide the answer."""
-        left = DISCARD_BYTES
-        with contextlib.suppress(TimeoutError, RequestTimeoutError):
-            async with asyncio.timeout(DISCARD_SECONDS):
-                while left > 0 and not self.ended:
-                    left -= len(await self.next())
 
 
 async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation, parts: list[bytes]) -> None:

@@ -81,10 +81,10 @@ class Endpoint(ABC, Generic[_Body]):
         exchange.notes |= dict.fromkeys(self.id_headers, request_id)
         exchange.notes["x-mmd-gateway"] = gateway.pod
         reservation = gateway.hold.reservation()
-        if self.counts:
-            gateway.dispatcher.timelines.open(timeline)
         try:
             with request_context(request_id, root.trace_id), gateway.admit(tenant):
+                if self.counts:
+                    gateway.dispatcher.timelines.open(timeline)
                 try:
                     body = await read_json(
                         exchange.headers,

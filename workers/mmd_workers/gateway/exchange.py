@@ -98,7 +98,5 @@ class Exchange:
         headers = {}
         if error.retry_after is not None:
             headers["retry-after"] = str(error.retry_after)
-        if error.status in (408, 413):
-            headers["connection"] = "close"  # the rest of the body is not read
         body = json.dumps(self.errors.body(error, self.request_id)).encode()
         await self.reply(self.errors.status(error), body, headers)

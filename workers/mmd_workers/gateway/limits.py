@@ -89,6 +89,10 @@ class TenantUsage:
         self.running += 1
         self._minute.add(now)
 
+    def counts(self, now: float) -> bool:
+        """Whether a request is in flight, or was begun in the last minute."""
+        return self.running > 0 or self._minute.count(now) > 0
+
     def end(self, seconds: float) -> None:
         """Count a request out, which took so long."""
         self.running -= 1

@@ -132,17 +132,23 @@ class Timeline:
 
 
 class Timelines:
-    """The newest `capacity` requests, running ones included; a worker's late report still finds its request."""
+    """The running requests, and the newest that have ended, together `capacity` if so many do not run.
+
+    A worker's late report still finds its request.
+    """
 
     def __init__(self, capacity: int = KEPT_REQUESTS) -> None:
         self._capacity = capacity
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
 
     def open(self, timeline: Timeline) -> None:
-        """Keep a request from now on; the oldest makes room."""
+        """Keep a request from now on; the oldest that has ended makes room."""
         self._timelines[timeline.request_id] = timeline
         while len(self._timelines) > self._capacity:
-            self._timelines.popitem(last=False)
+            ended = next((name for name, kept in self._timelines.items() if kept.finished), None)
+            if ended is None:
+                return
+            del self._timelines[ended]
 
     def get(self, request_id: str) -> Timeline | None:
         """A request by the id in its response header, or the newest that came with this id of the client's own."""

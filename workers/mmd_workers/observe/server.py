@@ -34,6 +34,7 @@ from mmd_api.contract import paths
 from mmd_api.contract.errors import ForbiddenError
 from mmd_workers.memory import host_bytes
 from mmd_workers.observe.metrics import Metrics
+from mmd_workers.observe.unread import UnreadBodyMiddleware
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +340,8 @@ class HttpServer:
         max_connections: Callable[[], int] = most_connections,
         answer_seconds: Callable[[], float] = lambda: ANSWER_SECONDS,
     ) -> None:
-        self._application = _LoopbackGuard(application) if is_loopback(host) else application
+        guarded = _LoopbackGuard(application) if is_loopback(host) else application
+        self._application = UnreadBodyMiddleware(guarded)
         self._address = (host, port)
         self._connections = _Connections(max_connections)
         self._answer_seconds = answer_seconds

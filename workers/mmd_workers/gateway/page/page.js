@@ -436,8 +436,8 @@ async function watchPods() {
         if (!model) await findModel();
         if (!ADMIN && !NEEDS_KEY) return;
         if (ADMIN) await showPods();
-      } catch {
-        byId("pods-note").textContent = "The gateway does not respond; retrying.";
+      } catch (error) {
+        if (error.status !== 401) byId("pods-note").textContent = "The gateway does not respond; retrying.";
       }
     }
     await pause(POLL_PODS_MS);
@@ -447,7 +447,7 @@ async function watchPods() {
 async function showPods() {
   const state = await getJson("debug/state");
   limits = state.limits;
-  byId("access").textContent = state.auth.enabled ? "Clients need an API key; on this port, for those who run the deployment, none is needed." : OPEN_TO_ALL;
+  byId("access").textContent = state.auth.enabled ? "An API key is needed to use the model; anyone who can reach this port sees pods and requests." : OPEN_TO_ALL;
   byId("pods").replaceChildren(...state.pods.map(podRow));
   const more = state.num_pods - state.pods.length;
   const requests = `${state.running} request${state.running === 1 ? "" : "s"} in flight at this gateway.`;
