@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "'function'"),
     "half a call": ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
-    "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "{a}"}][1:]}, "input[0].arguments", "no valid JSON"),
+    "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "a"}][1:]}, "input[0].arguments", "no valid JSON"),
     "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),
     "the output of no call": ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id", "no tool call before"),
     "an image as output": (
