@@ -108,9 +108,10 @@ def served(application: Starlette) -> set[tuple[str, str]]:
 
 def test_the_page_lists_the_routes_that_are_served_and_where() -> None:
     for_clients = documented_routes(PAGE.split("\n## ")[0])
-    assert served(app.build_app(cast(Any, SimpleNamespace(access=None)))) == for_clients
+    gateway = cast(Any, SimpleNamespace(access=None))
+    assert served(app.build_app(gateway)) == for_clients
     besides = documented_routes(section("The admin port"))
-    assert served(admin.build_admin_app(cast(Any, None), cast(Any, None))) == for_clients | besides
+    assert served(admin.build_admin_app(gateway, cast(Any, None))) == for_clients | besides
 
 
 REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
@@ -172,7 +173,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
-        "a schema as JSON, a regular expression, all schemas of tools that an answer must match": [
+        "a schema as JSON, a regular expression, all schemas of tools that an answer must match (none with `auto` without `strict`)": [
             MAX_GRAMMAR_CHARACTERS
         ],
         "choices": [

@@ -46,7 +46,7 @@ def tenant_of(scope: Scope) -> KnownTenant | None:
 
 def _refusal(error: InvalidApiKeyError | KeysUnavailableError, path: str) -> JSONResponse:
     fault, errors = ApiError(error), errors_at(path)
-    headers = {"www-authenticate": 'Bearer realm="mmd"'} if fault.status == 401 else {}
+    headers = {"www-authenticate": CHALLENGE} if fault.status == 401 else {}
     if fault.retry_after is not None:
         headers["retry-after"] = str(fault.retry_after)
     return JSONResponse(errors.body(fault, ""), errors.status(fault), headers)
