@@ -25,6 +25,7 @@ from mmd_workers.engine.masks import FEWEST_IN_PARALLEL, Masks
 from mmd_workers.engine.sampler import Draw, sample
 from mmd_workers.model import grammar as grammar_module
 from mmd_workers.model.grammar import Grammars, load_tokenizer
+from tests.support.composites import CALLS
 from tests.support.engine_oracle import (
     SMALL,
     Outcome,
@@ -60,18 +61,6 @@ TREE = {
             "additionalProperties": False,
         }
     },
-}
-CALLS = {
-    "lark": 'start: <[1]> call (", " call){0,2}\ncall: "f(" @tool ")" | "g(" @word ")"\n',
-    "json_schema": {
-        "tool": {
-            "type": "object",
-            "properties": {"a": {"enum": ["x", 1]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        }
-    },
-    "regex": {"word": "[a-f]{3,8}"},
 }
 GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(SCHEMA)),

@@ -13,6 +13,7 @@ import pytest
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
 from mmd_workers.vllm_engine.requests import RequestBuilder
+from tests.support.composites import CALLS
 
 from . import cores
 
@@ -32,18 +33,6 @@ SCHEMA = {
 }
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
 CHOICE = Grammar("regex", "yes|no|perhaps")
-CALLS = {
-    "lark": 'start: <[1]> call (", " call){0,2}\ncall: "f(" @tool ")" | "g(" @word ")"\n',
-    "json_schema": {
-        "tool": {
-            "type": "object",
-            "properties": {"a": {"enum": ["x", 1]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        }
-    },
-    "regex": {"word": "[a-f]{3,8}"},
-}
 COMPOSITE = Grammar("composite", json.dumps(CALLS))
 MOST = 64
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

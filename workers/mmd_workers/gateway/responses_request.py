@@ -27,6 +27,7 @@ from mmd_workers.gateway.parts import ANSWER_PART_TYPES, AnyPart, TextPart, type
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat, SchemaName
 from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.tools import (
+    BY_CHOICE_KIND,
     CHOICE_TAGS,
     MAX_TOOLS,
     AllowedToolChoice,
@@ -35,7 +36,6 @@ from mmd_workers.gateway.tools import (
     FunctionName,
     FunctionTool,
     Parameters,
-    choice_kind,
 )
 from mmd_workers.gateway.translated import (
     FieldNames,
@@ -251,11 +251,7 @@ class ResponsesRequest(Strict):
             Annotated[Literal["none", "auto", "required"], Tag("word")]
             | Annotated[NamedFunctionChoice, Tag("named")]
             | Annotated[AllowedFunctions, Tag("allowed")],
-            Discriminator(
-                choice_kind,
-                custom_error_type="tool_choice_type",
-                custom_error_message="tool_choice must be none, auto, required or an object",
-            ),
+            BY_CHOICE_KIND,
         ]
         | None
     ) = None

@@ -98,16 +98,17 @@ def choice_kind(value: object) -> str | None:
     return "allowed" if value.get("type") == "allowed_tools" else "named"
 
 
+BY_CHOICE_KIND = Discriminator(
+    choice_kind,
+    custom_error_type="tool_choice_type",
+    custom_error_message="tool_choice must be none, auto, required or an object",
+)
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("named")]
     | Annotated[AllowedToolChoice, Tag("allowed")],
-    Discriminator(
-        choice_kind,
-        custom_error_type="tool_choice_type",
-        custom_error_message="tool_choice must be none, auto, required or an object",
-    ),
+    BY_CHOICE_KIND,
 ]
 CHOICE_TAGS = frozenset({"word", "named", "allowed"})
 
