@@ -165,6 +165,7 @@ EFFECTS: Mapping[str, Effect] = {
     **_pool("decode"),
     "decode.maxSequences": _start("prefill", "decode"),
     "decode.kvBlockTokens": _REVISION,
+    "decode.localPrefillTokens": _live("gateway"),
     "decode.kvCacheMebibytes": _start("decode"),
     "decode.kvCachePercent": _start("decode"),
     "transfer.embedding.chunkKibibytes": _start("prefill"),

@@ -30,7 +30,7 @@ def pod(
     name: str, roles: str = "p", sent: float = NOW, state: str = "ready", revision: str = "r1", **more
 ) -> Heartbeat:
     names = {"e": "encode", "p": "prefill", "d": "decode"}
-    extra = {key: more.pop(key) for key in ("prefix_blocks", "features") if key in more}
+    extra = {key: more.pop(key) for key in ("prefix_blocks", "features", "takes_prompts") if key in more}
     load = PodLoad(
         **{"prefill_tokens_per_second": 1000.0, "kv_block_tokens": 16, "decode_max_sequences": 8, **more}
     )
@@ -254,6 +254,12 @@ def test_a_pool_of_blocks_of_one_token_is_a_pool_that_has_been_reported() -> Non
     assert isinstance(router().route(text(100), pods, NOW), Placement)
 
 
+def test_a_cached_prefix_is_as_long_as_the_named_blocks_whatever_the_size_of_the_pods_own() -> None:
+    a = pod("a", prefix_blocks=["b1"], kv_block_tokens=64)
+    request = text(100, prefix_blocks=("b0", "b1"), block_tokens=32)
+    assert router().estimate_ttft_seconds(request, a, [a]) == pytest.approx((100 - 64) / 1000)
+
+
 @pytest.mark.parametrize(("known", "cached"), [([], 0), (["b0"], 16), (["b3"], 64), (["b3", "b1", "x"], 64)])
 def test_a_cached_prefix_saves_the_time_of_its_tokens(known: list[str], cached: int) -> None:
     a = pod("a", prefix_blocks=known)
@@ -453,6 +459,76 @@ FORGETTING = [
     ("no answer for three seconds", False, [AFTER], 3.5, False),
     ("a pod that is gone", True, [], 0.6, False),
 ]
+
+
+P = pod("p0")
+
+
+def taker(name: str = "t", **more) -> Heartbeat:
+    """A decode pod that computes prompts itself."""
+    return pod(name, "d", takes_prompts=True, **more)
+
+
+CACHED = {"prefix_blocks": ["b3"]}  # 64 tokens
+IDENTITIES = tuple(f"b{number}" for number in range(5))
+
+
+@pytest.mark.parametrize(
+    ("request_", "pods", "expected"),
+    [
+        pytest.param(text(32), [P, taker()], "t", id="a short prompt"),
+        pytest.param(text(33), [P, taker()], "p0", id="a long prompt"),
+        pytest.param(text(32), [P, D], "p0", id="of a pod that does not take prompts"),
+        pytest.param(
+            text(90, prefix_blocks=IDENTITIES), [P, taker("u"), taker(**CACHED)], "t", id="its rest is short"
+        ),
+        pytest.param(text(32, media_end=20), [P, taker()], "p0", id="media that are not cached"),
+        pytest.param(
+            text(90, prefix_blocks=IDENTITIES, media_end=64),
+            [P, taker(**CACHED)],
+            "t",
+            id="media that are cached",
+        ),
+        pytest.param(
+            text(90, prefix_blocks=IDENTITIES, media_end=65),
+            [P, taker(**CACHED)],
+            "p0",
+            id="media cached in part",
+        ),
+        pytest.param(text(32), [P, taker(prefill_waiting_tokens=96)], "t", id="some prompts wait there"),
+        pytest.param(text(32), [P, taker(prefill_waiting_tokens=97)], "p0", id="too many wait there"),
+        pytest.param(text(32), [P, taker(decode_running=7)], "t", id="one place is left"),
+        pytest.param(text(32), [P, taker(decode_running=8)], "p0", id="no place is left"),
+        pytest.param(
+            text(32), [P, taker("u", decode_running=4), taker(decode_running=3)], "t", id="the least busy"
+        ),
+        pytest.param(text(32, avoid=frozenset({"t"})), [P, taker()], "p0", id="a pod that refused it"),
+        pytest.param(
+            text(32), [P, taker(kv_blocks_total=10, kv_blocks_free=0)], "p0", id="no KV block is left"
+        ),
+    ],
+)
+def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
+    request_: RouteRequest, pods: list[Heartbeat], expected: str
+) -> None:
+    routing = router()
+    routing.local_prefill_tokens = 32
+    placement = routing.route(request_, pods, NOW)
+    assert isinstance(placement, Placement)
+    assert placement.prefill_pod == expected
+    assert bool(placement.decode_pods) == (expected == "p0")
+    routing.local_prefill_tokens = 0
+    placement = routing.route(replace(request_, avoid=frozenset()), pods, NOW)
+    assert isinstance(placement, Placement)
+    assert placement.prefill_pod == "p0"
+
+
+def test_short_prompts_of_a_burst_go_to_prefill_pods_when_decode_pods_have_enough() -> None:
+    routing = router()
+    routing.local_prefill_tokens = 32
+    pods = [P, taker(decode_max_sequences=100)]
+    chosen = Counter(routing.route(text(32), pods, NOW).prefill_pod for _ in range(10))
+    assert chosen == {"t": 4, "p0": 6}
 
 
 @pytest.mark.parametrize("skew_seconds", [-3600.0, 0.0, 3600.0])

@@ -109,9 +109,10 @@ async def test_a_request_that_is_placed_again_keeps_its_adapter(launch: Launch) 
 
 
 def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter() -> None:
-    load = PodLoad(kv_block_tokens=16)
-    beat = Heartbeat("p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, load, prefix_blocks=["any"])
+    beat = Heartbeat(
+        "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, PodLoad(), prefix_blocks=["any"]
+    )
     tokens = list(range(64))
-    blocks = [prefix_blocks(tokens, [], adapter, [beat]) for adapter in ("", "sql", "poems")]
+    blocks = [prefix_blocks(tokens, [], adapter, 16, [beat]) for adapter in ("", "sql", "poems")]
     assert [len(found) for found in blocks] == [4, 4, 4]
     assert len({block for found in blocks for block in found}) == 12

@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-import torch
 
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.model.grammar import Grammars
-from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.service import PrefillService
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.native import NativeEngine
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
-from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from tests.support.engine_oracle import generate, llama, make_engine
+
+from .media_model import FIRST, NEW_TOKENS, SECOND, TOKENS, MediaModel, request_of
 
 Connect = Callable[[str], Awaitable[Bus]]
-NEW_TOKENS = 6
-TOKENS = prompt_of(40, 1)  # in blocks of 8
-FIRST, SECOND = (8, 8), (24, 8)  # placeholders: start, length
-
-
-class MediaModel(TextModel):
-    """Media are runs of tokens, and their features what the text model would have embedded there: `generate` stays the oracle."""
-
-    def feature_bytes(self, modality: str, num_tokens: int) -> int:
-        return num_tokens * self.hidden_size * 4
-
-    @torch.inference_mode()
-    def lower(self, token_ids: Any, media: Any = (), output_token_ids: Any = ()) -> Any:
-        prompt = super().lower(token_ids, media, output_token_ids)
-        for number, medium in enumerate(media):
-            ((start, length),) = medium.ranges
-            prompt.embeds[start : start + length] = 0
-            prompt.missing[number] = (start, start + length)
-        return prompt
-
-    def feature(self, start: int, length: int) -> Feature:
-        with torch.inference_mode():
-            return Feature(
-                "image", {"embeddings": self.embed(torch.tensor(TOKENS[start : start + length]))[0]}
-            )
 
 
 class Source:
@@ -114,17 +88,9 @@ class Pod:
         self.runner.taken()
 
     async def serve(self, name: str, max_tokens: int = NEW_TOKENS) -> list[int]:
-        now = time.time()
-        refs = [
-            FeatureRef(f"feature-{start}", "d", "image", 1, length, [[start, length]], {}, {}, 1)
-            for start, length in (FIRST, SECOND)
-        ]
-        request = GenerateRequest(
-            name, 0, "g", TOKENS, refs, Sampling(max_tokens, ignore_eos=True), [], now + 60, now
-        )
         sequence = f"{name}#0"
         self.done[sequence] = asyncio.Event()
-        assert (await self.service._place(request)).accepted
+        assert (await self.service._place(request_of(name, max_tokens))).accepted
         async with asyncio.timeout(25):
             await self.done[sequence].wait()
         return self.tokens[sequence]

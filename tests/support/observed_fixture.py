@@ -27,10 +27,12 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def observed_deployment(path: Path, name: str = "observed", **spec: Any) -> Path:
-    """examples/demo.yaml with promises, so that there is something to keep or to miss, and decoders that are soon full."""
+    """examples/demo.yaml with promises, so that there is something to keep or to miss, and decoders that are soon full and compute short
+    prompts themselves.
+    """
     resource = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
     resource["metadata"]["name"] = name
-    resource["spec"]["decode"]["kvCacheMebibytes"] = 32
+    resource["spec"]["decode"] |= {"kvCacheMebibytes": 32, "localPrefillTokens": 48}
     resource["spec"] |= {"slo": {"ttftMilliseconds": 2000, "itlMilliseconds": 100}, **spec}
     path.write_text(yaml.safe_dump(resource))
     return path

@@ -128,14 +128,14 @@ def test_a_prefix_that_one_adapter_computed_serves_no_other_and_not_the_model(co
 
 def test_routers_know_the_blocks_of_each_adapter_by_names_of_their_own(core, adapted):
     asked, known = adapted.image, set()
-    load = PodLoad(kv_block_tokens=cores.IDENTITY)
     for name in (BASE, *adapted.adapters):
         cores.run(core, asked, asked.by(name))
         reported = core.prefix_blocks(64)
         beat = Heartbeat(
-            "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, load, prefix_blocks=reported
+            "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, PodLoad(), prefix_blocks=reported
         )
-        wanted = prefix_blocks(asked.request.token_ids, asked.request.features, name, [beat])
+        request = asked.request
+        wanted = prefix_blocks(request.token_ids, request.features, name, cores.IDENTITY, [beat])
         assert set(reported) - known == set(reported) & set(wanted)
         assert set(reported) - known
         known |= set(reported)

@@ -145,6 +145,7 @@ class Advertised:
     max_model_len: int | None = None
     prefix_blocks: list[str] | None = None
     features: list[str] | None = None
+    takes_prompts: bool | None = None
 
 
 class Part:

@@ -238,6 +238,7 @@ class Worker:
             max_model_len=advertised.max_model_len or 0,
             prefix_blocks=advertised.prefix_blocks or [],
             features=advertised.features or [],
+            takes_prompts=bool(advertised.takes_prompts),
         )
 
     def _described(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Subjects:
         return f"{self.prefix}.heartbeat.{pod}"
 
     def prefill(self, pod: str) -> str:
-        """Request/reply: gateway places a `GenerateRequest` on a prefill-capable pod."""
+        """Request/reply: gateway places a `GenerateRequest` on a pod that computes its prompt."""
         return f"{self.prefix}.prefill.{pod}"
 
     def embedding(self, pod: str) -> str:
@@ -173,7 +173,7 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
             publish |= {to.encode_work("*", "*"), to.encode_cached("*"), *kv}
             subscribe |= {to.prefill("*"), to.embedding("*"), to.encode_failed("*"), to.encode_wanted("*")}
         if role == "decode":
-            subscribe |= kv
+            subscribe |= {to.prefill("*"), *kv}
     return _permissions(publish, subscribe)
 
 

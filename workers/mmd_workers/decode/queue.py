@@ -19,11 +19,16 @@ class OfferQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ahead_of(self, request_id: str, arrived: float, now: float) -> int:
-        """How many older requests wait here."""
+    def waiting(self, now: float) -> int:
+        """How many requests wait here."""
         self._waiting = {
             name: entry for name, entry in self._waiting.items() if now - entry[1] < REPEAT_SECONDS
         }
+        return len(self._waiting)
+
+    def ahead_of(self, request_id: str, arrived: float, now: float) -> int:
+        """How many older requests wait here."""
+        self.waiting(now)
         return sum((entry[0], name) < (arrived, request_id) for name, entry in self._waiting.items())
 
     def join(self, request_id: str, arrived: float, now: float) -> None:

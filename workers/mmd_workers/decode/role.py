@@ -1,11 +1,12 @@
-"""The decode role of a pod that takes sequences over from prefill pods. Where it holds the prefill role itself, its sequences simply
-stay in the engine, and there is nothing to do here.
+"""The decode role of a pod that takes sequences over from prefill pods, and computes short prompts itself. Where it holds the prefill role,
+its sequences simply stay in the engine, and there is nothing to do here.
 """
 
 from __future__ import annotations
 
+from mmd_workers.decode.prompts import PromptService
 from mmd_workers.decode.service import DecodeService
-from mmd_workers.pod import Part, Pod
+from mmd_workers.pod import Advertised, Part, Pod
 from mmd_workers.sequences.engine import EngineHost
 from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.running import Sequences
@@ -13,7 +14,7 @@ from mmd_workers.wire.peers import PeerEvent
 
 
 class DecodeRole(Part):
-    """Owns the receiving side of handovers; attached sequences are those of `Sequences`."""
+    """Owns the receiving side of handovers, and takes short prompts; running sequences are those of `Sequences`."""
 
     def __init__(self, pod: Pod, engine: EngineHost, sequences: Sequences, links: KvLinks) -> None:
         self._pod = pod
@@ -21,9 +22,10 @@ class DecodeRole(Part):
         self._sequences = sequences
         self._links = links
         self._service: DecodeService | None = None
+        self._prompts: PromptService | None = None
 
     async def accept(self) -> None:
-        """Take handovers."""
+        """Take handovers and prompts."""
         pod = self._pod
         self._service = service = DecodeService(
             pod.bus,
@@ -33,9 +35,20 @@ class DecodeRole(Part):
             self._sequences.book,
             pod.metrics,
         )
+        self._prompts = prompts = PromptService(
+            pod.bus,
+            pod.name,
+            self._engine.engine,
+            self._sequences.book,
+            service.waiting,
+            pod.spec.decode.max_sequences,
+            pod.metrics,
+        )
         self._sequences.add(service)
+        self._sequences.add(prompts)
         pod.directory.on_event(self._peer_event)
         await service.start()
+        await prompts.start()
         pod.tasks.spawn(service.run(), "decode")
 
     def _peer_event(self, event: PeerEvent) -> None:
@@ -45,14 +58,20 @@ class DecodeRole(Part):
             self._pod.tasks.in_background(lost, f"end-handovers-of-{gone.pod}")
 
     def drain(self) -> None:
-        """Grant no more handovers."""
+        """Grant no more handovers, and take no more prompts."""
         if self._service is not None:
             self._service.drain()
+        if self._prompts is not None:
+            self._prompts.drain()
 
     @property
     def drained(self) -> bool:
         """Whether every handover that was granted is committed or has ended."""
         return self._service is None or not self._service.inbound
+
+    def advertised(self) -> Advertised:
+        """That it takes prompts."""
+        return Advertised(takes_prompts=self._prompts is not None)
 
     async def sample(self) -> None:
         """Count the handovers in flight."""

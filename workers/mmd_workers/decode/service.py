@@ -172,6 +172,10 @@ class DecodeService(SequenceOwner):
         """Handovers that are granted and not committed."""
         return len(self._inbound)
 
+    def waiting(self) -> int:
+        """Handovers that wait for KV blocks."""
+        return self._queue.waiting(time.monotonic())
+
     async def cancel_request(self, request_id: str, attempt: int) -> None:
         """Free the handovers of a request's attempts up to this one, and its place in the queue."""
         self._queue.leave(request_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mmd_api.contract.errors import UnprocessableMediumError
 from mmd_workers.model.prompt import MediumLayout, SamplingPlan
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
@@ -23,6 +25,11 @@ def layout_of(ref: FeatureRef) -> MediumLayout:
 def media_spans(request: GenerateRequest) -> list[tuple[int, int, str]]:
     """(start, length, feature id) of every run of placeholders, for the identity of KV blocks."""
     return [(start, length, ref.feature_id) for ref in request.features for start, length in ref.ranges]
+
+
+def media_end(features: Iterable[FeatureRef]) -> int:
+    """How many leading tokens of a prompt hold all of its media."""
+    return max((start + length for ref in features for start, length in ref.ranges), default=0)
 
 
 def unprocessable(ref: FeatureRef, attempts: int, error: Exception) -> UnprocessableMediumError:

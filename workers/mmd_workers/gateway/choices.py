@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmd_workers.features.references import media_end
 from mmd_workers.gateway.accounting import count_tokens
 from mmd_workers.gateway.chat import ChoiceStream, usage_of
 from mmd_workers.gateway.chat_request import GenerationRequest
@@ -71,9 +72,15 @@ class Choices:
             features=tuple(
                 FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens) for f in prepared.features
             ),
+            media_end=media_end(prepared.features),
             prefix_blocks=prefix_blocks(
-                spec.token_ids, spec.features, spec.adapter, gateway.directory.pods("prefill")
+                spec.token_ids,
+                spec.features,
+                spec.adapter,
+                gateway.block_tokens,
+                gateway.directory.pods(),
             ),
+            block_tokens=gateway.block_tokens,
         )
         sequence = gateway.dispatcher.open(spec, route, timeline, self._news)
         self._streams.append(

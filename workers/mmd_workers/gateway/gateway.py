@@ -31,6 +31,7 @@ class Gateway:
 
     `access`: who may use it; None: anyone who can reach it.
     `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model.
+    `block_tokens`: of the blocks by whose identities pods name what they have cached.
     `draining`: about to end; connections are closed after their next answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
 
@@ -39,6 +40,7 @@ class Gateway:
     max_body_bytes: int
     max_concurrent_requests: int
     request_timeout_seconds: int
+    block_tokens: int
     frontend: Frontend
     intake: Intake
     hold: MediaHold

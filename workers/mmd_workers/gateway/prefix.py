@@ -9,12 +9,14 @@ from mmd_workers.wire.messages import FeatureRef, Heartbeat
 
 
 def prefix_blocks(
-    token_ids: list[int], features: Sequence[FeatureRef], adapter: str, prefill: Sequence[Heartbeat]
+    token_ids: list[int],
+    features: Sequence[FeatureRef],
+    adapter: str,
+    block_tokens: int,
+    pods: Sequence[Heartbeat],
 ) -> tuple[str, ...]:
-    """The prompt's first whole blocks, as an adapter computes them; none while no pod of `prefill` reports what it has cached."""
-    pods = [beat for beat in prefill if beat.prefix_blocks]
-    size = max((beat.load.kv_block_tokens for beat in pods), default=0)
-    if not size:
+    """The prompt's first whole blocks of `block_tokens`, as an adapter computes them; none while none of `pods` reports what it has cached."""
+    if not any(beat.prefix_blocks for beat in pods):
         return ()
     spans = [(start, length, feature.feature_id) for feature in features for start, length in feature.ranges]
-    return tuple(identity.hex() for identity in leading_identities(token_ids, spans, adapter, size))
+    return tuple(identity.hex() for identity in leading_identities(token_ids, spans, adapter, block_tokens))

@@ -21,6 +21,7 @@ TIE_FRACTION = 0.1
 _NEEDED_ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_SECONDS, MAX_RETRY_AFTER_SECONDS = 1.0, 30.0
 OWN_PLACEMENT_SECONDS = 3.0  # a heartbeat this long overdue is for the directory to judge
+MAX_LOCAL_PROMPTS = 4  # of the longest that a decode pod computes itself, which may wait there: more of them would hold up its decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,11 @@ class FeatureNeed:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What routing needs to know. `prefix_blocks`: hashes of the prompt's whole KV blocks, first to last.
+    """What routing needs to know. `prefix_blocks`: identities of the prompt's whole blocks of `block_tokens`, first to last; a pod's own
+    blocks may have another size.
 
-    `avoid`: pods that have just refused or lost this request; they are taken only if nothing else is there.
+    `media_end`: leading tokens that hold all of its media. `avoid`: pods that have just refused or lost this request; they are taken only
+    if nothing else is there.
     """
 
     request_id: str
@@ -45,12 +48,14 @@ class RouteRequest:
     max_tokens: int
     features: tuple[FeatureNeed, ...] = ()
     prefix_blocks: tuple[str, ...] = ()
+    block_tokens: int = 16
+    media_end: int = 0
     avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode_pods` in order of preference; empty: the prefill pod decodes itself. `number`: under which it is counted."""
+    """`decode_pods` in order of preference; empty: the pod that computes the prompt decodes itself. `number`: under which it is counted."""
 
     prefill_pod: str
     decode_pods: tuple[str, ...]
@@ -126,9 +131,17 @@ class _Own:
 class Router:
     """Places requests of one pipeline revision. Holds nothing but its own placements of the last heartbeat interval."""
 
-    def __init__(self, revision: str, max_waiting_requests: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        revision: str,
+        max_waiting_requests: int,
+        rng: random.Random,
+        local_prefill_tokens: int = 0,
+    ) -> None:
+        """`local_prefill_tokens`: of a prompt without media to compute, up to which a decode pod computes it itself."""
         self._revision = revision
         self.max_waiting_requests = max_waiting_requests
+        self.local_prefill_tokens = local_prefill_tokens
         self._rng = rng
         self._own_prefill: dict[str, _Own] = {}
         self._own_decode: dict[str, _Own] = {}
@@ -151,6 +164,10 @@ class Router:
         ):
             if not fitting:
                 return NeverFits(_why_not(request, role, _with_role(pods, role)))
+        if (decoder := self._computing_decoder(request, pods)) is not None:
+            uncached = request.num_tokens - _cached_prefix_tokens(request, decoder)
+            estimate = self.estimate_ttft_seconds(request, decoder, pods)
+            return self._placed(request, decoder.pod, (), estimate, uncached, now)
         open_pods = [pod for pod in _preferred(prefill_pods, request) if not self._full(pod)]
         if not open_pods:
             open_pods = [pod for pod in prefill_pods if not self._full(pod)]
@@ -160,10 +177,23 @@ class Router:
         estimates = {pod.pod: self.estimate_ttft_seconds(request, pod, pods) for pod in open_pods}
         chosen = self._choose(open_pods, estimates)
         decode_pods = () if "decode" in chosen.roles else self._decode_order(request, pods)
+        return self._placed(request, chosen.pod, decode_pods, estimates[chosen.pod], request.num_tokens, now)
+
+    def _placed(
+        self,
+        request: RouteRequest,
+        pod: str,
+        decode_pods: tuple[str, ...],
+        estimate: float,
+        prefill_tokens: int,
+        now: float,
+    ) -> Placement:
+        """Count a placement where it waits: `prefill_tokens` with the pod that computes it, its KV with the one that decodes it."""
         self._placements += 1
-        placement = Placement(chosen.pod, decode_pods, estimates[chosen.pod], self._placements)
-        for table, pod in self._counted(placement):
-            table.setdefault(pod, _Own()).placed[placement.number] = _Entry(request.num_tokens, now)
+        placement = Placement(pod, decode_pods, estimate, self._placements)
+        tokens = prefill_tokens, request.num_tokens
+        for (table, name), count in zip(self._counted(placement), tokens, strict=True):
+            table.setdefault(name, _Own()).placed[placement.number] = _Entry(count, now)
         return placement
 
     def confirm(self, placement: Placement, heartbeats: Sequence[Heartbeat]) -> None:
@@ -227,20 +257,48 @@ class Router:
             two, key=lambda pod: (estimates[pod.pod], len(self._own_prefill.get(pod.pod, _Own()).placed))
         )
 
+    def _computing_decoder(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> Heartbeat | None:
+        """The least busy decode pod that computes this prompt itself: little of it is left to compute, no medium is in that, and
+        neither handovers nor other prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
+        """
+        if not (most := self.local_prefill_tokens):
+            return None
+
+        def computes(pod: Heartbeat) -> bool:
+            cached = _cached_prefix_tokens(request, pod)
+            uncached = request.num_tokens - cached
+            waiting = pod.load.prefill_waiting_tokens + self._own_prefill.get(pod.pod, _Own()).tokens
+            return (
+                pod.takes_prompts
+                and pod.pod not in request.avoid
+                and request.media_end <= cached
+                and uncached <= most
+                and waiting + uncached <= MAX_LOCAL_PROMPTS * most
+                and _fits(request, pod)
+                and self._busy(pod) < 1.0
+            )
+
+        able = [pod for pod in pods if computes(pod)]
+        return min(able, key=lambda pod: (self._busy(pod), self._rng.random()), default=None)
+
     def _decode_order(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> tuple[str, ...]:
         def cost(pod: Heartbeat) -> tuple[bool, float, float]:
-            own = self._own_decode.get(pod.pod, _Own())
-            load = pod.load
-            sequences = load.decode_running + load.decode_waiting + len(own.placed)
-            busy = sequences / max(load.decode_max_sequences, 1)
-            if load.kv_blocks_total and load.kv_block_tokens:
-                taken = load.kv_blocks_total - load.kv_blocks_free  # what is reserved is not free
-                busy = max(busy, (taken + own.tokens / load.kv_block_tokens) / load.kv_blocks_total)
-            return pod.pod in request.avoid, busy, self._rng.random()
+            return pod.pod in request.avoid, self._busy(pod), self._rng.random()
 
         fitting = [pod for pod in _with_role(pods, "decode") if _fits(request, pod)]
         decoders = [pod for pod in fitting if "prefill" not in pod.roles]
         return tuple(pod.pod for pod in sorted(decoders or fitting, key=cost))
+
+    def _busy(self, pod: Heartbeat) -> float:
+        """Share of a decode pod's places or KV blocks that is taken, whichever is larger; 1: another sequence would wait."""
+        own = self._own_decode.get(pod.pod, _Own())
+        load = pod.load
+        sequences = load.decode_running + load.decode_waiting + len(own.placed)
+        busy = sequences / max(load.decode_max_sequences, 1)
+        if load.kv_blocks_total and load.kv_block_tokens:
+            taken = load.kv_blocks_total - load.kv_blocks_free  # what is reserved is not free
+            busy = max(busy, (taken + own.tokens / load.kv_block_tokens) / load.kv_blocks_total)
+        return busy
 
     def _forget(self, pods: dict[str, Heartbeat], now: float) -> None:
         for table in (self._own_prefill, self._own_decode):
@@ -300,7 +358,7 @@ def _cached_prefix_tokens(request: RouteRequest, pod: Heartbeat) -> int:
     blocks = next(
         (n for n in range(len(request.prefix_blocks), 0, -1) if request.prefix_blocks[n - 1] in known), 0
     )
-    return blocks * pod.load.kv_block_tokens
+    return blocks * request.block_tokens
 
 
 def _encode_seconds(request: RouteRequest, pod: Heartbeat, pods: Sequence[Heartbeat]) -> float:

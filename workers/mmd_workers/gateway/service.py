@@ -115,6 +115,7 @@ class GatewayProcess:
             pipeline.revision,
             first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
             random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
+            spec.decode.local_prefill_tokens,
         )
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
         self._others = OtherGateways(settings.pod)
@@ -128,6 +129,7 @@ class GatewayProcess:
             max_body_bytes=max_body_bytes,
             max_concurrent_requests=spec.gateway.max_concurrent_requests,
             request_timeout_seconds=spec.gateway.request_timeout_seconds,
+            block_tokens=spec.decode.kv_block_tokens,
             frontend=frontend,
             intake=Intake(pipeline, frontend, self._sandbox, self._metrics),
             hold=MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES),
@@ -237,6 +239,7 @@ class GatewayProcess:
         gateway.dispatcher.max_retries = spec.gateway.max_retries
         if spec.prefill is not None:
             self._router.max_waiting_requests = spec.prefill.max_waiting_requests
+        self._router.local_prefill_tokens = spec.decode.local_prefill_tokens
         gateway.demand.percentile = spec.slo.percentile
         _show_promises(self._metrics, spec.slo)
         _check_memory(gateway)

@@ -253,6 +253,11 @@ class Metrics(MetricTable):
             "Credit that this receiver has granted to transfers in progress; above zero when they are slow",
             moved_by="trouble",
         )
+        self.local_prompts = counter(
+            "mmd_decode_prompts_total",
+            "Prompts placed on this decode pod itself, without a prefill pod, by outcome",
+            "outcome: accepted, refused, returned",
+        )
         self.leases = counter(
             "mmd_kv_leases_total",
             "Leases on KV blocks, by outcome",

@@ -212,11 +212,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request placed on a prefill-capable pod.
+    """A request placed on a pod that computes its prompt.
 
     `attempt` counts placements from 0: events of older attempts are ignored by the gateway. `output_token_ids` holds what the
     client has already been sent (not empty after a migration): generation goes on at index `len(output_token_ids)`.
-    `decode_pods` are candidates in the router's order of preference; empty: the prefill pod decodes itself.
+    `decode_pods` are candidates in the router's order of preference; empty: the pod that gets the prompt decodes itself.
     `adapter`: name of the LoRA adapter that computes it; empty: the model alone.
     """
 
@@ -463,7 +463,8 @@ class Heartbeat:
     `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing compared with another clock.
     `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository,
     `adapter_commits` those of the adapters from the hub, by name.
-    `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing.
+    `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing. `takes_prompts`: a decode pod
+    that also computes prompts which need no media.
     """
 
     pod: str
@@ -481,6 +482,7 @@ class Heartbeat:
     adapter_commits: dict[str, str] = field(default_factory=dict)
     prefix_blocks: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
+    takes_prompts: bool = False
 
 
 MESSAGES: tuple[type, ...] = tuple(

@@ -1,0 +1,153 @@
+"""Prompts that a decode pod computes itself, because a handover would cost more: what its prefix cache lacks of them is short, and no
+medium is in that. Everything else about them is as on a pod with both roles: the sequence stays in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmd_api.contract.errors import DrainingError, MmdError, OverloadedError, RequestCancelledError
+from mmd_workers.engine.interface import SampledToken
+from mmd_workers.features.references import media_end
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.sequences.book import SequenceBook, sequence_id
+from mmd_workers.sequences.engine import SequenceEngine
+from mmd_workers.sequences.running import SequenceOwner
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages import GenerateRequest, Phase, Placed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt until its first token. Times are Unix seconds."""
+
+    placed: float
+    task: asyncio.Task[None] | None = None
+    added: float = 0.0
+    cached_tokens: int = 0
+
+
+class PromptService(SequenceOwner):
+    """Adds placed requests to the engine. One that needs a medium after all goes back to its gateway, which avoids this pod."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        pod: str,
+        engine: SequenceEngine,
+        book: SequenceBook,
+        handovers_waiting: Callable[[], int],
+        most: int,
+        metrics: Metrics,
+    ) -> None:
+        """`handovers_waiting()`: offers that wait for KV blocks; prompts would take the blocks that are freed for them. `most`: prompts at
+        the same time.
+        """
+        self._bus = bus
+        self._pod = pod
+        self._engine = engine
+        self._book = book
+        self._handovers_waiting = handovers_waiting
+        self._most = most
+        self._metrics = metrics
+        self._prompts: dict[str, _Prompt] = {}
+        self._returns: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    async def start(self) -> None:
+        """Take requests from now on."""
+        await self._bus.serve(self._bus.subjects.prefill(self._pod), GenerateRequest, self._place)
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self._draining = True
+
+    async def _place(self, request: GenerateRequest) -> Placed:
+        name = sequence_id(request.request_id, request.attempt)
+        if name not in self._prompts and self._book.get(name) is None:
+            if (refusal := self._refusal(request)) is not None:
+                self._metrics.local_prompts.labels("refused").inc()
+                return Placed(request.request_id, accepted=False, code=refusal.code, message=refusal.message)
+            self._metrics.local_prompts.labels("accepted").inc()
+            self._book.open(request)
+            self._prompts[name] = prompt = _Prompt(time.time())
+            prompt.task = asyncio.create_task(self._add(name, request, prompt), name=f"prompt-{name}")
+        return Placed(request.request_id, accepted=True)
+
+    def _refusal(self, request: GenerateRequest) -> MmdError | None:
+        if self._draining:
+            return DrainingError("this pod is draining")
+        if self._book.was_cancelled(request.request_id, request.attempt):
+            return RequestCancelledError("its cancellation arrived first")
+        if waiting := self._handovers_waiting():
+            return OverloadedError(f"{waiting} handovers are waiting for KV blocks of this pod")
+        if len(self._prompts) >= self._most:
+            return OverloadedError(f"{len(self._prompts)} prompts are already waiting on this pod")
+        return None
+
+    async def _add(self, name: str, request: GenerateRequest, prompt: _Prompt) -> None:
+        try:
+            if request.features:
+                cached = await self._engine.cached_tokens(name, request)
+                if cached < media_end(request.features):
+                    raise _without_media(request, cached)
+            prompt.added = (await self._engine.add(name, request, stop_after_prefill=False)).at
+        except MmdError as error:
+            await self._give_back(name, error)
+        except Exception as error:  # the request must not vanish, whatever went wrong
+            log.exception("prompt of %s crashed", name)
+            await self._give_back(name, MmdError(f"internal error: {type(error).__name__}: {error}"))
+
+    async def _give_back(self, name: str, error: MmdError) -> None:
+        self._prompts.pop(name, None)
+        await self._engine.abort(name)
+        await self._book.fail(name, error)
+
+    def cancel(self, sequence: str) -> None:
+        """Add it no more; the engine is told by the caller."""
+        prompt = self._prompts.pop(sequence, None)
+        if prompt is not None and prompt.task is not None:
+            prompt.task.cancel()
+
+    def on_admitted(self, sequence: str, cached_tokens: int) -> None:
+        """The engine runs the prompt now. That may come again after a preemption, with less in the prefix cache than before."""
+        if (prompt := self._prompts.get(sequence)) is not None:
+            prompt.cached_tokens = cached_tokens
+        if (tracked := self._book.get(sequence)) is None:
+            return
+        request = tracked.request
+        if not request.decode_pods and cached_tokens < media_end(request.features):
+            self._metrics.local_prompts.labels("returned").inc()
+            task = asyncio.create_task(self._give_back(sequence, _without_media(request, cached_tokens)))
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
+
+    def on_token(self, token: SampledToken) -> None:
+        """The first token ends the prefill."""
+        prompt = self._prompts.pop(token.sequence_id, None)
+        tracked = self._book.get(token.sequence_id)
+        if prompt is None or tracked is None:
+            return
+        sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": prompt.cached_tokens}
+        tracked.phases += [
+            Phase("queue", prompt.placed, prompt.added, {"for": "prefill"}),
+            Phase("prefill", prompt.added, time.time(), sizes),
+        ]
+
+    def on_failed(self, sequence: str, error: MmdError) -> bool:
+        """Forget it; the book reports the failure."""
+        self._prompts.pop(sequence, None)
+        return False
+
+
+def _without_media(request: GenerateRequest, cached_tokens: int) -> OverloadedError:
+    return OverloadedError(
+        f"media of the prompt end after {media_end(request.features)} tokens, of which this pod has only {cached_tokens} in its prefix "
+        "cache, and it has no encoders"
+    )
