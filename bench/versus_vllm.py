@@ -94,6 +94,8 @@ def none(rng: np.random.Generator, number: int) -> bytes | None:
     return None
 
 
+PREFILL_STEP_TOKENS = 1024  # of a pool where no answer waits for the end of a step
+LOCAL_PREFILL_TOKENS = 128  # more than the texts have
 LOADS = (
     Load("fresh images, concurrency 8", 8, fresh),
     Load("fresh images, concurrency 1", 1, fresh),
@@ -222,8 +224,12 @@ async def measure(url: str, options: argparse.Namespace, number: int) -> dict[st
 
 def settings(engine: str, spec: dict[str, Any], eager: bool) -> dict[str, Any]:
     """`spec.engine` of one of our layouts."""
-    pools = [pool for pool in ("prefill", "decode") if engine == "VLLM" and pool in spec]
-    return {"type": engine, **{pool: {"enforceEager": eager} for pool in pools}}
+    if engine != "VLLM":
+        return {"type": engine}
+    pools: dict[str, dict[str, Any]] = {"decode": {"enforceEager": eager}}
+    if "prefill" in spec:
+        pools["prefill"] = {"enforceEager": eager, "maxNumBatchedTokens": PREFILL_STEP_TOKENS}
+    return {"type": engine, **pools}
 
 
 async def ours(
@@ -234,6 +240,7 @@ async def ours(
         file = Path(folder) / "bench.yaml"
         body = resource(LAYOUTS[layout], MODEL, 8)
         body["spec"]["engine"] = settings(engine, body["spec"], options.eager)
+        body["spec"]["decode"]["localPrefillTokens"] = LOCAL_PREFILL_TOKENS
         file.write_text(yaml.safe_dump(body))
         begun = time.monotonic()
         async with up.running(up.load(file), log_line=lambda *_: None) as local:
