@@ -197,7 +197,7 @@ class DecodeSpec(Pool):
     """Maximum number of sequences per engine step."""
     kv_block_tokens: Literal[16, 32, 64, 128, 256] = 16
     """Number of tokens per KV block."""
-    local_prefill_tokens: Annotated[int, Field(ge=0, le=131_072)] = 0
+    local_prefill_tokens: Annotated[int, Field(ge=0, le=131_072)] = 128
     """Where there is a prefill pool: a decode pod computes a prompt itself if at most this many of its tokens are not in the pod's prefix
     cache, none of them of a medium. 0: prefill pods compute all prompts."""
     kv_cache_percent: Annotated[int, Field(ge=1, le=95)] | None = None
