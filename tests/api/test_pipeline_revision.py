@@ -107,6 +107,19 @@ def test_how_vllm_computes_the_same_leaves_the_revision_alone(settings):
     assert revision(engine=engine, prefill=None) == revision(engine={"type": "VLLM"}, prefill=None)
 
 
+def test_the_same_arguments_of_other_pools_and_in_another_order_are_other_revisions():
+    def of(**pools: list[str]) -> str:
+        settings = {name: {"extraArgs": arguments} for name, arguments in pools.items()}
+        return revision(
+            decode={"gpus": 1}, prefill={"gpus": 1}, transfer=NCCL, engine={"type": "VLLM", **settings}
+        )
+
+    one, two = ["--seed=1"], ["--enable-eplb"]
+    different = [{}, {"decode": one}, {"prefill": one}, {"decode": one, "prefill": one}]
+    different += [{"decode": one, "prefill": two}, {"decode": two, "prefill": one}, {"decode": [*one, *two]}]
+    assert len({of(**pools) for pools in different}) == len(different)
+
+
 SQL, POEMS = {"name": "sql", "id": "org/sql"}, {"name": "poems", "id": "org/poems"}
 
 

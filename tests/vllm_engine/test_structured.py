@@ -12,6 +12,7 @@ import pytest
 
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
+from mmd_api.contract.sampling import LogitRules
 from mmd_workers.vllm_engine.requests import RequestBuilder
 from tests.support.composites import CALLS
 
@@ -200,7 +201,15 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, monkey
     cores.assert_empty(core)
 
 
-def test_speculative_decoding_refuses_grammars(folder):
+def test_speculative_decoding_refuses_what_it_would_leave_out(folder):
     builder = RequestBuilder(frozenset({2}), None, drafts=True)
-    with pytest.raises(UnsupportedParameterError, match="speculative"):
-        builder.build("a", request_of(folder), [], 4)
+    request = request_of(folder)
+    free = replace(request.sampling, grammar=None)
+    builder.build("a", replace(request, sampling=free), [], 4)
+    for sampling in (
+        request.sampling,
+        replace(free, min_p=0.1),
+        replace(free, rules=LogitRules(allowed_token_ids=[5])),
+    ):
+        with pytest.raises(UnsupportedParameterError, match="speculative"):
+            builder.build("a", replace(request, sampling=sampling), [], 4)

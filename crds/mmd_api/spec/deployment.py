@@ -118,7 +118,12 @@ def _steps_hold_sequences(name: LanguagePool, s: MultimodalDeploymentSpec) -> bo
 
 def _memory_has_gpus(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
     percent, pool = _vllm(name, s).gpu_memory_utilization_percent, getattr(s, name)
-    return percent is None or pool is None or (pool.gpus > 0 and pool.kv_cache_percent is None)
+    return percent is None or pool is None or pool.gpus > 0
+
+
+def _share_is_vllms(name: LanguagePool, s: MultimodalDeploymentSpec) -> bool:
+    pool: DecodeSpec | PrefillSpec | None = getattr(s, name)
+    return s.engine.type == "Native" or pool is None or pool.gpus == 0 or pool.kv_cache_percent is None
 
 
 def _both_have_same(setting: Callable[[VllmPoolSpec], object], s: MultimodalDeploymentSpec) -> bool:
@@ -158,10 +163,17 @@ def _vllm_rules(pool: LanguagePool) -> tuple[Rule, ...]:
         Rule(
             field=f"engine.{pool}.gpuMemoryUtilizationPercent",
             cel=f"{unset} || !has({settings}.gpuMemoryUtilizationPercent) || !has(self.{pool})"
-            f" || (self.{pool}.gpus > 0 && !has(self.{pool}.kvCachePercent))",
+            f" || self.{pool}.gpus > 0",
             holds=partial(_memory_has_gpus, pool),
-            problem=f"gpuMemoryUtilizationPercent is the share of a GPU, but {pool} has gpus: 0, or also sets kvCachePercent",
-            remedy=f"remove gpuMemoryUtilizationPercent, or set {pool}.gpus and remove {pool}.kvCachePercent",
+            problem=f"gpuMemoryUtilizationPercent is the share of a GPU, but {pool} has gpus: 0",
+            remedy=f"remove gpuMemoryUtilizationPercent, or set {pool}.gpus",
+        ),
+        Rule(
+            field=f"{pool}.kvCachePercent",
+            cel=f"self.engine.type == 'Native' || !has(self.{pool}) || self.{pool}.gpus == 0 || !has(self.{pool}.kvCachePercent)",
+            holds=partial(_share_is_vllms, pool),
+            problem="vLLM gives KV what the other parts leave of its share of a GPU, not a share of what they leave",
+            remedy=f"set engine.{pool}.gpuMemoryUtilizationPercent or {pool}.kvCacheMebibytes instead",
         ),
     )
 

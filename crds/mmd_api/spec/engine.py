@@ -176,13 +176,8 @@ class EngineSpec(ApiModel, rules=ENGINE):
 
     def formats(self, *, prefills: bool) -> list[list[object]]:
         """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""
-        pools = [self.decode, *([self.prefill] if prefills else [])]
-        found: list[list[object]] = [
-            [p.quantization, p.kv_cache_dtype, p.extra_args] for p in pools if p is not None
-        ]
-        return sorted(
-            [one for number, one in enumerate(found) if one != _PLAIN and one not in found[:number]], key=str
-        )
-
-
-_PLAIN: list[object] = [None, "Auto", []]
+        pools = {"decode": self.decode, **({"prefill": self.prefill} if prefills else {})}
+        there = {name: pool for name, pool in pools.items() if pool is not None}
+        types = {(pool.quantization, pool.kv_cache_dtype) for pool in there.values()} - {(None, "Auto")}
+        found: list[list[object]] = [list(one) for one in sorted(types, key=str)]
+        return found + [[name, pool.extra_args] for name, pool in there.items() if pool.extra_args]

@@ -83,6 +83,7 @@ OF_THE_OPERATOR = (
     "override-generation-config",
     "pooler-config",
     "port",
+    "profiler-config",
     "reasoning-[a-z-]+",
     "renderer-[a-z-]+",
     "root-path",
@@ -91,6 +92,7 @@ OF_THE_OPERATOR = (
     "skip-mm-profiling",
     "skip-tokenizer-init",
     "ssl-[a-z-]+",
+    "structured-outputs-config",
     "tokenizer[a-z-]*",
     "tool-[a-z-]+",
     "trust-remote-code",
@@ -99,7 +101,7 @@ OF_THE_OPERATOR = (
     "weight-transfer-config",
     "worker-[a-z-]+",
 )
-"""What the operator sets itself, or does in other processes: files, media, transfers, scheduling, processes and HTTP."""
+"""What the operator sets itself, or does in other processes: files, code, media, transfers, scheduling, processes and HTTP."""
 
 NOT_SERVED = (
     "cp-[a-z-]+",

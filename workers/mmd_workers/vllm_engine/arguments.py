@@ -141,8 +141,7 @@ def _memory(
                 "kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts,
                 "gpu_memory_utilization": LEAST_UTILIZATION,
             }
-        percent = settings.gpu_memory_utilization_percent or pool.kv_cache_percent
-        percent = percent or memory.default_percent(device)
+        percent = settings.gpu_memory_utilization_percent or memory.default_percent(device)
         return {"gpu_memory_utilization": percent / 100 * pod.settings.memory_fraction}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
     layers = -(

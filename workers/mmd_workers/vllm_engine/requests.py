@@ -62,7 +62,7 @@ class RequestBuilder:
 
         Raises:
             StepFailedError: it is for an adapter that is not loaded.
-            UnsupportedParameterError: it has a grammar, beside speculative decoding.
+            UnsupportedParameterError: it has a grammar or rules about logits, beside speculative decoding.
         """
         return Request(
             request_id=name,
@@ -94,10 +94,10 @@ class RequestBuilder:
         first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
         wanted, first = request.sampling, len(output_token_ids)
         ends = [*([] if wanted.ignore_eos else self._eos), *wanted.stop_token_ids]
-        if self._drafts and wanted.grammar is not None:
-            raise UnsupportedParameterError(
-                "response_format and structured_outputs are not supported beside spec.engine's speculative decoding; omit them, or remove "
-                "`speculative` from the spec"
+        if self._drafts and (wanted.grammar is not None or wanted.rules is not None or wanted.min_p > 0):
+            raise UnsupportedParameterError(  # from a gateway that does not know yet
+                "response_format, structured_outputs, min_p, penalties, logit_bias, allowed_token_ids and bad_words are not supported beside "
+                "spec.engine's speculative decoding; omit them, or remove `speculative` from the spec"
             )
         params = SamplingParams(
             temperature=0.0,
