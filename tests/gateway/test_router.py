@@ -523,6 +523,15 @@ def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
     assert placement.prefill_pod == "p0"
 
 
+def test_a_short_prompt_needs_no_prefill_pod() -> None:
+    routing = router()
+    routing.local_prefill_tokens = 32
+    placement = routing.route(text(32), [taker()], NOW)
+    assert isinstance(placement, Placement)
+    assert placement.prefill_pod == "t"
+    assert routing.route(text(33), [taker()], NOW) == NothingRoutable("prefill")
+
+
 def test_short_prompts_of_a_burst_go_to_prefill_pods_when_decode_pods_have_enough() -> None:
     routing = router()
     routing.local_prefill_tokens = 32

@@ -154,6 +154,10 @@ class Router:
         """
         pods = self.routable(heartbeats)
         self._forget({pod.pod: pod for pod in heartbeats}, now)
+        if (decoder := self._computing_decoder(request, pods)) is not None:
+            uncached = request.num_tokens - _cached_prefix_tokens(request, decoder)
+            estimate = self.estimate_ttft_seconds(request, decoder, pods)
+            return self._placed(request, decoder.pod, (), estimate, uncached, now)
         missing = self._missing_role(request, pods)
         if missing is not None:
             return NothingRoutable(missing)
@@ -164,10 +168,6 @@ class Router:
         ):
             if not fitting:
                 return NeverFits(_why_not(request, role, _with_role(pods, role)))
-        if (decoder := self._computing_decoder(request, pods)) is not None:
-            uncached = request.num_tokens - _cached_prefix_tokens(request, decoder)
-            estimate = self.estimate_ttft_seconds(request, decoder, pods)
-            return self._placed(request, decoder.pod, (), estimate, uncached, now)
         open_pods = [pod for pod in _preferred(prefill_pods, request) if not self._full(pod)]
         if not open_pods:
             open_pods = [pod for pod in prefill_pods if not self._full(pod)]
