@@ -503,6 +503,7 @@ IDENTITIES = tuple(f"b{number}" for number in range(5))
             text(32), [P, taker("u", decode_running=4), taker(decode_running=3)], "t", id="the least busy"
         ),
         pytest.param(text(32, avoid=frozenset({"t"})), [P, taker()], "p0", id="a pod that refused it"),
+        pytest.param(text(32, prefill_only=True), [P, taker()], "p0", id="a prompt that was given back"),
         pytest.param(
             text(32), [P, taker(kv_blocks_total=10, kv_blocks_free=0)], "p0", id="no KV block is left"
         ),

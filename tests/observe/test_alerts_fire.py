@@ -94,7 +94,8 @@ def test_a_prefill_pod_that_hangs(prometheus: Prometheus, observed: Deployment) 
     begun = time.time()
     with clients(observed) as submit:
         with frozen(observed.pid(prefill)):
-            asked = [submit(f"What is {number}?") for number in range(4)]
+            long = "Decode pods compute shorter prompts themselves. " * 8
+            asked = [submit(f"{long}What is {number}?") for number in range(4)]
             assert until_firing(prometheus, "MmdNoPodForRole", begun)["role"] == "prefill"
         assert all(job.result(timeout=150) for job in asked)
     nothing_was_lost(prometheus, begun)

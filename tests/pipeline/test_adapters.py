@@ -48,7 +48,7 @@ def deployment(
         "transfer": {"kv": {"backend": "Gloo"}},
         "encoder": {"replicas": 1, **CPU},
         "prefill": {"replicas": 1, **KV},
-        "decode": {"replicas": 2, **KV},
+        "decode": {"replicas": 2, "localPrefillTokens": 0, **KV},
     }
     file = tmp_path_factory.mktemp("adapters") / "adapters.yaml"
     with Deployment(write(file, spec, name="adapters")) as running:

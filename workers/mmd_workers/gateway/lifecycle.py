@@ -294,6 +294,10 @@ class Dispatcher:
                     f"gave up after {failures} placements, the last with reason {lost.reason}; retry, or search for {name} in the "
                     "gateway's log"
                 )
+            if (
+                lost.reason == "gave_up"
+            ):  # a decode pod may have less in its prefix cache than the router knows
+                sequence.route = replace(sequence.route, prefill_only=True)
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
             await asyncio.sleep(pauses.next())
 

@@ -40,7 +40,7 @@ class RouteRequest:
     blocks may have another size.
 
     `media_end`: leading tokens that hold all of its media. `avoid`: pods that have just refused or lost this request; they are taken only
-    if nothing else is there.
+    if nothing else is there. `prefill_only`: no decode pod computes it, because one has given it back.
     """
 
     request_id: str
@@ -51,6 +51,7 @@ class RouteRequest:
     block_tokens: int = 16
     media_end: int = 0
     avoid: frozenset[str] = frozenset()
+    prefill_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ class Router:
         """The least busy decode pod that computes this prompt itself: little of it is left to compute, no medium is in that, and
         neither handovers nor other prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
         """
-        if not (most := self.local_prefill_tokens):
+        if not (most := self.local_prefill_tokens) or request.prefill_only:
             return None
 
         def computes(pod: Heartbeat) -> bool:
