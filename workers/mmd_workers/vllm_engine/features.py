@@ -125,6 +125,10 @@ class FeatureConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         """What the step needs. Blocks are allocated and nothing has run: the moment for the engine's own code to look at the plan."""
         self._shelf.on_plan(scheduler_output)
+        for (
+            identity
+        ) in scheduler_output.free_encoder_mm_hashes:  # of a request that was planned and then preempted
+            self._loads.features.pop(identity, None)
         loads, self._loads = self._loads, Loads()
         return loads
 
@@ -144,7 +148,8 @@ class FeatureConnector(ECConnectorBase):
 
 
 class FeatureCacheManager(EncoderCacheManager):
-    """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room."""
+    """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room, and nothing stays that no request needs:
+    the shelf has a feature as long as a request may need it again, and one that spoiled a request must not come back."""
 
     def __init__(self, cache_size: int, shelf: Shelf) -> None:
         super().__init__(cache_size)
@@ -164,3 +169,12 @@ class FeatureCacheManager(EncoderCacheManager):
         if request.mm_features[input_id].identifier not in self._shelf:
             return False
         return bool(super().can_allocate(request, input_id, self.cache_size, num_embeds_to_schedule))
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        """Have the model's side drop the feature with its last user; vLLM keeps it until it needs the room."""
+        super().free_encoder_input(request, input_id)
+        while self.freeable:
+            identity, num_embeds = self.freeable.popitem()
+            del self.cached[identity], self.num_embeds_by_hash[identity]
+            self.freed.append(identity)
+            self.num_free_slots += num_embeds
