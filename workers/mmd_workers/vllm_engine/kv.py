@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.kv.chunks import empty_range
@@ -20,11 +19,6 @@ from mmd_workers.model.prompt import KvLayout
 
 DIGIT = 128  # numbers below it are exact in every floating-point type of 16 bits
 SMALL_DIGIT = 8  # and below this one in those of 8 bits
-
-
-KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
-"""vLLM zeroes the blocks that it gives a sequence, which it otherwise does for some models alone: attention on CPUs reads behind the last
-token of a block, where the sequence before may have left KV that is not numbers. It is asked in the engine's process and in each rank's."""
 
 
 @dataclass(frozen=True)
