@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+MOST_ROWS = "most_rows"  # of features that steps may hold on the model's device
 LEAST_AHEAD_TOKENS = 64
 """Fewer between two media are not computed ahead of the second's feature: a step for them takes as long as one for none, and the feature
 may come meanwhile."""
@@ -157,10 +158,10 @@ class FeatureCacheManager(EncoderCacheManager):
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> FeatureCacheManager:
-        """One that holds any prompt's media. vLLM's own size is that of the largest medium of its own processor, and ours may be larger."""
+        """One with room for `most_rows` of the features, more than which no request has; vLLM's own size counts on its own processor."""
         assert vllm_config.ec_transfer_config is not None
         shelf = shelf_of(str(vllm_config.ec_transfer_config.engine_id))
-        return cls(max(cache_size, vllm_config.model_config.max_model_len), shelf)
+        return cls(vllm_config.ec_manager_config.manager_config[MOST_ROWS], shelf)
 
     def can_allocate(
         self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
