@@ -692,31 +692,35 @@ def spoil(core, asked, *, stop_after_prefill=False):
         core.fill("bad", number, Feature(feature.modality, broken))
 
 
+BLOCKS = 20
+
+
 def assert_every_block_is_usable(core):
-    """Short prompts in one block after the other, most of which stays empty."""
-    for number in range(2 * core.stats().blocks_total):
-        core.add("next", text_request([5 + number, 6, 7, 8], 2), stop_after_prefill=False)
-        assert not step(core).failed, number
+    """By as many short prompts side by side, each in a block that stays nearly empty."""
+    for number in range(BLOCKS):
+        core.add(str(number), text_request([5 + number, 6, 7, 8], 2), stop_after_prefill=False)
+    assert not step(core).failed
 
 
 @pytest.mark.parametrize(
     ("moves", "stop"), [(False, False), (True, False), (True, True)], ids=["one pool", "decode", "prefill"]
 )
 def test_logits_that_are_not_numbers_fail_the_request_and_no_other(llava, asked, answer, moves, stop):
-    core = make(llava, vllm={}, moves=moves, blocks=20)
+    core = make(llava, vllm={}, moves=moves, blocks=BLOCKS, max_sequences=BLOCKS)
     spoil(core, asked, stop_after_prefill=stop)
     outcome = step(core)
     assert isinstance(outcome.failed["bad"], BadLogitsError)
     assert not outcome.tokens.get("bad")
     assert core.cached_tokens(asked.request) == 0
-    assert ask(core, asked) == answer
     assert_every_block_is_usable(core)
+    assert ask(core, asked) == answer
     assert_empty(core)
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_request_that_leaves_before_its_logits_spoils_no_block(llava, asked, moves):
-    core = make(llava, vllm={"maxNumBatchedTokens": CHUNK}, moves=moves, blocks=20, prefix_cache=False)
+    settings = {"blocks": BLOCKS, "max_sequences": BLOCKS, "prefix_cache": False}
+    core = make(llava, vllm={"maxNumBatchedTokens": CHUNK}, moves=moves, **settings)
     spoil(core, asked, stop_after_prefill=moves)
     end = sum(asked.request.features[0].ranges[-1])
     while core._sequences["bad"].request.num_computed_tokens < end:

@@ -203,7 +203,7 @@ def _without(share: float, device: torch.device, features_bytes: int, tower_byte
     Raises:
         MemoryBudgetError: nothing is left.
     """
-    total = current_platform.get_device_total_memory(device.index or 0)  # CUDA would take memory to tell
+    total = int(current_platform.get_device_total_memory(device.index or 0))  # CUDA would take memory to tell
     tower = tower_bytes + torch.cuda.memory_reserved(device)
     left = share - (features_bytes + tower) / total
     if left < LEAST_UTILIZATION:
