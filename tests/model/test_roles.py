@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmd_api.contract.errors import CountMismatchError, UnsupportedModelError
+from mmd_api.contract.errors import BadLogitsError, CountMismatchError, UnsupportedModelError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
+from mmd_workers.device import run_isolating
 from mmd_workers.model import source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.frontend import load_frontend
@@ -192,6 +193,24 @@ def test_media_of_different_shapes_are_not_batched(checkpoint: Checkpoint) -> No
         batch.append(served.encoder.process(zoo.decoded(medium, [], 0), laid))
     with pytest.raises(ValueError, match="shape_key"):
         served.encoder.encode(batch)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_feature_that_is_not_finite_fails_its_medium_before_an_engine_has_it(
+    checkpoint: Checkpoint, value: float
+) -> None:
+    served = zoo.serve(checkpoint("llava"))
+    assert served.encoder is not None
+    media = []
+    for seed in range(2):
+        medium = zoo.image(100, 64, seed)
+        (laid,) = served.frontend.layout(zoo.conversation(medium), [medium.info]).media
+        media.append(served.encoder.process(zoo.decoded(medium, [], 0), laid))
+    media[1].tensors["pixel_values"][..., 0, 0] = value
+    good, bad = run_isolating(media, served.encoder.encode, zoo.CPU)
+    assert isinstance(good, Feature)
+    assert isinstance(bad, BadLogitsError)
+    assert "the image tower computed a feature that is not finite" in bad.message
 
 
 def test_prefill_may_go_up_to_the_first_missing_feature(checkpoint: Checkpoint) -> None:

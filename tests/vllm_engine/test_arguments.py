@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.spec.engine_arguments import HAVE_A_FIELD, NOT_SERVED, OF_THE_OPERATOR, expression
+from mmd_workers import memory
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
 from mmd_workers.settings import Group
+from mmd_workers.vllm_engine import arguments as arguments_of_vllm
 from mmd_workers.vllm_engine.arguments import LEAST_UTILIZATION, engine_arguments
 from mmd_workers.vllm_engine.extra_arguments import EngineArgs, _Parser, refused
+from mmd_workers.vllm_engine.features import MOST_ROWS
 
 from . import cores
 
@@ -95,16 +100,63 @@ def test_an_argument_with_two_values_is_refused():
     assert not refused(["--compilation-config.mode=0", "--compilation-config.backend=eager"], FIELD)
 
 
+def gpu_arguments(folder: Path, total: int, *, budget: int = 16, tower: int = 0) -> dict[str, Any]:
+    """Of a pod that has a quarter of a GPU of `total` MiB and no fixed KV pool. `budget`: of features in MiB. `tower`: its activations."""
+    pod = cores.pod_of(folder, max_model_len=4096)
+    pod.settings.memory_fraction = 0.25
+    changes = {
+        "decode": pod.spec.decode.model_copy(update={"kv_cache_mebibytes": None}),
+        "prefill": pod.spec.prefill
+        and pod.spec.prefill.model_copy(update={"feature_budget_mebibytes": budget}),
+    }
+    pod.spec = pod.spec.model_copy(update=changes)
+    platform = mock.Mock()
+    platform.get_device_total_memory.return_value = total * MEBIBYTE
+    measured = mock.patch.object(arguments_of_vllm, "current_platform", platform)
+    reserved = mock.patch.object(torch.cuda, "memory_reserved", return_value=tower * MEBIBYTE // 2)
+    with measured, reserved:
+        adapter = adapter_for(load_config(folder))
+        return engine_arguments(pod, folder, adapter, GPU, "engine", (), tower * MEBIBYTE)
+
+
 def test_pods_that_share_a_gpu_take_the_kv_that_their_spec_says_or_a_part_of_the_share(llava):
     """vLLM refuses to start when less memory than that share is free, even when its KV pool has a fixed size."""
-    pod = cores.pod_of(llava)
-    pod.settings.memory_fraction = 0.25
-    adapter = adapter_for(load_config(llava))
-    told = engine_arguments(pod, llava, adapter, GPU, "engine")
+    told = arguments(llava, GPU)
     assert told["kv_cache_memory_bytes"] == 16 * MEBIBYTE
     assert told["gpu_memory_utilization"] == LEAST_UTILIZATION
-    decode = pod.spec.decode.model_copy(update={"kv_cache_mebibytes": None})
-    pod.spec = pod.spec.model_copy(update={"decode": decode})
-    measured = engine_arguments(pod, llava, adapter, GPU, "engine")
-    assert measured["gpu_memory_utilization"] == pytest.approx(0.9 * 0.25)
+    measured = gpu_arguments(llava, 10**6)
+    assert measured["gpu_memory_utilization"] == pytest.approx(0.9 * 0.25, abs=1e-4)
     assert "kv_cache_memory_bytes" not in measured
+
+
+ROW = cores.WIDE * 4  # bytes of a feature's token
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(16, 4096), (1, MEBIBYTE // ROW)], ids=["context", "budget"])
+def test_features_that_steps_hold_are_bounded_by_context_and_budget(llava: Path, budget: int, rows: int):
+    given = gpu_arguments(llava, 1000, budget=budget)
+    assert given["ec_manager_config"]["manager_config"] == {MOST_ROWS: rows}
+
+
+def test_a_gpu_has_room_for_features_and_a_tower_beside_what_vllm_measures(llava: Path):
+    features = 4096 * ROW / MEBIBYTE
+    alone = gpu_arguments(llava, 1000)["gpu_memory_utilization"]
+    assert alone == pytest.approx(0.9 * 0.25 - features / 1000)
+    beside = gpu_arguments(llava, 1000, tower=100)["gpu_memory_utilization"]
+    assert beside == pytest.approx(alone - 150 / 1000)
+    with pytest.raises(MemoryBudgetError, match="features take 2 MiB and a tower 300 MiB"):
+        gpu_arguments(llava, 1000, tower=200)
+
+
+def test_kv_on_a_cpu_leaves_room_for_a_tower(llava: Path):
+    pod = cores.pod_of(llava, max_model_len=4096, max_sequences=1024)
+    pod.spec = pod.spec.model_copy(
+        update={"decode": pod.spec.decode.model_copy(update={"kv_cache_mebibytes": None})}
+    )
+    adapter = adapter_for(load_config(llava))
+    with mock.patch.object(memory, "measure", return_value=(1000 * MEBIBYTE, 100 * MEBIBYTE)):
+        alone, beside = (
+            engine_arguments(pod, llava, adapter, CPU, "engine", (), tower)["kv_cache_memory_bytes"]
+            for tower in (0, 100 * MEBIBYTE)
+        )
+    assert alone - beside == 50 * MEBIBYTE

@@ -684,20 +684,60 @@ def test_a_request_whose_layout_is_wrong_fails_alone(core, asked, wrong):
     assert_fails_alone(core, request)
 
 
-def test_logits_that_are_not_numbers_fail_the_request_and_no_other(core, asked, answer):
-    core.add("bad", asked.request, stop_after_prefill=False)
+def spoil(core, asked, *, stop_after_prefill=False):
+    """Add a request whose features are not numbers."""
+    core.add("bad", asked.request, stop_after_prefill=stop_after_prefill)
     for number, feature in enumerate(asked.features):
         broken = {name: tensor * float("nan") for name, tensor in feature.tensors.items()}
         core.fill("bad", number, Feature(feature.modality, broken))
+
+
+BLOCKS = 20
+
+
+def assert_every_block_is_usable(core):
+    """By as many short prompts side by side, each in a block that stays nearly empty."""
+    for number in range(BLOCKS):
+        core.add(str(number), text_request([5 + number, 6, 7, 8], 2), stop_after_prefill=False)
+    assert not step(core).failed
+
+
+@pytest.mark.parametrize(
+    ("moves", "stop"), [(False, False), (True, False), (True, True)], ids=["one pool", "decode", "prefill"]
+)
+def test_logits_that_are_not_numbers_fail_the_request_and_no_other(llava, asked, answer, moves, stop):
+    core = make(llava, vllm={}, moves=moves, blocks=BLOCKS, max_sequences=BLOCKS)
+    spoil(core, asked, stop_after_prefill=stop)
     outcome = step(core)
     assert isinstance(outcome.failed["bad"], BadLogitsError)
     assert not outcome.tokens.get("bad")
-    core._scheduler.encoder_cache_manager.reset()
-    core._manager.reset_prefix_cache()
-    core.add("good", asked.request, stop_after_prefill=False)
-    supply(core, "good", asked)
-    assert step(core).tokens["good"] == answer
+    assert core.cached_tokens(asked.request) == 0
+    assert_every_block_is_usable(core)
+    assert ask(core, asked) == answer
     assert_empty(core)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_request_that_leaves_before_its_logits_spoils_no_block(llava, asked, moves):
+    settings = {"blocks": BLOCKS, "max_sequences": BLOCKS, "prefix_cache": False}
+    core = make(llava, vllm={"maxNumBatchedTokens": CHUNK}, moves=moves, **settings)
+    spoil(core, asked, stop_after_prefill=moves)
+    end = sum(asked.request.features[0].ranges[-1])
+    while core._sequences["bad"].request.num_computed_tokens < end:
+        core.step()
+    core.abort("bad")
+    assert_every_block_is_usable(core)
+    assert_empty(core)
+
+
+def test_features_stay_with_vllm_as_long_as_a_request_needs_them(core, llava, asked):
+    manager = core._scheduler.encoder_cache_manager
+    runner = core._core.model_executor.driver_worker.worker.model_runner
+    for number in range(3):
+        ask(core, question(llava, zoo.image(100, 64, number), LONG))
+        assert not manager.cached
+        assert manager.num_free_slots == manager.num_freeable_slots == manager.cache_size
+    assert not runner.encoder_cache
 
 
 # --- figures ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.pod import Tasks
 from mmd_workers.vllm_engine.host import VllmHost
+from mmd_workers.worker import engine_host
 
 from .cores import CPU
 
@@ -75,3 +77,15 @@ def test_a_rank_that_ends_in_the_first_step_is_reported_as_such():
     lost = lambda: host._rank_lost("rank 1 of vLLM was killed")  # noqa: E731
     with pytest.raises(EngineDeadError, match="rank 1 of vLLM was killed; the pod restarts"):
         warmed_up(Runner(RuntimeError("cancelled"), RuntimeError("cancelled"), during=lost), host)
+
+
+def test_a_core_is_made_with_what_the_tower_beside_it_needs() -> None:
+    encoder: Any = SimpleNamespace(tower_bytes=0)
+    spec = SimpleNamespace(engine=SimpleNamespace(type="VLLM"))
+    pod: Any = SimpleNamespace(spec=spec, settings=SimpleNamespace(group=None))
+    host = engine_host(pod, CPU, encoder)
+    assert isinstance(host, VllmHost)
+    encoder.tower_bytes = 7  # it is measured when the encoder starts
+    with mock.patch("mmd_workers.vllm_engine.make.make_core") as made:
+        host._make_core(lambda _: None)
+    assert made.call_args.args[-1] == 7

@@ -82,11 +82,15 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
 
 def engine_host(pod: Pod, device: torch.device, encoder: EncoderRole | None) -> EngineHost:
     """The engine that the spec names; what only vLLM needs is imported where it is wanted."""
+
+    def tower_bytes() -> int:
+        return encoder.tower_bytes if encoder is not None else 0
+
     if pod.spec.engine.type == "VLLM":
         from mmd_workers.vllm_engine.host import VllmHost
 
-        return VllmHost(pod, device)
-    return NativeHost(pod, device, lambda: encoder.tower_bytes if encoder is not None else 0)
+        return VllmHost(pod, device, tower_bytes)
+    return NativeHost(pod, device, tower_bytes)
 
 
 class Worker:

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
+from mmd_api.contract.errors import (
+    BadLogitsError,
+    CountMismatchError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
@@ -116,6 +121,8 @@ class HfEncoderModel:
         Raises:
             ValueError: the media are of different shapes.
             CountMismatchError: the tower returned another number of rows than was laid out.
+            BadLogitsError: it returned values that are not finite. An engine would find out at the logits, and its prefix cache would have KV
+                of them until then.
         """
         if len({medium.shape_key for medium in batch}) != 1:
             raise ValueError("all media of a batch must have the same shape_key")
@@ -142,7 +149,12 @@ class HfEncoderModel:
             raise CountMismatchError(
                 f"the {modality} tower returned {sorted(rows)}, but {sorted(names)} were declared"
             )
-        split = {name: torch.split(t.to("cpu", self.dtype), counts) for name, t in rows.items()}
+        rows = {name: tensor.to("cpu", self.dtype) for name, tensor in rows.items()}
+        if not all(torch.isfinite(torch.stack(torch.aminmax(tensor))).all() for tensor in rows.values()):
+            raise BadLogitsError(
+                f"the {modality} tower computed a feature that is not finite; check the model's weights and spec.model.dtype"
+            )
+        split = {name: torch.split(tensor, counts) for name, tensor in rows.items()}
         return [
             Feature(
                 modality,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.contract.pools import MODALITIES
@@ -40,9 +41,10 @@ def engine_arguments(
     device: torch.device,
     engine_id: str,
     loras: Sequence[lora.Lora] = (),
+    tower_bytes: int = 0,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the architecture of the model in `folder`. `loras`: what
-    requests may ask for besides the model.
+    requests may ask for besides the model. `tower_bytes`: activations of a tower on the same device.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine.
@@ -60,6 +62,11 @@ def engine_arguments(
     lora.check_dtype(loras, dtype, device)
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
+    row = feature_row_bytes(adapter, dtype)
+    most_rows = longest
+    if takes_features := "prefill" in pod.roles:
+        most_rows = max(1, min(longest, pod.prefill_spec.feature_budget_mebibytes * MEBIBYTE // row))
+    features_bytes = most_rows * row if takes_features else 0
     return {
         **_patience(pod),
         **extra_arguments.parsed(settings.extra_args, field),
@@ -96,12 +103,19 @@ def engine_arguments(
             "engine_id": engine_id,
         },
         "ec_manager_config": {
-            "encoder_cache_manager_cls": f"{module}.{features.FeatureCacheManager.__name__}"
+            "encoder_cache_manager_cls": f"{module}.{features.FeatureCacheManager.__name__}",
+            "manager_config": {features.MOST_ROWS: most_rows},
         },
         **lora.arguments(loras, device),
         **_group(pod),
-        **_memory(pod, folder, device, config, longest, size, lora_bytes),
+        **_memory(pod, folder, device, config, longest, size, lora_bytes, features_bytes, tower_bytes),
     }
+
+
+def feature_row_bytes(adapter: Adapter, dtype: torch.dtype) -> int:
+    """Bytes of one token of a feature, with all that belongs to it."""
+    tensors = 1 + len(adapter.extra_names())
+    return int(tensors * adapter.config.get_text_config().hidden_size * dtype.itemsize)
 
 
 def _group(pod: Pod) -> dict[str, Any]:
@@ -124,9 +138,18 @@ def _patience(pod: Pod) -> dict[str, Any]:
 
 
 def _memory(
-    pod: Pod, folder: Path, device: torch.device, config: Any, longest: int, size: int, lora_bytes: int
+    pod: Pod,
+    folder: Path,
+    device: torch.device,
+    config: Any,
+    longest: int,
+    size: int,
+    lora_bytes: int,
+    features_bytes: int,
+    tower_bytes: int,
 ) -> dict[str, Any]:
-    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left; on CPUs the ranks of a pod share the machine's.
+    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left, without `features_bytes` of steps and without a
+    tower; on CPUs the ranks of a pod share the machine's, and features are in the half that is not divided.
 
     Raises:
         MemoryBudgetError: it does not hold one request of full length.
@@ -142,7 +165,8 @@ def _memory(
                 "gpu_memory_utilization": LEAST_UTILIZATION,
             }
         percent = settings.gpu_memory_utilization_percent or memory.default_percent(device)
-        return {"gpu_memory_utilization": percent / 100 * pod.settings.memory_fraction}
+        share = percent / 100 * pod.settings.memory_fraction
+        return {"gpu_memory_utilization": _without(share, device, features_bytes, tower_bytes)}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
     layers = -(
         -int(text.num_hidden_layers) // pods
@@ -163,6 +187,7 @@ def _memory(
             max_model_len=longest,
             activation_bytes=CPU_ACTIVATION_BYTES * parts,
             weight_bytes=weight_bytes + lora_bytes * parts,
+            tower_bytes=tower_bytes,
         )
     except MemoryBudgetError as error:
         if not lora_bytes:
@@ -172,3 +197,21 @@ def _memory(
             f"{error.message}; {mebibytes} MiB are for spec.engine.adapters: remove some, or use smaller ranks"
         ) from error
     return {"kv_cache_memory_bytes": num_bytes // parts}
+
+
+def _without(share: float, device: torch.device, features_bytes: int, tower_bytes: int) -> float:
+    """A share of a GPU without what vLLM does not measure: features that steps hold, and a tower, whose weights are there already.
+
+    Raises:
+        MemoryBudgetError: nothing is left.
+    """
+    total = int(current_platform.get_device_total_memory(device.index or 0))  # CUDA would take memory to tell
+    tower = tower_bytes + torch.cuda.memory_reserved(device)
+    left: float = share - (features_bytes + tower) / total
+    if left < LEAST_UTILIZATION:
+        raise MemoryBudgetError(
+            f"spec.engine: of the {share * total / MEBIBYTE:.0f} MiB of the GPU that this pod may use, features take "
+            f"{features_bytes // MEBIBYTE} MiB and a tower {tower // MEBIBYTE} MiB; lower spec.prefill.featureBudgetMebibytes or the limits of "
+            "spec.gateway.media, add an encoder pool (spec.encoder), or give the pod more memory"
+        )
+    return left

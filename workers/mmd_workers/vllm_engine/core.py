@@ -565,7 +565,7 @@ class VllmCore:
         if (sequence := self._sequences.get(name)) is None:
             return
         if made.num_nans_in_logits:
-            self._abort_spoiled(name, sequence.request)
+            self._abort_spoiled(name, sequence)
             output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
         complete = False
@@ -597,18 +597,14 @@ class VllmCore:
             self._note_prefix(sequence)
             self.abort(name)
 
-    def _abort_spoiled(self, name: str, request: Request) -> None:
-        """`abort` a sequence whose KV may not be numbers: no other may find it, nor read it behind the last token of a block."""
-        if self._kv is None:
-            self.abort(name)
-            return
-        blocks = {block for group in self._manager.get_block_ids(name) for block in group}
-        for known in request.block_hashes:
-            blocks |= {block.block_id for block in self._pool.get_cached_block(known, [0]) or ()}
+    def _abort_spoiled(self, name: str, sequence: _Sequence) -> None:
+        """`abort` a sequence whose KV may not be numbers: no other may find it. Whoever is given its blocks has them zeroed before."""
+        blocks = {block.block_id for block in sequence.blocks}
+        blocks.update(block for group in self._manager.get_block_ids(name) for block in group)
+        for known in sequence.request.block_hashes:
+            blocks.update(block.block_id for block in self._pool.get_cached_block(known, [0]) or ())
         self._pool.evict_blocks(blocks)
         self.abort(name)
-        free = [self._pool.blocks[block] for block in sorted(blocks)]
-        self._kv.clear([block.block_id for block in free if block.ref_cnt == 0 and not block.is_null])
 
     def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
         """vLLM's reason, except that a sequence which ends after its prefill here goes on elsewhere."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+MOST_ROWS = "most_rows"  # of features that steps may hold on the model's device
 LEAST_AHEAD_TOKENS = 64
 """Fewer between two media are not computed ahead of the second's feature: a step for them takes as long as one for none, and the feature
 may come meanwhile."""
@@ -125,6 +126,10 @@ class FeatureConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         """What the step needs. Blocks are allocated and nothing has run: the moment for the engine's own code to look at the plan."""
         self._shelf.on_plan(scheduler_output)
+        for (
+            identity
+        ) in scheduler_output.free_encoder_mm_hashes:  # of a request that was planned and then preempted
+            self._loads.features.pop(identity, None)
         loads, self._loads = self._loads, Loads()
         return loads
 
@@ -144,7 +149,8 @@ class FeatureConnector(ECConnectorBase):
 
 
 class FeatureCacheManager(EncoderCacheManager):
-    """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room."""
+    """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room, and nothing stays that no request needs:
+    the shelf has a feature as long as a request may need it again, and one that spoiled a request must not come back."""
 
     def __init__(self, cache_size: int, shelf: Shelf) -> None:
         super().__init__(cache_size)
@@ -152,10 +158,10 @@ class FeatureCacheManager(EncoderCacheManager):
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> FeatureCacheManager:
-        """One that holds any prompt's media. vLLM's own size is that of the largest medium of its own processor, and ours may be larger."""
+        """One with room for `most_rows` of the features, more than which no request has; vLLM's own size counts on its own processor."""
         assert vllm_config.ec_transfer_config is not None
         shelf = shelf_of(str(vllm_config.ec_transfer_config.engine_id))
-        return cls(max(cache_size, vllm_config.model_config.max_model_len), shelf)
+        return cls(vllm_config.ec_manager_config.manager_config[MOST_ROWS], shelf)
 
     def can_allocate(
         self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
@@ -164,3 +170,12 @@ class FeatureCacheManager(EncoderCacheManager):
         if request.mm_features[input_id].identifier not in self._shelf:
             return False
         return bool(super().can_allocate(request, input_id, self.cache_size, num_embeds_to_schedule))
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        """Have the model's side drop the feature with its last user; vLLM keeps it until it needs the room."""
+        super().free_encoder_input(request, input_id)
+        while self.freeable:
+            identity, num_embeds = self.freeable.popitem()
+            del self.cached[identity], self.num_embeds_by_hash[identity]
+            self.freed.append(identity)
+            self.num_free_slots += num_embeds

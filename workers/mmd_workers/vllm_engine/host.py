@@ -102,8 +102,10 @@ class VllmEngine(SteppedEngine):
 class VllmHost(SteppedHost):
     """Owns vLLM's engine core and the thread that steps it."""
 
-    def __init__(self, pod: Pod, device: torch.device) -> None:
+    def __init__(self, pod: Pod, device: torch.device, tower_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`tower_bytes()`: activations of a tower on the same device, for which the KV pool leaves room."""
         super().__init__(pod, device)
+        self._tower_bytes = tower_bytes
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
@@ -219,7 +221,7 @@ class VllmHost(SteppedHost):
                 "`make vllm` on this machine"
             ) from error
         try:
-            return make_core(self._pod, self._device, rank_lost)
+            return make_core(self._pod, self._device, rank_lost, self._tower_bytes())
         except MmdError:
             raise
         except Exception as error:

@@ -19,7 +19,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.links import device_of_kv
 from mmd_workers.vllm_engine import lora, ranks
-from mmd_workers.vllm_engine.arguments import engine_arguments
+from mmd_workers.vllm_engine.arguments import engine_arguments, feature_row_bytes
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
@@ -28,9 +28,11 @@ from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 from mmd_workers.vllm_engine.structured import grammars_of
 
 
-def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda _: None) -> VllmCore:
+def make_core(
+    pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda _: None, tower_bytes: int = 0
+) -> VllmCore:
     """Load the model's weights, without its towers, and make the KV pool. `rank_lost`: called, from any thread, when the process of
-    a rank has ended: with which one, and how.
+    a rank has ended: with which one, and how. `tower_bytes`: activations of a tower on the same device.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine, or an adapter.
@@ -40,7 +42,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
     """
     spec, threads = pod.spec, pod.settings.compute_threads
     set_num_threads(threads)
-    what = _Prepared.of(pod, device)
+    what = _Prepared.of(pod, device, tower_bytes)
     config, arguments = what.adapter.config, what.arguments
     with ranks.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=True)
@@ -53,8 +55,6 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         seeded=device.type != "cpu",
         lora_requests=lora_requests,
     )
-    width = 1 + len(what.adapter.extra_names())
-    row = width * config.get_text_config().hidden_size * arguments.model_config.dtype.itemsize
     return VllmCore(
         core,
         shelf_of(pod.settings.incarnation),
@@ -62,7 +62,7 @@ def make_core(pod: Pod, device: torch.device, rank_lost: ranks.RankLost = lambda
         grammars_of(what.folder),
         _kv(core, device_of_kv(pod, device)) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
-        row,
+        feature_row_bytes(what.adapter, arguments.model_config.dtype),
         threads,
     )
 
@@ -95,19 +95,24 @@ class _Prepared:
     arguments: VllmConfig
 
     @classmethod
-    def of(cls, pod: Pod, device: torch.device) -> _Prepared:
+    def of(cls, pod: Pod, device: torch.device, tower_bytes: int = 0) -> _Prepared:
         """Find the weights, and have vLLM check its settings."""
         folder = source.resolve(pod.spec.model, weights=True)
         adapter = adapter_for(source.load_config(folder))
         loras = lora.found(pod.spec.engine.adapters)
-        return cls(folder, adapter, loras, _configured(pod, folder, adapter, device, loras))
+        return cls(folder, adapter, loras, _configured(pod, folder, adapter, device, loras, tower_bytes))
 
 
 def _configured(
-    pod: Pod, folder: Path, adapter: Adapter, device: torch.device, loras: Sequence[lora.Lora]
+    pod: Pod,
+    folder: Path,
+    adapter: Adapter,
+    device: torch.device,
+    loras: Sequence[lora.Lora],
+    tower_bytes: int,
 ) -> VllmConfig:
     settings = pod.settings
-    arguments = engine_arguments(pod, folder, adapter, device, settings.incarnation, loras)
+    arguments = engine_arguments(pod, folder, adapter, device, settings.incarnation, loras, tower_bytes)
     if settings.group is not None:
         os.environ["VLLM_HOST_IP"] = settings.pod_ip  # where the ranks of other pods reach those of this one
     headless = settings.group is not None and settings.group.rank > 0

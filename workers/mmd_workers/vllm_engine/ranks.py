@@ -31,11 +31,14 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHan
 from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.kv_of_ranks import KvShare, Place
 from mmd_workers.vllm_engine.reasons import reason
+from mmd_workers.vllm_engine.zeroing import zero_new_blocks
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
+
+zero_new_blocks()  # each rank's process imports this module, and so does the engine's
 
 FAULT_FILE = "MMD_VLLM_RANK_FAULT"  # environment variable of the ranks: where one writes why it cannot start
 PARENT_CHECK_SECONDS = 0.5
