@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from mmd_api.contract.errors import EngineDeadError
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
 from mmd_workers.engine.turns import Turns
@@ -65,7 +67,8 @@ class SteppedEngine(SequenceEngine):
 
     async def abort(self, sequence: str) -> None:
         """Free its blocks."""
-        await self._runner.call(lambda engine: engine.abort(sequence))
+        with suppress(EngineDeadError):
+            await self._runner.call(lambda engine: engine.abort(sequence))
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
         """Copy the range, on the engine's device."""
