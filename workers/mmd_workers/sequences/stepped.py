@@ -19,7 +19,7 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.sequences.engine import EngineHost, SequenceEngine
-from mmd_workers.warmup import warm_up
+from mmd_workers.warmup import LIMIT_SECONDS, warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
 ADVERTISED_BLOCKS = 64
@@ -109,7 +109,12 @@ class SteppedHost(EngineHost):
 
     async def warm_up(self) -> None:
         """Run what sequences will run."""
-        await warm_up({"engine": self._warm_up_engine}, self._pod.startup, self._device)
+        await warm_up(
+            {"engine": self._warm_up_engine}, self._pod.startup, self._device, self._warm_up_limit_seconds()
+        )
+
+    def _warm_up_limit_seconds(self) -> float:
+        return LIMIT_SECONDS
 
     async def _warm_up_engine(self) -> None:
         assert self._runner is not None

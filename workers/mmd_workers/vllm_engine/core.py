@@ -193,8 +193,11 @@ class VllmCore:
                     if isinstance(error, BadLogitsError):  # whatever else failed, the next step raises itself
                         raise error
         finally:
+        except Exception as error:
+            if error is self._failure:  # the caller has it
+                self._failure = None
+            raise
             self.abort("warm-up")
-            self._failure = None  # the first request that fails ends the pod, with its own reason
 
     # --- sequences ------------------------------------------------------------------------------------------------
 

@@ -273,7 +273,7 @@ class VllmHost(SteppedHost):
         """Generate a few tokens: some of what vLLM refuses, it refuses in its first step.
 
         Raises:
-            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason.
+            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason. Or it does not end in time.
             BadLogitsError: the model, or an adapter with it, computes no numbers.
             EngineDeadError: a rank has ended.
         """
@@ -285,8 +285,16 @@ class VllmHost(SteppedHost):
         if self._refused is not None:
             raise self._refusal(self._refused) from self._refused
 
+    def _warm_up_limit_seconds(self) -> float:
+        """As long as the pod may take to start: compilation alone may take minutes."""
+        return join_seconds(self._pod)
+
     async def _warm_up_engine(self) -> None:
         """Once more where it fails: the engine stays usable, and what does not fail again need not keep the pod from serving."""
+        self._refused = EngineSettingsError(
+            f"vLLM's first step did not end within {self._warm_up_limit_seconds():.0f} s; raise the pool's startDeadlineSeconds, or check "
+            "the pod's log for what it waits for"
+        )
         try:
             await super()._warm_up_engine()
         except MmdError as error:
@@ -299,3 +307,4 @@ class VllmHost(SteppedHost):
             except Exception:
                 self._refused = error
                 raise
+        self._refused = None
