@@ -128,6 +128,7 @@ class VllmCore:
         self._vocabulary = int(config.model_config.get_vocab_size())
         self._feature_width = feature_row_bytes // config.model_config.dtype.itemsize
         driver = getattr(core.model_executor, "driver_worker", None)  # none where workers are other processes
+        self._in_process = driver is not None
         model = driver.worker.model_runner.get_model() if driver is not None else None
         self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
@@ -192,11 +193,11 @@ class VllmCore:
                 for _, error in self.step().failed:
                     if isinstance(error, BadLogitsError):  # whatever else failed, the next step raises itself
                         raise error
-        finally:
         except Exception as error:
             if error is self._failure:  # the caller has it
                 self._failure = None
             raise
+        finally:
             self.abort("warm-up")
 
     # --- sequences ------------------------------------------------------------------------------------------------
@@ -231,7 +232,8 @@ class VllmCore:
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
         self._check_layout(request)
-        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
+        here = constraint if self._in_process else None
+        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left, here)
         self._check_runs(made)
         self._sequences[name] = _Sequence(
             request, made, len(outputs), stop_after_prefill, constraint=constraint
@@ -434,7 +436,8 @@ class VllmCore:
         self._check_fits(known, 1)
         self._check_layout(request)
         left = request.sampling.max_tokens - len(output_token_ids)
-        made = self._builder.build(name, request, output_token_ids, left)
+        here = constraint if self._in_process else None
+        made = self._builder.build(name, request, output_token_ids, left, here)
         self._check_runs(made)
         self._adopt(made, reservation, known - 1)
         del self._reservations[name]
