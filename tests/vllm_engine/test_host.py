@@ -102,3 +102,10 @@ def test_a_first_step_may_take_as_long_as_the_pod_may_take_to_start(monkeypatch)
 
     with pytest.raises(EngineSettingsError, match="no kernel"):
         warmed_up(Slow(ValueError("no kernel"), ValueError("no kernel")))
+
+
+def test_a_long_first_step_does_not_make_the_pod_look_stuck():
+    host, during = made(), list[list[str]]()
+    warmed_up(Runner(during=lambda: during.append(list(host.progress()))), host)
+    assert during == [[]]
+    assert list(host.progress()) == ["engine"]

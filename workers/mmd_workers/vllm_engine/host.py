@@ -19,6 +19,7 @@ from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.group import Leader
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import KvLayout
+from mmd_workers.observe.server import Progress
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
@@ -108,6 +109,7 @@ class VllmHost(SteppedHost):
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
         self._lost: EngineDeadError | None = None  # how a rank, or another pod of the group, ended
+        self._warming_up = False
         self._stopping = False
         self._reason = ""  # why this pod cannot serve
         self._ended = asyncio.Event()  # another pod of the group has
@@ -277,13 +279,19 @@ class VllmHost(SteppedHost):
             BadLogitsError: the model, or an adapter with it, computes no numbers.
             EngineDeadError: a rank has ended.
         """
+        self._warming_up = True
         await super().warm_up()
+        self._warming_up = False
         if self._lost is not None:
             raise self._lost
         if isinstance(self._refused, MmdError):
             raise self._refused
         if self._refused is not None:
             raise self._refusal(self._refused) from self._refused
+
+    def progress(self) -> dict[str, Progress]:
+        """The engine's turns, once it takes some: its first one has a limit of its own."""
+        return {} if self._warming_up else super().progress()
 
     def _warm_up_limit_seconds(self) -> float:
         """As long as the pod may take to start: compilation alone may take minutes."""
