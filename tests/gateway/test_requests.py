@@ -125,3 +125,29 @@ def test_an_unrequested_cancellation_is_a_retryable_failure() -> None:
     assert request.failure is not None
     assert request.failure.retryable
     assert not request.finished
+
+
+def test_only_engines_that_failed_in_a_step_of_the_request_count_however_often_that_is_reported() -> None:
+    request = state()
+    seen: list[int] = []
+    for number, code in enumerate(
+        (
+            "engine_failed",
+            "preempted",
+            "peer_lost",
+            "drained",
+            "engine_dead",
+            "overloaded",
+            "",
+            "engine_failed",
+        )
+    ):
+        seen.append(request.place("g", f"p{number}", ["d0"]).engine_failures)
+        for _ in range(2 if code else 0):
+            assert request.fail(RequestFailed("r.0", number, f"p{number}", code, "it failed", retryable=True))
+        request.unplace()
+    seen.append(request.place("g", "p9", []).engine_failures)
+    assert seen == [0, 1, 1, 1, 1, 1, 1, 1, 2]
+    assert not request.fail(RequestFailed("r.0", 3, "p3", "engine_failed", "late", retryable=True))
+    request.unplace()
+    assert request.place("g", "p10", []).engine_failures == 2

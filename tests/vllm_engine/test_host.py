@@ -43,10 +43,13 @@ def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
     return host
 
 
-def made() -> VllmHost:
+def made(start_deadline_seconds: int = 600) -> VllmHost:
     settings, spec = SimpleNamespace(group=None), SimpleNamespace(engine=EngineSpec(type="VLLM"))
     startup = Startup(Metrics(("decode",)))
-    pod: Any = SimpleNamespace(startup=startup, tasks=Tasks(), pool="decode", settings=settings, spec=spec)
+    kv_spec = SimpleNamespace(start_deadline_seconds=start_deadline_seconds)
+    pod: Any = SimpleNamespace(
+        startup=startup, tasks=Tasks(), pool="decode", settings=settings, spec=spec, kv_spec=kv_spec
+    )
     return VllmHost(pod, CPU)
 
 
@@ -89,3 +92,34 @@ def test_a_core_is_made_with_what_the_tower_beside_it_needs() -> None:
     with mock.patch("mmd_workers.vllm_engine.make.make_core") as made:
         host._make_core(lambda _: None)
     assert made.call_args.args[-1] == 7
+
+
+def test_a_first_step_that_does_not_end_before_the_start_deadline_keeps_the_pod_from_serving(monkeypatch):
+    monkeypatch.setattr("mmd_workers.vllm_engine.together.LEAST_JOIN_SECONDS", 0.1)
+    host = made(start_deadline_seconds=0)
+
+    async def hangs(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    host._runner = SimpleNamespace(call=hangs)  # type: ignore[assignment]
+    with pytest.raises(EngineSettingsError, match="first step did not end within 0 s; raise the pool's"):
+        asyncio.run(host.warm_up())
+
+
+def test_a_first_step_may_take_as_long_as_the_pod_may_take_to_start(monkeypatch):
+    monkeypatch.setattr("mmd_workers.sequences.stepped.LIMIT_SECONDS", 0.01)
+
+    class Slow(Runner):
+        async def call(self, command: Any) -> None:
+            await asyncio.sleep(0.2)
+            await super().call(command)
+
+    with pytest.raises(EngineSettingsError, match="no kernel"):
+        warmed_up(Slow(ValueError("no kernel"), ValueError("no kernel")))
+
+
+def test_a_long_first_step_does_not_make_the_pod_look_stuck():
+    host, during = made(), list[list[str]]()
+    warmed_up(Runner(during=lambda: during.append(list(host.progress()))), host)
+    assert during == [[]]
+    assert list(host.progress()) == ["engine"]

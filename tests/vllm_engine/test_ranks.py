@@ -70,7 +70,7 @@ def test_a_request_whose_step_a_rank_ended_is_placed_again(split, lost):
 
 
 def test_a_request_that_has_ended_engines_before_is_not_placed_again(split, lost):
-    request = replace(cores.text_request([1, 2, 3]), attempt=2)
+    request = replace(cores.text_request([1, 2, 3]), engine_failures=2)
     split.add("a", request, stop_after_prefill=False)
     os.kill(ranks(split)[1].proc.pid, signal.SIGKILL)
     lost.get(timeout=DEADLINE_SECONDS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from concurrent.futures import Future
 from dataclasses import replace
 
 import jsonschema
@@ -13,6 +15,8 @@ import pytest
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
 from mmd_api.contract.sampling import LogitRules
+from mmd_workers.model import grammar as grammar_module
+from mmd_workers.model.grammar import Grammars
 from mmd_workers.vllm_engine.requests import RequestBuilder
 from tests.support.composites import CALLS
 
@@ -192,13 +196,46 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, monkey
     free = request_of(folder, grammar=None, max_tokens=24)
     alone, _ = answer(core, free)
     add(core, "free", free)
-    request = request_of(folder)
-    core.add("bad", request, stop_after_prefill=False, constraint=core.grammars.begin(CHOICE))
+    add(core, "bad", request_of(folder))
+    core._sequences["bad"].constraint = core.grammars.begin(
+        CHOICE
+    )  # not the one that its logits are masked for
     outcome = cores.step(core)
     assert isinstance(outcome.failed.pop("bad"), GrammarFailedError)
     assert not outcome.failed
     assert outcome.tokens["free"] == alone
     cores.assert_empty(core)
+
+
+def test_no_grammar_is_compiled_in_a_step_however_many_there_are(core, folder, monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 1)
+    names = ["a", "b", "c"]
+    for number, name in enumerate(names):
+        add(core, name, request_of(folder, grammar=Grammar("regex", f"yes|no|perhaps {number}")))
+    monkeypatch.setattr(Grammars, "_compile", lambda *_: pytest.fail("it is compiled again"))
+    outcome = cores.step(core)
+    assert not outcome.failed, outcome.failed
+    assert set(outcome.reasons.values()) == {"stop"}
+
+
+def test_what_vllm_logs_of_a_failed_step_has_nothing_of_the_grammar(core, folder, monkeypatch, caplog):
+    def broken(*_, **__):
+        failed = Future()
+        failed.set_exception(RuntimeError("boom"))
+        return failed
+
+    add(core, "a", request_of(folder, grammar=Grammar("regex", "secret|hidden")))
+    logger = logging.getLogger("vllm.logging_utils.dump_input")
+    logger.addHandler(caplog.handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(core._core.model_executor, "execute_model", broken)
+            assert core.step().failed
+    finally:
+        logger.removeHandler(caplog.handler)
+        core._failure = None
+    assert "Followed(" in caplog.text, "vLLM logs the request"
+    assert "secret" not in caplog.text
 
 
 def test_speculative_decoding_refuses_what_it_would_leave_out(folder):

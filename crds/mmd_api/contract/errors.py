@@ -322,6 +322,15 @@ class PreemptedError(
     """The KV pool was full and this was the newest sequence: place it again, tokens so far included."""
 
 
+class SuspectError(
+    MmdError,
+    code="engine_failed",
+    retryable=True,
+    remedy="none: the request is placed on another pod; check the end of the failed pod's log",
+):
+    """The engine failed in a step that ran this request and others. It is placed again, and ends with the third engine that does."""
+
+
 class LeaseError(
     MmdError,
     code="lease_ended",

@@ -106,8 +106,8 @@ class PromptService(SequenceOwner):
 
     async def _give_back(self, name: str, error: MmdError) -> None:
         self._prompts.pop(name, None)
+        await self._book.fail(name, error)  # first: a pod whose engine fails gives back what is open
         await self._engine.abort(name)
-        await self._book.fail(name, error)
 
     def cancel(self, sequence: str) -> None:
         """Add it no more; the engine is told by the caller."""
@@ -140,10 +140,9 @@ class PromptService(SequenceOwner):
             Phase("prefill", prompt.added, time.time(), sizes),
         ]
 
-    def on_failed(self, sequence: str, error: MmdError) -> bool:
+    def on_failed(self, sequence: str, error: MmdError) -> None:
         """Forget it; the book reports the failure."""
         self._prompts.pop(sequence, None)
-        return False
 
 
 def _without_media(request: GenerateRequest, cached_tokens: int) -> OverloadedError:

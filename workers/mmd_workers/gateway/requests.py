@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
-from mmd_api.contract.errors import RequestCancelledError
+from mmd_api.contract.errors import RequestCancelledError, SuspectError
 from mmd_workers.wire.messages import (
     Cancel,
     FeatureRef,
@@ -54,6 +54,7 @@ class RequestState:
     def __init__(self, spec: SequenceSpec) -> None:
         self.spec = spec
         self.attempt = -1
+        self.engine_failures = 0  # attempts that ended with `SuspectError`
         self.token_ids = array("l")
         self.finish_reason: FinishReason | None = None
         self.failure: RequestFailed | None = None
@@ -129,10 +130,13 @@ class RequestState:
             output_token_ids=self.token_ids.tolist(),
             trace=spec.trace,
             adapter=spec.adapter,
+            engine_failures=self.engine_failures,
         )
 
     def unplace(self) -> None:
         """Nobody holds the sequence now; what the last attempt still sends no longer counts."""
+        if self.failure is not None and self.failure.code == SuspectError.code:
+            self.engine_failures += 1
         self.prefill_pod = None
         self.decode_pods = ()
         self.decoding_pod = None

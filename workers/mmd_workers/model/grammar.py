@@ -66,6 +66,10 @@ class Constraint:
         """Whether the answer is complete and nothing can follow but its end."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
+    def copy(self) -> Constraint:
+        """Another one that is as far as this one."""
+        return Constraint(self.matcher.deep_copy(), self.mask_bytes)
+
     def advance(self, token_ids: Iterable[int]) -> None:
         """Go on after the sequence's next tokens.
 

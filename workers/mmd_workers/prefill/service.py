@@ -157,8 +157,12 @@ class PrefillService(SequenceOwner):
         if (first := self._first_token.get(token.sequence_id)) is not None and not first.done():
             first.set_result(token)
 
-    def on_failed(self, sequence: str, error: MmdError) -> bool:
-        """The engine gave the sequence up. True if it was this service's to report."""
+    def on_failed(self, sequence: str, error: MmdError) -> None:
+        """End its prefill; the book reports the failure."""
+        self._fail_prefill(sequence, error)
+
+    def _fail_prefill(self, sequence: str, error: MmdError) -> bool:
+        """End a prefill that waits for its first token. False: none does."""
         if (first := self._first_token.get(sequence)) is None or first.done():
             return False
         first.set_exception(error)
@@ -188,8 +192,8 @@ class PrefillService(SequenceOwner):
             self._filling.pop(name, None)
 
     async def _give_up(self, name: str, error: MmdError) -> None:
+        await self._book.fail(name, error)  # first: a pod whose engine fails gives back what is open
         await self._engine.abort(name)
-        await self._book.fail(name, error)
 
     async def _serve(self, name: str, tracked: Tracked) -> None:
         request = tracked.request
@@ -303,7 +307,7 @@ class PrefillService(SequenceOwner):
         except (MmdError, TimeoutError) as error:
             late = DeadlineError("request deadline exceeded while a medium was being encoded")
             failure = error if isinstance(error, MmdError) else late
-            if not self.on_failed(name, failure):
+            if not self._fail_prefill(name, failure):
                 await self._give_up(name, failure)
         finally:
             self._store.release(user)

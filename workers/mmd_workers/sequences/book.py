@@ -186,8 +186,17 @@ class SequenceBook:
 
     async def fail(self, sequence: str, error: MmdError) -> None:
         """Give the sequence up and report it to its gateway, again and again until that confirms it."""
+        await self.fail_each([(sequence, error)])
+
+    async def fail_each(self, failed: Sequence[tuple[str, MmdError]]) -> None:
+        """As `fail`. All have ended before this waits for anything."""
+        for tracked in [ended for sequence, error in failed if (ended := self._fail(sequence, error))]:
+            assert tracked.failure is not None
+            await self._send(self._bus.subjects.failures(tracked.request.gateway), tracked.failure)
+
+    def _fail(self, sequence: str, error: MmdError) -> Tracked | None:
         if (tracked := self._end(sequence)) is None:
-            return
+            return None
         request = tracked.request
         # The words about a grammar may quote it: they are for the client alone.
         what = error.code if isinstance(error, GrammarFailedError) else error.message
@@ -204,7 +213,7 @@ class SequenceBook:
             error.message[:MAX_MESSAGE_CHARACTERS],
             retryable=error.retryable or internal,
         )
-        await self._send(self._bus.subjects.failures(request.gateway), tracked.failure)
+        return tracked
 
     def forget(self, sequence: str, *, keep_end: bool = False) -> None:
         """The gateway no longer wants it; `keep_end`: an end that has been reported is still to be confirmed."""

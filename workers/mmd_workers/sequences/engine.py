@@ -69,7 +69,9 @@ class SequenceEngine(ABC):
 
     @abstractmethod
     async def abort(self, sequence: str) -> None:
-        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored."""
+        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored. An engine that has ended holds
+        nothing: it does not raise.
+        """
 
     # --- KV -------------------------------------------------------------------------------------------------------
 

@@ -35,9 +35,8 @@ class SequenceOwner:
     def on_token(self, token: SampledToken) -> None:
         """The engine has sampled a token, which is on its way to its gateway."""
 
-    def on_failed(self, sequence: str, error: MmdError) -> bool:
-        """The engine gave the sequence up. True if the owner reports it."""
-        return False
+    def on_failed(self, sequence: str, error: MmdError) -> None:
+        """The engine gave the sequence up, which the book reports."""
 
     def hands_over(self, sequence: str) -> bool:
         """Whether the sequence goes on at another pod: then its owner closes its book."""
@@ -99,11 +98,16 @@ class Sequences(Part):
                     owner.on_token(token)
                 if token.finish_reason is not None and not handed_over:
                     await self.book.finish(token.sequence_id)
-            for sequence, error in output.failed:
-                reported = error if isinstance(error, MmdError) else MmdError(str(error))
-                if not any(owner.on_failed(sequence, reported) for owner in self._owners):
-                    await self.book.fail(sequence, reported)
+            await self._report_failed(output)
             self._engine.taken()
+
+    async def _report_failed(self, output: StepOutput) -> None:
+        """All at once: if the engine has failed, this pod ends, and gives back what is still open then."""
+        failed = [(name, e if isinstance(e, MmdError) else MmdError(str(e))) for name, e in output.failed]
+        for sequence, error in failed:
+            for owner in self._owners:
+                owner.on_failed(sequence, error)
+        await self.book.fail_each(failed)
 
     def _count(self, output: StepOutput) -> None:
         metrics = self._pod.metrics
@@ -163,6 +167,8 @@ class Sequences(Part):
         return not (len(self.book) or self.book.unconfirmed)
 
     async def give_back(self, error: MmdError) -> None:
-        """Report the sequences that are left to their gateways, which place them again."""
+        """Report the sequences that are left to their gateways, which place them again, but for those that the engine gave up last."""
+        while not self._engine.outputs.empty():
+            await self._report_failed(self._engine.outputs.get_nowait())
         for sequence in self.book.all():
             await self.book.fail(sequence, error)

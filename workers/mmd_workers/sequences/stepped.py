@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from mmd_api.contract.errors import EngineDeadError
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
 from mmd_workers.engine.turns import Turns
@@ -17,7 +19,7 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.sequences.engine import EngineHost, SequenceEngine
-from mmd_workers.warmup import warm_up
+from mmd_workers.warmup import LIMIT_SECONDS, warm_up
 from mmd_workers.wire.messages import GenerateRequest
 
 ADVERTISED_BLOCKS = 64
@@ -65,7 +67,8 @@ class SteppedEngine(SequenceEngine):
 
     async def abort(self, sequence: str) -> None:
         """Free its blocks."""
-        await self._runner.call(lambda engine: engine.abort(sequence))
+        with suppress(EngineDeadError):
+            await self._runner.call(lambda engine: engine.abort(sequence))
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
         """Copy the range, on the engine's device."""
@@ -106,7 +109,12 @@ class SteppedHost(EngineHost):
 
     async def warm_up(self) -> None:
         """Run what sequences will run."""
-        await warm_up({"engine": self._warm_up_engine}, self._pod.startup, self._device)
+        await warm_up(
+            {"engine": self._warm_up_engine}, self._pod.startup, self._device, self._warm_up_limit_seconds()
+        )
+
+    def _warm_up_limit_seconds(self) -> float:
+        return LIMIT_SECONDS
 
     async def _warm_up_engine(self) -> None:
         assert self._runner is not None

@@ -26,11 +26,14 @@ from mmd_api.contract import answers
 from mmd_api.contract.errors import (
     BadLogitsError,
     CountMismatchError,
+    DeviceLostError,
     GrammarFailedError,
     MmdError,
     OverloadedError,
     StepFailedError,
+    SuspectError,
 )
+from mmd_workers.device import check_device
 from mmd_workers.engine.blocks import extend_identities, root_of
 from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
@@ -42,11 +45,12 @@ from mmd_workers.vllm_engine.features import Shelf
 from mmd_workers.vllm_engine.kv_of_ranks import Kv
 from mmd_workers.vllm_engine.metrics import VllmMetrics
 from mmd_workers.vllm_engine.ranks import RankExecutor
+from mmd_workers.vllm_engine.reasons import FROM_A_RANK, reason
 from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
 from mmd_workers.vllm_engine.weights import loaded_bytes
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
-MOST_SUSPICIONS = 2  # attempts of a request that may end with their engine, where others ran beside it
+MOST_SUSPICIONS = 2  # engines that may fail in a step that ran a request beside others
 LEAST_PREFIXES = 4096  # blocks whose identity is remembered, or twice as many as the pool holds
 
 
@@ -124,6 +128,7 @@ class VllmCore:
         self._vocabulary = int(config.model_config.get_vocab_size())
         self._feature_width = feature_row_bytes // config.model_config.dtype.itemsize
         driver = getattr(core.model_executor, "driver_worker", None)  # none where workers are other processes
+        self._in_process = driver is not None
         model = driver.worker.model_runner.get_model() if driver is not None else None
         self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
@@ -188,9 +193,12 @@ class VllmCore:
                 for _, error in self.step().failed:
                     if isinstance(error, BadLogitsError):  # whatever else failed, the next step raises itself
                         raise error
+        except Exception as error:
+            if error is self._failure:  # the caller has it
+                self._failure = None
+            raise
         finally:
             self.abort("warm-up")
-            self._failure = None  # the first request that fails ends the pod, with its own reason
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -224,7 +232,8 @@ class VllmCore:
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
         self._check_layout(request)
-        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left)
+        here = constraint if self._in_process else None
+        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left, here)
         self._check_runs(made)
         self._sequences[name] = _Sequence(
             request, made, len(outputs), stop_after_prefill, constraint=constraint
@@ -427,7 +436,8 @@ class VllmCore:
         self._check_fits(known, 1)
         self._check_layout(request)
         left = request.sampling.max_tokens - len(output_token_ids)
-        made = self._builder.build(name, request, output_token_ids, left)
+        here = constraint if self._in_process else None
+        made = self._builder.build(name, request, output_token_ids, left, here)
         self._check_runs(made)
         self._adopt(made, reservation, known - 1)
         del self._reservations[name]
@@ -476,7 +486,7 @@ class VllmCore:
             self._core.post_step(executed)
         except Exception as error:  # noqa: BLE001  the next step raises it
             self._failure = error
-            return StepOutput(failed=self._culprits(error), changed=True)
+            return StepOutput(failed=self._suspects(error), changed=True)
         preempted = self._plan.preempted_req_ids if self._plan is not None else None
         self.metrics.record(outputs.values(), len(preempted or ()))
         output = StepOutput()
@@ -489,24 +499,40 @@ class VllmCore:
         self._estimates.add(output)
         return output
 
-    def _culprits(self, error: Exception) -> list[tuple[str, Exception]]:
-        """Requests that must not be placed again, on a pod that would end as well: one that ran alone, or that has ended pods before.
+    def _suspects(self, error: Exception) -> list[tuple[str, Exception]]:
+        """What to report for the requests of a step that failed; the engine ends with its next step.
 
-        Those beside them are placed again when this engine ends, with its next step. A rank that has ended is no request's fault, unless
-        that happens again.
+        One that ran alone, or in whose steps engines have failed before, must not be placed again, on a pod that would end as well. Those
+        beside it are placed again, and counted. Of a lost device, of memory that was short and of a rank that has ended, no request is
+        the cause; only one that is suspected already is not placed again after a rank's end.
         """
         names = list(self._plan.num_scheduled_tokens) if self._plan is not None else []
-        executor = self._core.model_executor
-        lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
-        suspects = [(name, self._sequences[name].source) for name in names if name in self._sequences]
-        return [
-            (
-                name,
-                StepFailedError(f"vLLM failed on this request: {type(error).__name__}: {str(error)[:300]}"),
+        sources = {name: self._sequences[name].source for name in names if name in self._sequences}
+        in_rank = FROM_A_RANK.match(str(error))  # vLLM hands on the words alone
+        if isinstance(error, torch.OutOfMemoryError) or (in_rank and "out of memory" in in_rank[1]):
+            short = OverloadedError(
+                f"the device ran out of memory in a step of {len(sources)} requests ({reason(error)}); lower spec.prefill.chunkTokens or "
+                "the KV cache's share of memory"
             )
-            for name, source in suspects
-            if (len(suspects) == 1 and not lost) or source.attempt >= MOST_SUSPICIONS
-        ]
+            return [(name, short) for name in sources]
+        if in_rank and "CUDA error" in in_rank[1]:
+            return []
+        try:
+            check_device(error, self.device)
+        except DeviceLostError as lost:
+            self._failure = lost
+            return []
+        executor = self._core.model_executor
+        rank_lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
+        words = f"{type(error).__name__}: {str(error)[:300]}"
+        found: list[tuple[str, Exception]] = []
+        for name, source in sources.items():
+            if source.engine_failures >= MOST_SUSPICIONS or (len(sources) == 1 and not rank_lost):
+                found.append((name, StepFailedError(f"vLLM failed on this request: {words}")))
+            elif not rank_lost:
+                beside = f"vLLM failed in a step of {len(sources)} requests, of which this was one: {words}"
+                found.append((name, SuspectError(beside)))
+        return found
 
     def _planned(self, plan: SchedulerOutput) -> None:
         """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""

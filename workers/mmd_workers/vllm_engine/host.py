@@ -19,6 +19,7 @@ from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.group import Leader
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import KvLayout
+from mmd_workers.observe.server import Progress
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
@@ -110,6 +111,7 @@ class VllmHost(SteppedHost):
         self._core: VllmCore | None = None
         self._refused: Exception | None = None  # why it failed in its first steps
         self._lost: EngineDeadError | None = None  # how a rank, or another pod of the group, ended
+        self._warming_up = False
         self._stopping = False
         self._reason = ""  # why this pod cannot serve
         self._ended = asyncio.Event()  # another pod of the group has
@@ -275,11 +277,13 @@ class VllmHost(SteppedHost):
         """Generate a few tokens: some of what vLLM refuses, it refuses in its first step.
 
         Raises:
-            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason.
+            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason. Or it does not end in time.
             BadLogitsError: the model, or an adapter with it, computes no numbers.
             EngineDeadError: a rank has ended.
         """
+        self._warming_up = True
         await super().warm_up()
+        self._warming_up = False
         if self._lost is not None:
             raise self._lost
         if isinstance(self._refused, MmdError):
@@ -287,8 +291,20 @@ class VllmHost(SteppedHost):
         if self._refused is not None:
             raise self._refusal(self._refused) from self._refused
 
+    def progress(self) -> dict[str, Progress]:
+        """The engine's turns, once it takes some: its first one has a limit of its own."""
+        return {} if self._warming_up else super().progress()
+
+    def _warm_up_limit_seconds(self) -> float:
+        """As long as the pod may take to start: compilation alone may take minutes."""
+        return join_seconds(self._pod)
+
     async def _warm_up_engine(self) -> None:
         """Once more where it fails: the engine stays usable, and what does not fail again need not keep the pod from serving."""
+        self._refused = EngineSettingsError(
+            f"vLLM's first step did not end within {self._warm_up_limit_seconds():.0f} s; raise the pool's startDeadlineSeconds, or check "
+            "the pod's log for what it waits for"
+        )
         try:
             await super()._warm_up_engine()
         except MmdError as error:
@@ -301,3 +317,4 @@ class VllmHost(SteppedHost):
             except Exception:
                 self._refused = error
                 raise
+        self._refused = None

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from mmd_api.contract.errors import StepFailedError, UnsupportedParameterError
 from mmd_workers.engine.sampler import uniform
+from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
 from mmd_workers.vllm_engine.structured import followed
@@ -56,9 +57,15 @@ class RequestBuilder:
         self._frame_token_id = frame_token_id
 
     def build(
-        self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
+        self,
+        name: str,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        max_tokens: int,
+        begun: Constraint | None = None,
     ) -> Request:
-        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt.
+        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt. `begun`: of its grammar,
+        after them, where vLLM computes in this process.
 
         Raises:
             StepFailedError: it is for an adapter that is not loaded.
@@ -67,7 +74,7 @@ class RequestBuilder:
         return Request(
             request_id=name,
             prompt_token_ids=[*request.token_ids, *output_token_ids],
-            sampling_params=self._sampling(request, output_token_ids, max_tokens),
+            sampling_params=self._sampling(request, output_token_ids, max_tokens, begun),
             pooling_params=None,
             arrival_time=request.arrived,
             mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
@@ -88,7 +95,11 @@ class RequestBuilder:
         return self._loras.get(adapter)
 
     def _sampling(
-        self, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
+        self,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        max_tokens: int,
+        begun: Constraint | None,
     ) -> SamplingParams:
         """Greedy with `Draws` and `Constraints`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
         first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
@@ -112,7 +123,7 @@ class RequestBuilder:
         if not self._drafts:
             params.extra_args = {
                 **(draw_of(wanted, first) or {}),
-                **followed(wanted.grammar, output_token_ids),
+                **followed(wanted.grammar, output_token_ids, begun),
             } or None
         elif wanted.temperature > 0:
             params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A request's grammar, and the output tokens that are a part of its prompt."""
+    """A request's grammar, and the output tokens that are a part of its prompt. vLLM logs it when a step fails: nothing of the client's
+    is in its `repr`.
+    """
 
-    grammar: Grammar
-    output_token_ids: list[int]
+    grammar: Grammar = field(repr=False)
+    output_token_ids: list[int] = field(repr=False)
+    begun: Constraint | None = field(default=None, repr=False)
+    """After these tokens; not for other processes, which compile the grammar once more."""
+
+    def constraint(self, folder: Path) -> Constraint:
+        """A new one for the next token. `folder`: of the model.
+
+        Raises:
+            GrammarFailedError: as `Grammars.begin`.
+        """
+        if self.begun is not None:
+            return self.begun.copy()
+        return grammars_of(folder).begin(self.grammar, self.output_token_ids)
 
 
 @dataclass(slots=True)
@@ -71,7 +85,7 @@ class Constraints(LogitsProcessor):
             if wanted is None:
                 return None
             try:
-                constraint = grammars_of(self._folder).begin(wanted.grammar, wanted.output_token_ids)
+                constraint = wanted.constraint(self._folder)
             except GrammarFailedError as error:
                 log.warning("a request fails: %s", error.code)  # the message may quote the grammar
                 return None
@@ -87,9 +101,13 @@ class Constraints(LogitsProcessor):
         return logits
 
 
-def followed(grammar: Grammar | None, output_token_ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's `extra_args` of a request with these output tokens in its prompt."""
-    return {} if grammar is None else {ARGUMENT: Followed(grammar, list(output_token_ids))}
+def followed(
+    grammar: Grammar | None, output_token_ids: Sequence[int], begun: Constraint | None
+) -> dict[str, Any]:
+    """vLLM's `extra_args` of a request with these output tokens in its prompt. `begun`: see `Followed`; it is copied."""
+    if grammar is None:
+        return {}
+    return {ARGUMENT: Followed(grammar, list(output_token_ids), begun and begun.copy())}
 
 
 @functools.lru_cache(maxsize=4)

@@ -217,7 +217,8 @@ class GenerateRequest:
     `attempt` counts placements from 0: events of older attempts are ignored by the gateway. `output_token_ids` holds what the
     client has already been sent (not empty after a migration): generation goes on at index `len(output_token_ids)`.
     `decode_pods` are candidates in the router's order of preference; empty: the pod that gets the prompt decodes itself.
-    `adapter`: name of the LoRA adapter that computes it; empty: the model alone.
+    `adapter`: name of the LoRA adapter that computes it; empty: the model alone. `engine_failures`: attempts that ended because the
+    engine failed in a step that ran it (`SuspectError`); others do not count.
     """
 
     request_id: str
@@ -232,6 +233,7 @@ class GenerateRequest:
     output_token_ids: list[int] = field(default_factory=list)
     trace: dict[str, str] = field(default_factory=dict)
     adapter: str = ""
+    engine_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
