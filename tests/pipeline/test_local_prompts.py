@@ -14,7 +14,6 @@ from tests.support.local_deployment import Deployment, until, write
 from tests.support.local_deployment import content as content_of
 
 from .redundant import (
-    CPU,
     DEMO,
     MODEL,
     RESTORE_SECONDS,
@@ -43,9 +42,9 @@ def deployment(
     spec = {
         **SPEC,
         "engine": {"type": request.param},
-        "encoder": {**SPEC["encoder"], **CPU, "replicas": 1},  # type: ignore[dict-item]
-        "prefill": {**SPEC["prefill"], **CPU, "replicas": 1},  # type: ignore[dict-item]
-        "decode": {**SPEC["decode"], "localPrefillTokens": LOCAL_TOKENS},  # type: ignore[dict-item]
+        "encoder": {**SPEC["encoder"], "replicas": 1},
+        "prefill": {**SPEC["prefill"], "replicas": 1},
+        "decode": {**SPEC["decode"], "localPrefillTokens": LOCAL_TOKENS},
     }
     with Deployment(write(file, spec, name="local")) as running:
         yield running

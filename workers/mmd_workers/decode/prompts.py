@@ -110,7 +110,7 @@ class PromptService(SequenceOwner):
         await self._engine.abort(name)
 
     def cancel(self, sequence: str) -> None:
-        """Add it no more; the engine is told by the caller."""
+        """Stop adding it; the caller tells the engine."""
         prompt = self._prompts.pop(sequence, None)
         if prompt is not None and prompt.task is not None:
             prompt.task.cancel()

@@ -260,7 +260,7 @@ class Router:
 
     def _computing_decoder(self, request: RouteRequest, pods: Sequence[Heartbeat]) -> Heartbeat | None:
         """The least busy decode pod that computes this prompt itself: little of it is left to compute, no medium is in that, and
-        neither handovers nor other prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
+        no more than a few prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
         """
         if not (most := self.local_prefill_tokens) or request.prefill_only:
             return None

@@ -19,6 +19,7 @@ from mmd_api.contract.errors import (
     RequestCancelledError,
 )
 from mmd_workers.engine.interface import KvReady, SampledToken
+from mmd_workers.features.references import media_end
 from mmd_workers.features.source import FeatureSource
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import steps_of
@@ -139,7 +140,7 @@ class PrefillService(SequenceOwner):
             self._cached_tokens[sequence] = cached_tokens
         if (tracked := self._book.get(sequence)) is None:
             return
-        needed = {n for n in tracked.skipped if _last_token(tracked.request.features[n]) >= cached_tokens}
+        needed = {n for n in tracked.skipped if media_end([tracked.request.features[n]]) > cached_tokens}
         if needed:
             tracked.skipped -= needed
             late = asyncio.create_task(self._supply(sequence, tracked, needed), name=_late_name(sequence))
@@ -264,7 +265,7 @@ class PrefillService(SequenceOwner):
         if not request.features:
             return set()
         cached = await self._engine.cached_tokens(name, request)
-        found = {n for n, ref in enumerate(request.features) if _last_token(ref) < cached}
+        found = {n for n, ref in enumerate(request.features) if media_end([ref]) <= cached}
         self._metrics.cache.labels("prefix", "hit").inc(len(found))
         self._metrics.cache.labels("prefix", "miss").inc(len(request.features) - len(found))
         return found
@@ -337,8 +338,3 @@ class PrefillService(SequenceOwner):
 
 def _late_name(sequence: str) -> str:
     return f"late-media-of-{sequence}"
-
-
-def _last_token(ref: FeatureRef) -> int:
-    """Position of a medium's last placeholder in the prompt."""
-    return max(start + length for start, length in ref.ranges) - 1

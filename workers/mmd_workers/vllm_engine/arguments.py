@@ -63,10 +63,10 @@ def engine_arguments(
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     row = feature_row_bytes(adapter, dtype)
-    most_rows = longest
-    if takes_features := "prefill" in pod.roles:
+    most_rows, features_bytes = longest, 0
+    if "prefill" in pod.roles:  # others get no features
         most_rows = max(1, min(longest, pod.prefill_spec.feature_budget_mebibytes * MEBIBYTE // row))
-    features_bytes = most_rows * row if takes_features else 0
+        features_bytes = most_rows * row
     return {
         **_patience(pod),
         **extra_arguments.parsed(settings.extra_args, field),

@@ -232,9 +232,7 @@ class VllmCore:
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
         self._check_layout(request)
-        here = constraint if self._in_process else None
-        made = self._builder.build(name, request, outputs, 1 if stop_after_prefill else left, here)
-        self._check_runs(made)
+        made = self._build(name, request, outputs, 1 if stop_after_prefill else left, constraint)
         self._sequences[name] = _Sequence(
             request, made, len(outputs), stop_after_prefill, constraint=constraint
         )
@@ -274,6 +272,20 @@ class VllmCore:
             self._shelf.release(name)
             self._reported.pop(name, None)
             self.metrics.forget(name)
+
+    def _build(
+        self,
+        name: str,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        max_tokens: int,
+        constraint: Constraint | None,
+    ) -> Request:
+        """vLLM's request, which the model can run. Where the model is in this process, the request brings its compiled grammar."""
+        here = constraint if self._in_process else None
+        made = self._builder.build(name, request, output_token_ids, max_tokens, here)
+        self._check_runs(made)
+        return made
 
     def _begin(self, request: Request) -> None:
         self.metrics.begin(request)
@@ -436,9 +448,7 @@ class VllmCore:
         self._check_fits(known, 1)
         self._check_layout(request)
         left = request.sampling.max_tokens - len(output_token_ids)
-        here = constraint if self._in_process else None
-        made = self._builder.build(name, request, output_token_ids, left, here)
-        self._check_runs(made)
+        made = self._build(name, request, output_token_ids, left, constraint)
         self._adopt(made, reservation, known - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(

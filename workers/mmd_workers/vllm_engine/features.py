@@ -126,10 +126,8 @@ class FeatureConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         """What the step needs. Blocks are allocated and nothing has run: the moment for the engine's own code to look at the plan."""
         self._shelf.on_plan(scheduler_output)
-        for (
-            identity
-        ) in scheduler_output.free_encoder_mm_hashes:  # of a request that was planned and then preempted
-            self._loads.features.pop(identity, None)
+        for unused in scheduler_output.free_encoder_mm_hashes:
+            self._loads.features.pop(unused, None)  # of a request that was planned and then preempted
         loads, self._loads = self._loads, Loads()
         return loads
 
