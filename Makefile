@@ -7,7 +7,7 @@ KUBE := .cache/kubernetes/kube
 VLLM := .cache/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test mutants lint bench vllm crds e2e clean
+.PHONY: help install demo test gate drills mutants lint bench vllm crds e2e clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,16 +23,17 @@ install: $(STAMP) ## Create a virtual environment in .venv with everything neede
 demo: install ## Start the whole pipeline on this machine and query it with an image, a video and an audio clip
 	$(BIN)/mmd demo
 
-test: install ## Run all tests that need no cluster (the first run builds the API server with Go, which takes minutes)
-	test -n "$$KUBEBUILDER_ASSETS" || test -x $(KUBE) || sh e2e/kubernetes/build.sh $(KUBE) || echo "tests with an API server are skipped"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone"
-	$(BIN)/python -m pytest -m alone
-	@if test -e $(VLLM)/.installed; then \
-		$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "not alone" tests/vllm_engine tests/wire/test_errors.py && \
-		$(VLLM)/bin/python -m pytest -m alone tests/vllm_engine; \
-	else \
-		echo "tests/vllm_engine is skipped: vLLM is not installed; run 'make vllm'" && test -z "$$CI"; \
-	fi
+test: install ## Run all tests that need neither a cluster nor the machine for themselves (the first run may build the API server with Go)
+	$(BIN)/python -m ci.run $(or $(LEGS),test)
+
+gate: install ## Run what CI runs: lint, vllm, test and demo, all of them whatever fails
+	$(BIN)/python -m ci.run gate
+
+drills: install vllm ## Run the long proofs of ci/drills.toml, one at a time; `make drill-NAME` runs one
+	$(BIN)/python -m ci.run drills
+
+drill-%: install
+	$(BIN)/python -m ci.run $@
 
 mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)
 	$(BIN)/python -m bench.mutants $(MUTANTS)

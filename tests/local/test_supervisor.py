@@ -15,6 +15,8 @@ from mmd_cli.local.pods import LocalPod, free_port
 from mmd_cli.local.supervisor import NATS, GaveUpError, PodProcess, Supervisor
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.processes
+
 WORKER = """
 import sys, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer

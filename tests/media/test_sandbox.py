@@ -295,7 +295,7 @@ async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_sl
 
 
 async def test_decode_processes_that_do_not_accept_a_job_are_reported_as_such(pool, monkeypatch):
-    monkeypatch.setattr(sandbox, "START_TIMEOUT_SECONDS", 8.0)
+    monkeypatch.setattr(sandbox, "ACCEPT_TIMEOUT_SECONDS", 0.5)  # which stopped processes never meet
     spawn = pool._spawn
 
     async def spawn_stuck():
@@ -306,6 +306,6 @@ async def test_decode_processes_that_do_not_accept_a_job_are_reported_as_such(po
     monkeypatch.setattr(pool, "_spawn", spawn_stuck)
     (pid,) = pool.process_ids
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(OverloadedError, match=r"decode processes did not accept a job within 8 s"):
+    with pytest.raises(OverloadedError, match=r"decode processes did not accept a job within 0.5 s"):
         await pool.probe(image_bytes("JPEG"), "image", POLICY)
     await until(lambda: gone(pid))

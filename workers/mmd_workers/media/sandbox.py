@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 30.0
+ACCEPT_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
 KEPT_BYTES = 256 << 20  # of released results
 SMALLEST_RESULT_BYTES = 1 << 16
@@ -366,12 +367,12 @@ class DecodePool:
                 slot.decoder = await self._spawn()
             decoder = slot.decoder
             try:
-                async with asyncio.timeout(START_TIMEOUT_SECONDS):
+                async with asyncio.timeout(ACCEPT_TIMEOUT_SECONDS):
                     socket.send_fds(decoder.control, [message], descriptors)
                     await decoder.receive()
             except TimeoutError:
                 slot.discard()
-                fault = f"did not accept a job within {START_TIMEOUT_SECONDS:g} s; check this worker's CPU and memory"
+                fault = f"did not accept a job within {ACCEPT_TIMEOUT_SECONDS:g} s; check this worker's CPU and memory"
             except (OSError, _ProcessLostError):
                 slot.discard()
                 fault = "exit before they accept a job; check this worker's memory limit"

@@ -1,0 +1,65 @@
+"""The legs of `make test` and of the gate: their commands and budgets. Nothing here knows how legs are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTHON = ".venv/bin/python"
+VLLM_PYTHON = ".cache/vllm/bin/python"
+PYTEST = ("-m", "pytest", "--quiet", "--no-header", "-p", "no:warnings", "-p", "no:cacheprovider", "-rfE")
+KUBERNETES = 'test -n "$KUBEBUILDER_ASSETS" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One command with a log of its own.
+
+    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `beside`: runs together
+    with the leg before it, because neither uses both cores.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    budget_minutes: float
+    beside: bool = False
+
+    @property
+    def is_pytest(self) -> bool:
+        return "pytest" in self.command
+
+
+def pytest_leg(
+    name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, beside: bool = False
+) -> Leg:
+    return Leg(name, (python, *PYTEST, *arguments), budget_minutes, beside)
+
+
+DEPLOYMENTS = ("tests/pipeline", "tests/page", "tests/observe")
+
+TEST = (
+    Leg("kubernetes", ("sh", "-c", KUBERNETES), 15),
+    pytest_leg(
+        "unit",
+        25,
+        *("-n", "2", "--dist", "loadgroup", "-m", "not drill and not alone and not deployment"),
+        *("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page"),
+    ),
+    pytest_leg("apiserver", 15, "-n", "2", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
+    pytest_leg(
+        "vllm-engine",
+        8,
+        *("-m", "not drill and not alone", "tests/vllm_engine", "tests/wire/test_errors.py"),
+        python=VLLM_PYTHON,
+        beside=True,
+    ),
+    pytest_leg("deployments", 15, "-m", "deployment and not drill", *DEPLOYMENTS),
+)
+LINT = Leg("lint", ("make", "lint"), 3)
+VLLM = Leg("vllm", ("make", "vllm"), 5)
+DEMO = Leg("demo", ("make", "demo"), 3)
+
+#: What the words of the command line stand for.
+SUITES: dict[str, tuple[Leg, ...]] = {
+    "test": TEST,
+    "gate": (LINT, VLLM, *TEST, DEMO),
+}

@@ -1,0 +1,107 @@
+"""Pytest's side of `ci`: marks what runs where, and writes the outcome of every test where `MMD_TEST_OUTCOMES` names a file.
+
+Use: `pytest_plugins = ["tests.support.legs"]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "ci" / "drills.toml"
+OUTCOMES = "MMD_TEST_OUTCOMES"
+
+#: Fixtures that start a program: a test with one depends on more than the code.
+PROGRAMS = frozenset({"nats_server", "own_nats_server", "connect", "launch", "control_plane", "api"})
+
+#: What pytest-xdist appends to the node id of a test in a group.
+GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
+
+
+@cache
+def drills() -> dict[str, dict[str, Any]]:
+    """The rows of `ci/drills.toml` by name."""
+    return tomllib.loads(TABLE.read_text())
+
+
+def drill_of(node_id: str) -> str:
+    """The drill that a test belongs to, or nothing."""
+    for name, row in drills().items():
+        if node_id in row.get("keep", ()):
+            return ""
+        if any(
+            node_id == test or node_id.startswith((f"{test}::", f"{test}[")) for test in row.get("tests", ())
+        ):
+            return name
+    return ""
+
+
+def is_deployment(item: pytest.Item) -> bool:
+    """Whether the test needs a whole deployment, and with it both cores."""
+    folder = item.nodeid.split("/")[1]
+    grouped = folder == "observe" and item.get_closest_marker("xdist_group") is not None
+    return folder in ("pipeline", "page") or grouped
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if drill := drill_of(item.nodeid):
+            item.add_marker(pytest.mark.drill(name=drill))
+        if is_deployment(item):
+            item.add_marker(pytest.mark.deployment)
+        if PROGRAMS.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.system)
+
+
+class Outcomes:
+    """One line of JSON for each phase of a test that failed, and for each test that ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            if report.when == "setup" and report.duration > 1:
+                self._write(report, "set up")
+            return
+        self._write(report, "failed" if report.failed else report.outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._line(
+                test=report.nodeid, outcome="failed", seconds=0.0, system=False, output=report.longreprtext
+            )
+
+    def _write(self, report: pytest.TestReport, outcome: str) -> None:
+        output = (
+            ""
+            if not report.failed
+            else "\n".join(
+                (report.longreprtext, *(f"--- {title}\n{text}" for title, text in report.sections))
+            )
+        )
+        self._line(
+            test=GROUP.sub("", report.nodeid),
+            outcome=outcome,
+            seconds=round(report.duration, 2),
+            system="system" in report.keywords,
+            output=output,
+        )
+
+    def _line(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = os.environ.pop(OUTCOMES, "")  # a pytest that a test starts writes none
+    if path and not hasattr(config, "workerinput"):  # with pytest-xdist the controller sees all reports
+        config.pluginmanager.register(Outcomes(Path(path)), "outcomes of tests")
