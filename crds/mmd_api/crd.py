@@ -27,11 +27,13 @@ _KEPT = (
     "maxLength",
     "minimum",
     "maximum",
+    "minItems",
     "maxItems",
     "maxProperties",
     "required",
     "x-kubernetes-list-type",
     "x-kubernetes-list-map-keys",
+    "x-kubernetes-preserve-unknown-fields",
 )
 _COLUMNS = (
     ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
@@ -58,19 +60,24 @@ def custom_resource_definition() -> Schema:
         "subresources": {"status": {}},
         "schema": {"openAPIV3Schema": schema},
     }
+    return custom_resource(KIND, PLURAL, SHORT_NAME, version)
+
+
+def custom_resource(kind: str, plural: str, short_name: str, version: dict[str, Any]) -> dict[str, Any]:
+    """The CustomResourceDefinition of a namespaced kind with one version, as `kubectl apply` takes it."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": f"{plural}.{GROUP}"},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": [SHORT_NAME],
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short_name],
                 "categories": ["all"],
             },
             "versions": [version],
@@ -127,7 +134,9 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: tuple[Rule, 
         }
     if "items" in raw:
         node["items"] = _structural(raw["items"], definitions, ())
-    if "additionalProperties" in raw and raw["additionalProperties"] is not False:
+    if raw.get("additionalProperties") is True:
+        node["x-kubernetes-preserve-unknown-fields"] = True
+    elif raw.get("additionalProperties"):
         node["additionalProperties"] = _structural(raw["additionalProperties"], definitions, ())
     validations = [_validation(rule) for rule in rules if rule.cel is not None]
     if (

@@ -216,6 +216,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
             return f"{shown} is too short; use at least {context['min_length']} characters"
         case "string_too_long":
             return f"{shown} is too long; use at most {context['max_length']} characters"
+        case "too_short":
+            return f"{context['actual_length']} entries are too few; list at least {context['min_length']}"
         case "too_long":
             return f"{context['actual_length']} entries are too many; list at most {context['max_length']}"
         case "datetime_type" | "datetime_parsing" | "datetime_from_date_parsing" | "timezone_aware":

@@ -23,6 +23,7 @@ from mmd_api.readers import (
     selected,
 )
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.media import DocumentPolicy
 from mmd_api.status import PinnedRevision
 
 
@@ -40,6 +41,23 @@ def roles_of(spec: MultimodalDeploymentSpec, pool: PoolName) -> tuple[Role, ...]
     return (*roles, "decode")
 
 
+def encodes_small_media(spec: MultimodalDeploymentSpec, component: str) -> bool:
+    """Whether pods of a component have towers for small media, without the role: an encoder pool encodes the rest."""
+    prefill = spec.prefill
+    return (
+        component == "prefill"
+        and spec.encoder is not None
+        and prefill is not None
+        and prefill.local_encode_tokens > 0
+    )
+
+
+def active_roles(spec: MultimodalDeploymentSpec, component: Component) -> tuple[Role, ...]:
+    """Roles whose work pods of a component do: those that they hold, and to encode where they encode small media."""
+    roles = _roles(spec, component)
+    return ("encode", *roles) if encodes_small_media(spec, component) else roles
+
+
 _KV_FORMAT = ("Auto", "Native")
 """Data type and wire precision of KV: one of each is served. They stay in the revision, so that those of running deployments do not change."""
 
@@ -47,13 +65,16 @@ _FIRST_KV_BACKEND = "Nccl"
 """The default since before backends were in the revision: it is not, so that those of running deployments do not change. Nor is any backend
 where no KV travels."""
 
+_FIRST_DOTS_PER_INCH = DocumentPolicy().dots_per_inch
+"""The default since documents are served, which is not in the revision either."""
+
 
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
-    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled, the KV block layout and
-    format, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
-    adapters) and `WIRE_VERSION`; how KV travels from prefill to decode pods, if there are both; and into how many pods a replica is
+    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled and documents are rendered, the tiles of images, the KV block layout and
+    data type, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
+    adapters) and `WIRE_VERSION`; how and in which format KV travels from prefill to decode pods, if there are both; and into how many pods a replica is
     divided, so that groups of another size are brought up next to those that serve. Sizes, limits, timeouts, placement and scaling leave
     it unchanged: pods that differ in those may pair.
     """
@@ -66,8 +87,23 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         "image": spec.image.worker,
         "wire": WIRE_VERSION,
     }
+    if (url := spec.model.storage.url) is not None:
+        meaning["url"] = url
+    if (cache := spec.model.storage.cache) is not None:
+        meaning["cache"] = cache.claim_name or ""
+    if (tiles := spec.model.max_image_tiles) is not None:
+        meaning["tiles"] = tiles
+    if (frames := spec.model.pooled_video_frames) != 1:
+        meaning["pooled frames"] = frames
+    if (document := spec.gateway.media.document.dots_per_inch) != _FIRST_DOTS_PER_INCH:
+        meaning["document"] = document
     if spec.prefill is not None and spec.transfer.kv.backend != _FIRST_KV_BACKEND:
         meaning["backend"] = spec.transfer.kv.backend
+    pool_dtype, wire_format = spec.engine.kv_dtype, spec.transfer.kv.wire_format
+    if pool_dtype != "Model":
+        meaning["kvDtype"] = pool_dtype
+    if spec.prefill is not None and wire_format not in ("Model", pool_dtype):
+        meaning["wireFormat"] = wire_format
     if spec.engine.type != "Native":  # the revisions of running deployments do not change
         meaning["engine"] = spec.engine.type
         if formats := spec.engine.formats(prefills=spec.prefill is not None):
@@ -86,7 +122,7 @@ def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
     It is taken from the spec and not from the manifest, so that an operator that writes manifests differently replaces no pod.
     """
     roles = _roles(spec, component)
-    readers = readers_of(component, roles)
+    readers = _readers(spec, component)
     content = {
         "component": component,
         "roles": roles,
@@ -99,6 +135,11 @@ def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
 def _roles(spec: MultimodalDeploymentSpec, component: Component) -> tuple[Role, ...]:
     pool = next((name for name in POOL_NAMES if name == component), None)
     return () if pool is None else roles_of(spec, pool)
+
+
+def _readers(spec: MultimodalDeploymentSpec, component: Component) -> tuple[Reader, ...]:
+    """The readers that run in a component's processes."""
+    return readers_of(component, active_roles(spec, component))
 
 
 class PipelineConfig(ApiModel):
@@ -126,7 +167,7 @@ class PipelineConfig(ApiModel):
         pinned: PinnedRevision | None = None,
     ) -> str:
         """The configuration file of a component: canonical JSON, without fields that have their defaults."""
-        readers = readers_of(component, _roles(spec, component))
+        readers = _readers(spec, component)
         content: dict[str, Any] = {
             "namespace": namespace,
             "name": name,

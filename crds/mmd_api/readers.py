@@ -76,6 +76,8 @@ def _pool(pool: PoolName) -> dict[str, Effect]:
         f"{pool}.autoscaling": _OPERATOR,
         f"{pool}.autoscaling.*": _OPERATOR,
         f"{pool}.gpus": _pods(pool),
+        f"{pool}.gpuResource": _pods(pool),
+        f"{pool}.resourceClaims": _pods(pool),
         f"{pool}.resources.*": _pods(pool),
         f"{pool}.nodeSelector": _pods(pool),
         f"{pool}.tolerations": _pods(pool),
@@ -100,23 +102,36 @@ EFFECTS: Mapping[str, Effect] = {
     "model.revision": _REVISION,
     "model.servedName": _live("gateway"),
     "model.dtype": _REVISION,
+    "model.maxImageTiles": _REVISION,
+    "model.pooledVideoFrames": _REVISION,
     "model.maxModelLen": _start("gateway", "prefill", "decode"),
     "model.storage.type": _REVISION,
     "model.storage.claimName": _REVISION,
     "model.storage.subPath": _REVISION,
     "model.storage.tokenSecret": _pods(*_WORKERS),
+    "model.storage.url": _REVISION,
+    "model.storage.credentialsSecret": _OPERATOR,
+    "model.storage.cache": _REVISION,
+    "model.storage.cache.claimName": _REVISION,
+    "model.storage.cache.sizeGibibytes": _OPERATOR,
+    "model.storage.cache.storageClassName": _OPERATOR,
+    "model.storage.cache.accessMode": _OPERATOR,
     "engine.type": _REVISION,
     **_vllm("prefill"),
     **_vllm("decode"),
     "engine.decode": _start("gateway", "decode"),
     "engine.decode.speculative": _start("gateway", "decode"),  # gateways refuse what does not work with it
     "engine.decode.speculative.*": _start("gateway", "decode"),
+    "engine.stepMilliseconds": _start("prefill", "decode"),
+    "engine.textSharePercent": _start("prefill", "decode"),
+    "engine.promptLookupTokens": _start("prefill", "decode"),
+    "engine.kvDtype": _start("prefill", "decode") | Effect(revision=True),
     "engine.adapters": _REVISION,
     "image.worker": Effect(revision=True),
     "image.nats": _pods("nats"),
     "image.pullPolicy": _pods(*_WORKERS, "nats"),
     "image.pullSecrets": _pods(*_WORKERS, "nats"),
-    "gateway.replicas": _OPERATOR,
+    "gateway.replicas": _live("gateway"),
     "gateway.resources.*": _pods("gateway"),
     "gateway.nodeSelector": _pods("gateway"),
     "gateway.tolerations": _pods("gateway"),
@@ -128,29 +143,60 @@ EFFECTS: Mapping[str, Effect] = {
     "gateway.media.video.maxDurationSeconds": _live("gateway", "encode"),
     "gateway.media.video.maxFrames": _REVISION,
     "gateway.media.video.framesPerSecondMilli": _REVISION,
+    "gateway.media.video.sampling": _live("gateway"),
+    "gateway.media.video.tooLong": _live("gateway"),
     "gateway.media.audio.maxBytes": _live("gateway", "encode"),
     "gateway.media.audio.maxDurationSeconds": _live("gateway", "encode"),
     "gateway.media.audio.tooLong": _start("gateway"),
+    "gateway.media.document.maxBytes": _live("gateway", "encode"),
+    "gateway.media.document.maxPages": _live("gateway", "encode"),
+    "gateway.media.document.dotsPerInch": _REVISION,
     "gateway.media.allowHttp": _live("gateway", "encode"),
     "gateway.media.allowedHosts": _live("gateway", "encode"),
     "gateway.media.allowPrivateAddresses": _live("gateway", "encode"),
     "gateway.media.fetchTimeoutSeconds": _live("gateway", "encode"),
     "gateway.media.decodeTimeoutSeconds": _live("gateway", "encode"),
+    "gateway.media.underLoad": _live("gateway"),
+    "gateway.media.underLoad.*": _live("gateway"),
+    "gateway.media.failurePolicy": _live("gateway"),
     "gateway.maxBodyMebibytes": _live("gateway"),
     "gateway.maxConcurrentRequests": _live("gateway"),
     "gateway.requestTimeoutSeconds": _start("gateway") | _pods("gateway"),  # decides its grace period
     "gateway.maxRetries": _live("gateway"),
     "gateway.webPage": _live("gateway"),
+    "gateway.auditLog": _live("gateway"),
     "gateway.auth": _start("gateway"),
     "gateway.auth.keysSecret": _start(
         "gateway"
     ),  # the Secret's content is live: a file of its own follows it
+    "gateway.auth.prefixCache": _start("gateway"),
+    "gateway.auth.oidc": _start("gateway"),
+    "gateway.auth.oidc.issuer": _start("gateway"),
+    "gateway.auth.oidc.audience": _start("gateway"),
+    "gateway.auth.oidc.tenantClaim": _start("gateway"),
+    "gateway.auth.oidc.defaultTenant": _start("gateway"),
+    "gateway.tls": _start("gateway"),
+    "gateway.tls.secretName": _start("gateway"),  # live in the same way
+    "gateway.cors": _start("gateway"),
+    "gateway.cors.allowedOrigins": _start("gateway"),
+    "gateway.files": _start("gateway"),
+    "gateway.files.*": _start("gateway"),
+    "gateway.service.*": _OPERATOR,
+    "gateway.httpRoute": _OPERATOR,
+    "gateway.httpRoute.*": _OPERATOR,
+    "gateway.inferencePool": _start("gateway") | _pods("gateway"),  # the port of its picker
+    "gateway.inferencePool.pickerTls": _start("gateway"),
+    "gateway.ingress": _OPERATOR,
+    "gateway.ingress.*": _OPERATOR,
     "encoder": _start("gateway", "encode", "prefill"),
     **_pool("encoder"),
     "encoder.batching.maxItems": _start("encode"),
     "encoder.batching.maxWork": _start("encode"),
     "encoder.batching.maxWaitMilliseconds": _start("encode"),
     "encoder.cacheMebibytes": _start("encode"),
+    "encoder.cache.disk": _pods("encoder"),
+    "encoder.cache.disk.sizeMebibytes": _pods("encoder"),
+    "encoder.cache.disk.claimName": _pods("encoder"),
     "encoder.mediaMebibytes": _start("encode"),
     "encoder.maxDeliveries": _start("encode", "prefill"),
     "encoder.jobTimeoutSeconds": _start("prefill") | _live("encode"),
@@ -158,6 +204,7 @@ EFFECTS: Mapping[str, Effect] = {
     **_pool("prefill"),
     "prefill.chunkTokens": _start("prefill", "decode"),
     "prefill.prefixCache": _start("prefill", "decode"),
+    "prefill.localEncodeTokens": _start("prefill") | _live("gateway"),
     "prefill.featureBudgetMebibytes": _start("prefill"),
     "prefill.maxWaitingRequests": _start("prefill") | _live("gateway"),
     "prefill.kvCacheMebibytes": _start("prefill"),
@@ -172,9 +219,13 @@ EFFECTS: Mapping[str, Effect] = {
     "transfer.embedding.windowKibibytes": _start("prefill"),
     "transfer.embedding.timeoutSeconds": _start("prefill"),
     "transfer.kv.backend": _start("prefill", "decode") | Effect(revision=True),  # others never read it
+    "transfer.kv.wireFormat": _start("prefill", "decode") | Effect(revision=True),
     "transfer.kv.leaseSeconds": _start("prefill"),
     "transfer.kv.chunkTimeoutMilliseconds": _start("prefill", "decode"),
     "nats.managed": _pods(*_WORKERS),
+    "nats.replicas": _pods(*_WORKERS, "nats") | _start("gateway"),  # addresses, and copies of streams
+    "nats.storage": _pods("nats"),
+    "nats.storageClassName": _pods("nats"),
     "nats.url": _pods(*_WORKERS),
     "nats.credentialsSecret": _pods(*_WORKERS),
     "nats.passwordGeneration": _pods("nats"),
@@ -183,6 +234,7 @@ EFFECTS: Mapping[str, Effect] = {
     "nats.nodeSelector": _pods("nats"),
     "nats.tolerations": _pods("nats"),
     "nats.template.*": _pods("nats"),
+    "network.egress": _OPERATOR,
     "slo.ttftMilliseconds": _live("gateway"),
     "slo.itlMilliseconds": _live("gateway"),
     "slo.percentile": _live("gateway"),
@@ -191,7 +243,9 @@ EFFECTS: Mapping[str, Effect] = {
     "observability.otlpEndpoint": _start(*EVERY_READER),
     "observability.heartbeatMilliseconds": _start(*EVERY_READER),
     "observability.heartbeatTimeoutMilliseconds": _start(*EVERY_READER),
+    "rollout.*": _OPERATOR,
     "paused": _OPERATOR,
+    "deletionProtection": _OPERATOR,
 }
 """Effects by path below `spec`; `.*` matches every field of a nested object. An optional object also has its own entry, for the
 components that check whether it is set."""
@@ -243,7 +297,7 @@ def changed_paths(before: MultimodalDeploymentSpec, after: MultimodalDeploymentS
     for path in spec_paths():
         if any(path.startswith(f"{part}.") for part in gone):
             continue
-        one, other = (_value_at(spec, path) for spec in (before, after))
+        one, other = (value_at(spec, path) for spec in (before, after))
         if isinstance(one, ApiModel) and isinstance(other, ApiModel):
             continue  # its fields are compared one by one
         if one != other:
@@ -251,7 +305,8 @@ def changed_paths(before: MultimodalDeploymentSpec, after: MultimodalDeploymentS
     return gone
 
 
-def _value_at(spec: ApiModel, path: str) -> object:
+def value_at(spec: ApiModel, path: str) -> object:
+    """The value of the field at `path`; None below an object that is not set."""
     value: object = spec
     for part in path.split("."):
         if not isinstance(value, ApiModel):

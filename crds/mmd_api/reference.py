@@ -23,16 +23,17 @@ _HEAD = """\
 - **`gpuBudget`** limits the GPUs of all pools together. If it is too small, each GPU goes to the pool that is furthest above its target, which `slo` and
   `autoscaling` set; a budget below the minimum sizes is rejected.
 - **Where the model comes from:** `builtin/demo`; a hub id such as `org/model`, fetched (`storage.type: Hub`) or baked into the worker image
-  (`Image`); or an absolute path, in the image or under `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
+  (`Image`); a folder of a web server or object store (`Url`), with an id that is its name alone; or an absolute path, in the image or under `/models`, where a claim is mounted (`PersistentVolumeClaim`). A path that begins with `./`
   or `../` is resolved by `mmd up` relative to the file; a cluster rejects it, and `mmd validate` notes this without failing.
 - **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never communicate. It changes
-  with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim and sub-path), `gateway.media.video.maxFrames` and
-  `framesPerSecondMilli`, `decode.kvBlockTokens`, `engine.type`, `engine.adapters`, `quantization`, `kvCacheDtype` and `extraArgs` of
-  `engine.prefill` and `engine.decode`, `image.worker` and the wire version, and with nothing else.
+  with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim, sub-path, URL, and the claim of the cache), `gateway.media.video.maxFrames` and
+  `framesPerSecondMilli`, `gateway.media.document.dotsPerInch`, `decode.kvBlockTokens`, `engine.type`, `engine.kvDtype`, `engine.adapters`, `quantization`, `kvCacheDtype` and `extraArgs` of
+  `engine.prefill` and `engine.decode`, `transfer.kv.backend` and `wireFormat`, `image.worker` and the wire version, and with nothing else.
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
 - **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with
-  the key `token`, and `gateway.auth.keysSecret` one with the key `keys.yaml`, [the tenants and hashes of their API keys](security.md#the-file-of-keys).
+  the key `token`, `model.storage.credentialsSecret` one with the variables of an object store's client, and `gateway.auth.keysSecret` one with the key `keys.yaml`, [the tenants and hashes of their API keys](security.md#the-file-of-keys);
+  `gateway.tls.secretName` one of type kubernetes.io/tls.
 - **Numbers** are integers: fractions are in percent or thousandths (milli), and units are part of field names.
 - **The column "change"** shows how a change of the field affects running pods. *No restart*: the operator, or the running process,
   applies the new value. *Replaces*: pods of these components are replaced in a rolling update, and no others; if a pool is omitted, the
@@ -150,7 +151,8 @@ def _type(node: Schema) -> str:
                 else "integer"
             )
         case "array":
-            return f"list of at most {node['maxItems']}"
+            least = f"{node['minItems']} to " if "minItems" in node else "at most "
+            return f"list of {least}{node['maxItems']}"
         case "object":
             return f"map of at most {node['maxProperties']}" if "maxProperties" in node else "object"
         case "string" if "maxLength" in node:

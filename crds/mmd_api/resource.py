@@ -17,6 +17,7 @@ from mmd_api.base import ApiModel
 from mmd_api.faults import Fault, InvalidDeploymentError, parse
 from mmd_api.rule import Rule
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.fields import NamespaceName
 from mmd_api.status import MultimodalDeploymentStatus
 
 GROUP = "serving.multimodal.dev"
@@ -54,7 +55,7 @@ class ObjectMeta(ApiModel, rules=METADATA):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
 
     name: DnsLabel
-    namespace: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")] | None = None
+    namespace: NamespaceName | None = None
     uid: str | None = None
     generation: int | None = None
     resource_version: str | None = None

@@ -16,7 +16,7 @@ class Rule:
     """One rule of a model and of its subclasses; `field` is where a reader should look, below that model.
 
     `cel` sees the same part of the resource as `self`. It is None where the schema itself already says it (unique list
-    keys). `cluster_only` rules are for the API server alone: the local runner serves what they refuse.
+    keys), and where it cannot see what the rule is about (below fields that keep what they get); the operator reports those. `cluster_only` rules are for the API server alone: the local runner serves what they refuse.
     """
 
     field: str

@@ -20,13 +20,18 @@ ConditionType = Literal[
     "Ready",
     "Progressing",
     "Degraded",
+    "Stalled",
     "EncoderReady",
     "PrefillReady",
     "DecodeReady",
     "ScalingActive",
     "ScalingLimited",
     "MetricsFresh",
+    "RouteAccepted",
+    "AuthenticationRequired",
+    "WeightsCached",
 ]
+ByteCount = Annotated[int, Field(ge=0, le=10**18)]
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Revision = Annotated[str, Field(max_length=10, pattern=r"^[0-9a-f]{10}$")]
 Commit = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -206,6 +211,70 @@ class PinnedRevision(ApiModel):
     """Digest reference of the worker image, as reported by the node."""
 
 
+class RolloutProgress(ApiModel):
+    """Progress of a spec's pods until all are Ready for the first time."""
+
+    spec: Revision
+    """Digest of what pods read of the spec."""
+    revision: Revision
+    """Its pipeline revision, which may change with the operator, too."""
+    since: AwareDatetime | None = None
+    """Time of the last progress. Not set while the rollout waits for GPUs or old pods, or is paused or complete."""
+    scheduled: Count = 0
+    """Highest number of new pods that had a node."""
+    ready: Count = 0
+    """Highest number of new pods that were Ready."""
+    complete: bool = False
+    """Whether all pods have been Ready."""
+
+
+class RolledBack(ApiModel):
+    """Rollout that failed and was undone, without a change of the spec."""
+
+    generation: Annotated[int, Field(ge=0)]
+    """Generation of the spec that failed. Another one is rolled out."""
+    from_revision: Revision
+    """Pipeline revision that failed."""
+    to_revision: Revision
+    """Pipeline revision that serves."""
+    spec: Revision
+    """Digest of the recorded spec that is in effect."""
+    history_revision: Annotated[int, Field(ge=1)]
+    """Its number in `mmd rollout history`."""
+    time: AwareDatetime
+    """Time of the return."""
+    reason: Reason
+    """Machine-readable reason, in CamelCase."""
+    message: Text = ""
+    """Why the rollout failed, and the remedy."""
+
+
+class WeightsStatus(ApiModel):
+    """Download of the model's weights to the cache."""
+
+    claim: Annotated[str, Field(max_length=253)]
+    """Name of the PersistentVolumeClaim."""
+    job: Annotated[str, Field(max_length=253)]
+    """Name of the Job."""
+    state: Literal["Pending", "Waiting", "Downloading", "Complete", "Failed"]
+    """State of the download. Pending until a pod of the Job runs; Waiting for the list of files, or for another download of the same files."""
+    bytes: ByteCount | None = None
+    """Number of bytes in the cache."""
+    total_bytes: ByteCount | None = None
+    """Number of bytes of all files."""
+    bytes_per_second: ByteCount | None = None
+    """Bytes downloaded per second, over the last 20 s."""
+    remaining_seconds: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Estimated time to the end of the download, in seconds."""
+
+
+class ModelStatus(ApiModel):
+    """Observed state of the model."""
+
+    weights: WeightsStatus | None = None
+    """Download of the model's weights to the cache. Only with spec.model.storage.cache."""
+
+
 class MultimodalDeploymentStatus(ApiModel):
     """Most recently observed state of the deployment."""
 
@@ -229,6 +298,8 @@ class MultimodalDeploymentStatus(ApiModel):
         ),
     ] = []
     """Conditions of the deployment, keyed by type."""
+    model: ModelStatus | None = None
+    """Observed state of the model."""
     pools: PoolsStatus = PoolsStatus()
     """Observed state of each pool."""
     pools_summary: Annotated[str, Field(max_length=64)] = ""
@@ -237,6 +308,10 @@ class MultimodalDeploymentStatus(ApiModel):
     """Pool that delays requests the most."""
     rollout: Annotated[list[StepEffect], Field(max_length=16)] = []
     """Effects of steps of the rollout in the last pass, in the order in which the steps applied."""
+    rollout_progress: RolloutProgress | None = None
+    """Progress of the spec's pods until all are Ready for the first time."""
+    rolled_back: RolledBack | None = None
+    """Rollout that failed and was undone. Not set while the spec is in effect."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """URL of the gateway inside the cluster."""
 

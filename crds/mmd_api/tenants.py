@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, AwareDatetime, Field
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from mmd_api.base import ApiModel
 from mmd_api.faults import InvalidDeploymentError, parse
 from mmd_api.resource import UniqueKeyLoader
+from mmd_api.spec.fields import TenantName
 
 KEYS_FILE = "keys.yaml"
 MAX_FILE_BYTES = 256 << 10
@@ -37,7 +38,7 @@ def _refuse_null(value: object) -> object:
 
 _NotNull = AfterValidator(_refuse_null)
 
-TenantName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+Priority = Literal["High", "Normal", "Low"]
 
 
 class ApiKey(ApiModel):
@@ -56,6 +57,10 @@ class TenantLimits(ApiModel):
     """Maximum number of requests in flight."""
     requests_per_minute: Annotated[Annotated[int, Field(ge=1, le=10_000_000)] | None, _NotNull] = None
     """Maximum number of requests in any minute."""
+    work_seconds_per_minute: Annotated[Annotated[int, Field(ge=1, le=10_000_000)] | None, _NotNull] = None
+    """Maximum work that is started in any minute, in seconds of the whole deployment."""
+    tokens_per_day: Annotated[Annotated[int, Field(ge=1, le=1_000_000_000_000)] | None, _NotNull] = None
+    """Maximum number of prompt and output tokens in a day of UTC."""
 
 
 class Tenant(ApiModel):
@@ -72,6 +77,8 @@ class Tenant(ApiModel):
     """Names of the models and adapters that the tenant may use; omitted: all."""
     limits: TenantLimits = TenantLimits()
     """Limits of the tenant."""
+    priority: Priority = "Normal"
+    """Share of the deployment where tenants wait for one another: that of a High tenant is 4 times, that of a Low one a quarter of a Normal one's."""
 
 
 class _KeysFile(ApiModel):

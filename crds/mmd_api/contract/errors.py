@@ -115,7 +115,7 @@ class DeadlineError(
     MmdError,
     code="deadline_exceeded",
     status=504,
-    remedy="request fewer tokens, or raise spec.gateway.requestTimeoutSeconds",
+    remedy="request fewer tokens, or raise x-request-timeout or spec.gateway.requestTimeoutSeconds",
 ):
     """The request deadline was exceeded."""
 
@@ -232,6 +232,34 @@ class KeysUnavailableError(
     """The gateway has had no valid file of API keys since it started: it lets no request in."""
 
 
+class InvalidTokenError(
+    MmdError,
+    code="invalid_token",
+    status=401,
+    remedy="get a new token from the issuer, for the audience of spec.gateway.auth.oidc, and send it as `Authorization: Bearer TOKEN`",
+):
+    """The request has a JSON Web Token that is malformed, has expired, or was not signed by the issuer for this gateway."""
+
+
+class UnknownTenantError(
+    MmdError,
+    code="unknown_tenant",
+    status=403,
+    remedy="add the tenant that the token names to keys.yaml, or set spec.gateway.auth.oidc.defaultTenant",
+):
+    """The token is valid, and its claim names no tenant of this gateway."""
+
+
+class IssuerUnavailableError(
+    OverloadedError,
+    code="issuer_unavailable",
+    status=503,
+    retryable=True,
+    remedy="retry; if it persists, check spec.gateway.auth.oidc.issuer and the network to it",
+):
+    """The gateway cannot check the token yet: it has no signing keys of the issuer, or not the one of this token, which may be new. API keys work."""
+
+
 class ForbiddenError(
     MmdError,
     code="forbidden",
@@ -255,6 +283,39 @@ class MethodNotAllowedError(NotFoundError):
     """The path exists, for another method."""
 
     status = 405
+
+
+class FileNotFoundInStoreError(
+    MmdError, code="file_not_found", status=404, remedy="upload the file again with POST /v1/files"
+):
+    """No uploaded file has this id: it never had, it has expired or been deleted, or it belongs to another tenant."""
+
+
+class FileQuotaError(
+    MmdError,
+    code="file_quota_exceeded",
+    status=413,
+    remedy="delete files, or raise the limit of spec.gateway.files that the message names",
+):
+    """The files of the tenant, or of all tenants, leave no room for this one."""
+
+
+class IdempotencyKeyReusedError(
+    MmdError,
+    code="idempotency_key_reused",
+    status=422,
+    remedy="send the same body as before, or another idempotency-key",
+):
+    """The idempotency key stands for a request with another body."""
+
+
+class AnswerGoneError(
+    MmdError,
+    code="answer_gone",
+    status=410,
+    remedy="send the request with another idempotency-key, and without last-event-id",
+):
+    """The answer that a request repeats or resumes is not retained, or not from there on."""
 
 
 class RequestTimeoutError(
@@ -291,7 +352,7 @@ class TooManyRequestsError(
     retryable=True,
     remedy="retry after the time in retry-after, or raise spec.gateway.maxConcurrentRequests",
 ):
-    """The gateway runs as many requests as it may."""
+    """The gateway runs as many requests as it may, or this tenant's share of them and of the work that may wait."""
 
 
 class RateLimitError(

@@ -45,6 +45,11 @@ class PodLoad:
     kv_block_tokens: int = 0
     feature_bytes_used: int = 0
     feature_bytes_budget: int = 0
+    feature_bytes_needed: int = (
+        0  # those of them that requests need, and what requests wait for room for; the rest is cache
+    )
+    media_bytes_used: int = 0  # of media that are being encoded
+    media_bytes_budget: int = 0
     itl_seconds: float = 0.0
 
     def fault(self) -> str | None:
@@ -93,6 +98,16 @@ class EncodeQueueStatus(BaseModel):
     waiting_work: dict[Modality, float]
 
 
+class GatewayQueue(BaseModel):
+    """Work of requests that a gateway has not started yet because a pool lacks room for them, under the pool that lacks it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    encode_work: dict[Modality, Amount] = {}
+    prompt_tokens: Annotated[int, Field(ge=0, le=LARGEST_PLAUSIBLE)] = 0
+    sequences: Annotated[int, Field(ge=0, le=LARGEST_PLAUSIBLE)] = 0
+
+
 class FirstTokens(BaseModel):
     """Time to the first token of the `requests` of the last `window_seconds`, at the percentile of the SLO."""
 
@@ -114,10 +129,18 @@ class GatewayStatus(_Report):
     """What `/demand` of a gateway answers.
 
     `held`: requests by the role for which no pod is ready. `queue` is None where the queue cannot be read or there is no encoder pool.
-    `keys_fault`: why the file of API keys cannot be used; empty if it can, or none is needed.
+    `keys_fault`: why the file of API keys cannot be used; empty if it can, or none is needed. `tls_fault`: the same of the TLS certificate.
+    `missing_tenant`: that of `spec.gateway.auth.oidc.defaultTenant`, where the file in force has no such tenant. `issuer_fault`: why the keys
+    of the issuer of tokens cannot be fetched. `picker_fault`: why its endpoint picker has ended, until it has run for a while again.
+    `waiting`: what waits at the gateway itself for its turn.
     """
 
     held: dict[Role, int] = {}
     queue: EncodeQueueStatus | None = None
+    waiting: GatewayQueue = GatewayQueue()
     ttft: FirstTokens
     keys_fault: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""
+    missing_tenant: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""
+    tls_fault: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""
+    issuer_fault: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""
+    picker_fault: Annotated[str, Field(max_length=MAX_FAULT_CHARACTERS)] = ""

@@ -21,3 +21,13 @@ class LogitRules:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Classifier-free guidance, before all rules: with the log probabilities p after the prompt and c after the companion's, whose prompt is
+    `token_ids` (at least one, none of a medium) and whose answer is the same, tokens have the logits `scale` * (p - c) + c.
+    """
+
+    scale: float
+    token_ids: list[int]

@@ -49,6 +49,33 @@ class Subjects:
         """Name of the JetStream work queue of encode jobs."""
         return f"mmd-{self.namespace}-{self.name}-{self.revision}-encode"
 
+    @property
+    def tokens_stream(self) -> str:
+        """Name of the JetStream stream with the tokens of tenants: of all revisions, because a day is longer than a rollout."""
+        return f"mmd-{self.namespace}-{self.name}-tenant-tokens"
+
+    def tenant_tokens(self, day: int | str, tenant: str) -> str:
+        """The tokens that a tenant has had on a day since 1970 (`*` for all): the last message is the total."""
+        return f"mmd.{self.namespace}.{self.name}.tenant-tokens.{day}.{tenant}"
+
+    @property
+    def files_stream(self) -> str:
+        """Name of the JetStream stream with an entry for each uploaded file: of all revisions, because files outlive a rollout."""
+        return f"mmd-{self.namespace}-{self.name}-files"
+
+    @property
+    def file_bytes_stream(self) -> str:
+        """Name of the JetStream stream with the bytes of uploaded files."""
+        return f"mmd-{self.namespace}-{self.name}-file-bytes"
+
+    def file_entry(self, file_id: str) -> str:
+        """The entry of an uploaded file (`*` for all): the last message is its state."""
+        return f"mmd.{self.namespace}.{self.name}.file.{file_id}"
+
+    def file_bytes(self, file_id: str, number: int | str) -> str:
+        """A chunk of an uploaded file, counted from 0 (`*` for all)."""
+        return f"mmd.{self.namespace}.{self.name}.file-bytes.{file_id}.{number}"
+
     def encode_job(self, modality: str) -> str:
         """Subject of encode jobs of one modality (`*` for all)."""
         return f"{self.prefix}.job.encode.{modality}"
@@ -78,8 +105,32 @@ class Subjects:
         return f"{self.prefix}.encode-wanted.{pod}"
 
     def encode_cached(self, pod: str) -> str:
-        """Request/reply: `EncodeJob` to the one encoder that has the feature in its cache, past the queue."""
+        """Request/reply: `EncodeJob` to an encoder that has the feature or is making it, past the queue."""
         return f"{self.prefix}.encode-cached.{pod}"
+
+    def features_given(self, pod: str) -> str:
+        """Request/reply: an encoder that drains offers its cache to another one (`FeaturesGiven`)."""
+        return f"{self.prefix}.features-given.{pod}"
+
+    def feature_offer(self, pod: str) -> str:
+        """Request/reply: the `EmbeddingOffer` of a feature that an encoder wants of one that drains."""
+        return f"{self.prefix}.feature-offer.{pod}"
+
+    def prefix_report(self, pod: str) -> str:
+        """`CacheReport` of a pod's prefix cache (`*` for all pods) to all gateways."""
+        return f"{self.prefix}.prefix-report.{pod}"
+
+    def prefix_wanted(self, pod: str) -> str:
+        """Request/reply: a gateway that has missed reports of a pod asks for its whole prefix cache (`CacheWanted`)."""
+        return f"{self.prefix}.prefix-wanted.{pod}"
+
+    def feature_report(self, pod: str) -> str:
+        """`CacheReport` of the features that a pod holds (`*` for all pods) to all gateways and to pods that compute prompts."""
+        return f"{self.prefix}.feature-report.{pod}"
+
+    def feature_wanted(self, pod: str) -> str:
+        """Request/reply: somebody who has missed reports of a pod asks for all of its features (`CacheWanted`)."""
+        return f"{self.prefix}.feature-wanted.{pod}"
 
     def kv_offer(self, pod: str) -> str:
         """Request/reply: prefill worker sends a `KvOffer` to a decode pod."""
@@ -116,6 +167,14 @@ class Subjects:
     def phases(self, gateway: str) -> str:
         """`PhaseReport` to one gateway."""
         return f"{self.prefix}.phases.{gateway}"
+
+    def answer_claim(self, gateway: str) -> str:
+        """Request/reply between gateways: an `AnswerClaim` to the one that keeps the claims of its name."""
+        return f"{self.prefix}.answer-claim.{gateway}"
+
+    def answer_read(self, gateway: str) -> str:
+        """Request/reply between gateways: an `AnswerRead` to the holder of an answer."""
+        return f"{self.prefix}.answer-read.{gateway}"
 
     @property
     def cancel(self) -> str:
@@ -157,21 +216,39 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
     publish = {f"{DEFAULT_INBOX}.>", to.heartbeat("*")}
     subscribe = {f"{inbox_of(user)}.>", to.heartbeat("*"), to.cancel}
     if user == GATEWAY_USER:
-        publish |= {to.prefill("*"), to.cancel, *_QUEUE_MAKERS, *_QUEUE_READERS}
+        among_gateways = {to.answer_claim("*"), to.answer_read("*")}
+        publish |= {to.prefill("*"), to.prefix_wanted("*"), to.feature_wanted("*"), to.cancel}
+        publish |= {*_QUEUE_MAKERS, *_QUEUE_READERS}
+        publish |= {to.tenant_tokens("*", "*"), f"$JS.API.STREAM.MSG.GET.{to.tokens_stream}"}
+        publish |= {to.file_entry("*"), to.file_bytes("*", "*")}
+        publish |= {f"$JS.API.STREAM.MSG.GET.{to.files_stream}", f"$JS.API.STREAM.PURGE.{to.files_stream}"}
+        publish |= {
+            f"$JS.API.DIRECT.GET.{to.file_bytes_stream}.>",
+            f"$JS.API.STREAM.PURGE.{to.file_bytes_stream}",
+        }
+        publish |= {to.encode_work("*", "*")}  # and what encoders answer, of files that are encoded on upload
+        subscribe |= {to.embedding("*"), to.encode_wanted("*"), to.encode_failed("*")}
+        publish |= among_gateways
         subscribe |= {to.tokens("*"), to.failures("*"), to.sequences("*"), to.phases("*"), to.media("*")}
+        subscribe |= {to.prefix_report("*"), to.feature_report("*"), *among_gateways}
         return _permissions(publish, subscribe)
     for role in _ROLES[user]:
         publish |= {to.phases("*")}
         if role == "encode":
             publish |= {to.media("*"), to.embedding("*"), to.encode_failed("*"), to.encode_wanted("*")}
-            publish |= {to.encode_work("*", "*")}
+            publish |= {to.encode_work("*", "*"), to.feature_report("*")}
+            publish |= {to.features_given("*"), to.feature_offer("*")}
             publish |= {"$JS.API.CONSUMER.MSG.NEXT.*.*", "$JS.ACK.>"}
-            subscribe |= {to.encode_work("*", "*"), to.encode_cached("*")}
+            subscribe |= {to.encode_work("*", "*"), to.encode_cached("*"), to.feature_wanted("*")}
+            subscribe |= {to.features_given("*"), to.feature_offer("*")}
         else:
-            publish |= {to.tokens("*"), to.failures("*"), to.sequences("*")}
+            publish |= {to.tokens("*"), to.failures("*"), to.sequences("*"), to.prefix_report("*")}
+            subscribe |= {to.prefix_wanted("*")}
         if role == "prefill":
-            publish |= {to.encode_work("*", "*"), to.encode_cached("*"), *kv}
+            publish |= {to.encode_work("*", "*"), to.encode_cached("*"), to.feature_wanted("*"), *kv}
+            publish |= {to.feature_report("*")}
             subscribe |= {to.prefill("*"), to.embedding("*"), to.encode_failed("*"), to.encode_wanted("*")}
+            subscribe |= {to.feature_report("*"), to.feature_wanted("*")}
         if role == "decode":
             subscribe |= {to.prefill("*"), *kv}
     return _permissions(publish, subscribe)

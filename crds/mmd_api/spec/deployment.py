@@ -12,15 +12,24 @@ from mmd_api.base import ApiModel
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.rule import Rule
 from mmd_api.spec.engine import EngineSpec, VllmPoolSpec
-from mmd_api.spec.gateway import GatewaySpec
+from mmd_api.spec.gateway import FILE_OVERHEAD_DIVISOR, FILES_PER_MEBIBYTE, GatewaySpec
 from mmd_api.spec.model import MODELS_FOLDER, NO_HUB_ID, PATH, ModelSpec, begins_with
 from mmd_api.spec.nats import NatsSpec
+from mmd_api.spec.network import NetworkSpec
 from mmd_api.spec.observability import ObservabilitySpec, SloSpec
 from mmd_api.spec.pods import ImageSpec
 from mmd_api.spec.pools import DecodeSpec, EncoderSpec, Pool, PrefillSpec
+from mmd_api.spec.rollout import RolloutSpec
 from mmd_api.spec.transfer import TransferSpec
 
 LanguagePool = Literal["prefill", "decode"]
+
+QUEUES_MEBIBYTES = 144
+"""Of the NATS server's storage: the queues of encode jobs of two revisions (64 MiB each), and the tokens of tenants."""
+_CEL_STORED = (
+    f"(self.gateway.files.maxMebibytes + (self.gateway.files.maxMebibytes + {FILE_OVERHEAD_DIVISOR - 1}) / {FILE_OVERHEAD_DIVISOR}"
+    f" + self.gateway.files.maxFiles / {FILES_PER_MEBIBYTE} + 1)"
+)
 
 _CEL_MINIMUM = "(has({p}.autoscaling) ? {p}.autoscaling.minReplicas : has({p}.replicas) ? {p}.replicas : 1)"
 
@@ -75,12 +84,35 @@ def _nccl_has_gpus(s: MultimodalDeploymentSpec) -> bool:
     return s.prefill is None or s.transfer.kv.backend != "Nccl" or min(s.prefill.gpus, s.decode.gpus) >= 1
 
 
+def _groups_fit(s: MultimodalDeploymentSpec) -> bool:
+    return s.model.pooled_video_frames <= s.gateway.media.video.max_frames
+
+
+def _engine_packs_kv(s: MultimodalDeploymentSpec) -> bool:
+    return s.engine.type == "Native" or s.transfer.kv.wire_format == "Model"
+
+
+def _pool_packs_kv_alone(s: MultimodalDeploymentSpec) -> bool:
+    return s.engine.kv_dtype == "Model" or s.transfer.kv.wire_format in ("Model", s.engine.kv_dtype)
+
+
 def _job_outlives_transfer(s: MultimodalDeploymentSpec) -> bool:
     return s.encoder is None or s.encoder.job_timeout_seconds >= s.transfer.embedding.timeout_seconds
 
 
 def _job_outlives_decoding(s: MultimodalDeploymentSpec) -> bool:
     return s.encoder is None or s.encoder.job_timeout_seconds >= s.gateway.media.decode_timeout_seconds
+
+
+def _files_fit_the_store(s: MultimodalDeploymentSpec) -> bool:
+    files = s.gateway.files
+    room = s.nats.storage_mebibytes - QUEUES_MEBIBYTES
+    return files is None or not s.nats.managed or files.stored_mebibytes <= room
+
+
+def _uploads_have_encoders(s: MultimodalDeploymentSpec) -> bool:
+    files = s.gateway.files
+    return files is None or not files.encode_on_upload or s.encoder is not None
 
 
 def _windows_see_samples(s: MultimodalDeploymentSpec) -> bool:
@@ -192,6 +224,10 @@ def _adapters_from_the_hub(s: MultimodalDeploymentSpec) -> bool:
     return s.model.storage.type != "Hub" or all(a.source == "HubId" for a in s.engine.adapters)
 
 
+def _no_adapters_of_a_url(s: MultimodalDeploymentSpec) -> bool:
+    return s.model.storage.type != "Url" or not s.engine.adapters
+
+
 def _adapters_on_claim(s: MultimodalDeploymentSpec) -> bool:
     return s.model.storage.type != "PersistentVolumeClaim" or all(
         a.id.startswith(f"{MODELS_FOLDER}/") for a in s.engine.adapters
@@ -209,6 +245,13 @@ ADAPTERS = (
         holds=_adapters_from_the_hub,
         problem="adapters are where model.storage has the model, and a path cannot be downloaded from the hub",
         remedy="set id to a hub id such as org/adapter, or model.storage.type: Image or PersistentVolumeClaim",
+    ),
+    Rule(
+        field="engine.adapters",
+        cel="self.model.storage.type != 'Url' || size(self.engine.adapters) == 0",
+        holds=_no_adapters_of_a_url,
+        problem="adapters are where model.storage has the model, and a URL has the files of one model",
+        remedy="remove the adapters, or set model.storage.type: Hub or PersistentVolumeClaim",
     ),
     Rule(
         field="engine.adapters",
@@ -314,6 +357,27 @@ SPEC = (
         remedy="set transfer.kv.backend: Gloo or Nixl, or set gpus to at least 1 for both",
     ),
     Rule(
+        field="model.pooledVideoFrames",
+        cel="self.model.pooledVideoFrames <= self.gateway.media.video.maxFrames",
+        holds=_groups_fit,
+        problem="more frames than a video may have are averaged to one",
+        remedy="lower it, or raise gateway.media.video.maxFrames",
+    ),
+    Rule(
+        field="transfer.kv.wireFormat",
+        cel="self.engine.type == 'Native' || self.transfer.kv.wireFormat == 'Model'",
+        holds=_engine_packs_kv,
+        problem="only the native engine converts KV while it travels; vLLM has it in the format in which it travels",
+        remedy="remove transfer.kv.wireFormat, and set kvCacheDtype: Fp8E4M3 in engine.prefill and engine.decode",
+    ),
+    Rule(
+        field="transfer.kv.wireFormat",
+        cel="self.engine.kvDtype == 'Model' || self.transfer.kv.wireFormat in ['Model', self.engine.kvDtype]",
+        holds=_pool_packs_kv_alone,
+        problem="KV that the pools have in the 8 bits of engine.kvDtype travels as it is, in no other format",
+        remedy="remove transfer.kv.wireFormat, or engine.kvDtype",
+    ),
+    Rule(
         field="encoder.jobTimeoutSeconds",
         cel="!has(self.encoder) || self.encoder.jobTimeoutSeconds >= self.transfer.embedding.timeoutSeconds",
         holds=_job_outlives_transfer,
@@ -326,6 +390,20 @@ SPEC = (
         holds=_job_outlives_decoding,
         problem="an encode job includes decoding the medium and would time out before it",
         remedy="raise jobTimeoutSeconds or lower gateway.media.decodeTimeoutSeconds",
+    ),
+    Rule(
+        field="gateway.files.encodeOnUpload",
+        cel="!has(self.gateway.files) || !self.gateway.files.encodeOnUpload || has(self.encoder)",
+        holds=_uploads_have_encoders,
+        problem="files are encoded on upload by encoder pods, and there is no encoder pool",
+        remedy="add an encoder pool (spec.encoder), or remove encodeOnUpload",
+    ),
+    Rule(
+        field="nats.storageMebibytes",
+        cel=f"!has(self.gateway.files) || !self.nats.managed || {_CEL_STORED} <= self.nats.storageMebibytes - {QUEUES_MEBIBYTES}",
+        holds=_files_fit_the_store,
+        problem=f"the files of gateway.files, a {FILE_OVERHEAD_DIVISOR}nd more for what is stored with them, and {QUEUES_MEBIBYTES} MiB of queues do not fit",
+        remedy="raise nats.storageMebibytes or lower gateway.files.maxMebibytes",
     ),
     Rule(
         field="observability.heartbeatMilliseconds",
@@ -361,14 +439,25 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
     """Data transfer between pools."""
     nats: NatsSpec = NatsSpec()
     """NATS server that the pods communicate through."""
+    network: NetworkSpec = NetworkSpec()
+    """NetworkPolicies of the pods."""
     slo: SloSpec = SloSpec()
     """Service level objectives."""
     gpu_budget: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Maximum number of GPUs used by all pools together."""
     observability: ObservabilitySpec = ObservabilitySpec()
     """Logging, tracing and heartbeats."""
+    rollout: RolloutSpec = RolloutSpec()
+    """How changes of the spec are rolled out."""
     paused: bool = False
     """Whether reconciliation is suspended."""
+    deletion_protection: bool = False
+    """Whether the API server refuses to delete this deployment, unless its namespace or the definition of this resource is deleted. Needs the chart's ValidatingAdmissionPolicy."""
+
+    @property
+    def local_encode_tokens(self) -> int:
+        """Of media, up to which they may be encoded where they are prefilled; 0: never."""
+        return 0 if self.prefill is None else self.prefill.local_encode_tokens
 
     def replica_gpus(self, pool: PoolName) -> int:
         """GPUs of one replica of a pool: of its pod, or of all pods of its group."""

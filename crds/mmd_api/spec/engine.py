@@ -22,11 +22,13 @@ from mmd_api.spec.engine_arguments import (
 from mmd_api.spec.fields import keyed_by
 
 EngineType = Literal["Native", "VLLM"]
+KvDtype = Literal["Model", "Int8", "Fp8"]
 KvCacheDtype = Literal["Auto", "Fp8E4M3", "Fp8E5M2"]
 SpeculativeMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 QuantizationMethod = Annotated[str, Field(max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Argument = Annotated[str, Field(max_length=1024, pattern=PATTERN)]
 
+STEP_MILLISECONDS = 100
 NEED_A_MODEL: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle", "eagle3", "medusa")
 
 
@@ -40,6 +42,22 @@ def _free(names: tuple[str, ...], p: VllmPoolSpec) -> bool:
 
 def _none_is(names: tuple[str, ...]) -> str:
     return f"!self.extraArgs.exists(a, a.matches('{expression(names)}'))"
+
+
+def _lookup_of_native(e: EngineSpec) -> bool:
+    return e.type == "Native" or e.prompt_lookup_tokens is None
+
+
+def _step_of_native(e: EngineSpec) -> bool:
+    return e.type == "Native" or e.step_milliseconds is None
+
+
+def _share_of_native(e: EngineSpec) -> bool:
+    return e.type == "Native" or e.text_share_percent is None
+
+
+def _kv_dtype_of_native(e: EngineSpec) -> bool:
+    return e.type == "Native" or e.kv_dtype == "Model"
 
 
 def _settings_of_vllm(e: EngineSpec) -> bool:
@@ -98,6 +116,34 @@ ENGINE = (
         problem="engine.prefill and engine.decode are settings of vLLM, which serves tensor parallelism, quantization and speculative "
         "decoding, and type is Native, which does not",
         remedy="set type: VLLM, or remove them",
+    ),
+    Rule(
+        field="stepMilliseconds",
+        cel="self.type == 'Native' || !has(self.stepMilliseconds)",
+        holds=_step_of_native,
+        problem="engine.stepMilliseconds bounds the steps of Native, and type is VLLM, which schedules its own steps",
+        remedy="remove it; maxNumBatchedTokens of engine.prefill and engine.decode limits the steps of vLLM",
+    ),
+    Rule(
+        field="textSharePercent",
+        cel="self.type == 'Native' || !has(self.textSharePercent)",
+        holds=_share_of_native,
+        problem="engine.textSharePercent divides the steps of Native, and type is VLLM, which schedules its own steps",
+        remedy="remove it; with a prefill pool, decode.localPrefillTokens has short texts computed apart from media",
+    ),
+    Rule(
+        field="promptLookupTokens",
+        cel="self.type == 'Native' || !has(self.promptLookupTokens)",
+        holds=_lookup_of_native,
+        problem="engine.promptLookupTokens has Native look for drafts in a sequence, and type is VLLM, which has settings of its own for that",
+        remedy="remove it; engine.decode.speculative with method: ngram does the same for vLLM",
+    ),
+    Rule(
+        field="kvDtype",
+        cel="self.type == 'Native' || self.kvDtype == 'Model'",
+        holds=_kv_dtype_of_native,
+        problem="engine.kvDtype is the data type of the KV of Native, and type is VLLM, whose pools have one of their own",
+        remedy="remove it, and set kvCacheDtype: Fp8E4M3 in engine.prefill and engine.decode",
     ),
     Rule(
         field="adapters",
@@ -161,6 +207,22 @@ class EngineSpec(ApiModel, rules=ENGINE):
 
     type: EngineType = "Native"
     """Native is part of the worker image and needs no GPU. VLLM needs an image that contains vLLM (build argument ENGINE=vllm)."""
+    step_milliseconds: Annotated[int, Field(ge=5, le=60_000)] | None = None
+    """How long an engine step that computes prompts with media may take while sequences decode or texts come, so that these do not wait for a
+    chunk of image tokens. It has as many prompt tokens as fit by measured speed, between an eighth of prefill.chunkTokens and all of them, and
+    takes longer where its fixed cost would exceed a sixth of it. Shorter steps cost media throughput. Defaults to 100. Only with type Native."""
+    text_share_percent: Annotated[int, Field(ge=1, le=99)] | None = None
+    """Percentage of the prompt tokens of an engine step that prompts of text alone have while prompts with media could have them all; media
+    have the rest, and each what the other leaves. Without it the shortest prompts come first, whatever they are, and long ones
+    with their age. Only with type Native."""
+    prompt_lookup_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
+    """Speculative decoding by prompt lookup: how many tokens a step may compute for a sequence besides its next one, namely those that followed its last
+    tokens where these stood in it before. They count as far as the model samples the same ones, so answers are the same and come in fewer
+    steps where they repeat their prompt or themselves. As many are computed as pay by measured speed and success. Defaults to 0, which is
+    none. Only with type Native."""
+    kv_dtype: KvDtype = "Model"
+    """Data type of KV in the pools of prefill and decode. Model is that of the model, which is exact; Int8 and Fp8 take 8 bits and a scale for each
+    token and head, so that more tokens fit, and change tokens. KV travels as it is in the pools. Only with type Native."""
     prefill: VllmPoolSpec | None = None
     """How vLLM runs in prefill pods. Only with type VLLM."""
     decode: VllmPoolSpec | None = None
@@ -173,6 +235,11 @@ class EngineSpec(ApiModel, rules=ENGINE):
         ),
     ] = []
     """LoRA adapters of the model, each of which clients request as a model of its own. Only with type VLLM."""
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step of Native that computes prompts with media may take."""
+        return (STEP_MILLISECONDS if self.step_milliseconds is None else self.step_milliseconds) / 1000
 
     def formats(self, *, prefills: bool) -> list[list[object]]:
         """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""

@@ -22,6 +22,25 @@ CpuQuantity = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]{1,3
 Quantity = Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 
 
+UNITS = {
+    **{"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
+    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+}
+"""Of a quantity, as its suffix has them."""
+
+
+def amount_of(quantity: str) -> float:
+    """The number that a `Quantity` is."""
+    number = quantity.rstrip("mkKMGTi")
+    return float(number) * UNITS[quantity[len(number) :]]
+
+
+NamespaceName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+
+
+TenantName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+
+
 QualifiedName = Annotated[
     str,
     Field(

@@ -27,6 +27,12 @@ ModelId = Annotated[str, Field(max_length=512, pattern=r"^(/|\./|\.\./)?[A-Za-z0
 RevisionName = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
 
 
+WeightsUrl = Annotated[
+    str,
+    Field(max_length=1024, pattern=r"^(https?|s3|gs)://[A-Za-z0-9][A-Za-z0-9.:_-]*(/[A-Za-z0-9._~+=/-]*)?$"),
+]
+
+
 MODELS_FOLDER = "/models"
 
 
@@ -100,7 +106,31 @@ def _sub_path_stays_inside(s: ModelStorage) -> bool:
 
 
 def _token_used(s: ModelStorage) -> bool:
-    return s.type == "Hub" or s.token_secret is None
+    return s.type in ("Hub", "Url") or s.token_secret is None
+
+
+def _url_given(s: ModelStorage) -> bool:
+    return (s.type == "Url") == (s.url is not None)
+
+
+def _credentials_used(s: ModelStorage) -> bool:
+    return s.type == "Url" or s.credentials_secret is None
+
+
+def _url_cached(s: ModelStorage) -> bool:
+    return s.type != "Url" or s.cache is not None
+
+
+def _cache_used(s: ModelStorage) -> bool:
+    return s.type in ("Hub", "Url") or s.cache is None
+
+
+def _one_claim(c: WeightsCache) -> bool:
+    return (c.claim_name is None) != (c.size_gibibytes is None)
+
+
+def _class_of_made_claim(c: WeightsCache) -> bool:
+    return c.size_gibibytes is not None or (c.storage_class_name is None and c.access_mode is None)
 
 
 def _builtin_known(m: ModelSpec) -> bool:
@@ -109,6 +139,10 @@ def _builtin_known(m: ModelSpec) -> bool:
 
 def _hub_id(m: ModelSpec) -> bool:
     return m.storage.type != "Hub" or m.source == "HubId"
+
+
+def _name_for_url(m: ModelSpec) -> bool:
+    return m.storage.type != "Url" or (m.source == "HubId" and m.revision is None)
 
 
 def _path_on_claim(m: ModelSpec) -> bool:
@@ -147,10 +181,56 @@ MODEL_STORAGE = (
     ),
     Rule(
         field="tokenSecret",
-        cel="self.type == 'Hub' || !has(self.tokenSecret)",
+        cel="self.type in ['Hub', 'Url'] || !has(self.tokenSecret)",
         holds=_token_used,
-        problem="a token is used only for downloads from the hub",
-        remedy="remove tokenSecret, or set type: Hub",
+        problem="a token is used only for downloads",
+        remedy="remove tokenSecret, or set type: Hub or Url",
+    ),
+    Rule(
+        field="url",
+        cel="(self.type == 'Url') == has(self.url)",
+        holds=_url_given,
+        problem="url and type Url require each other",
+        remedy="set both, or neither",
+    ),
+    Rule(
+        field="credentialsSecret",
+        cel="self.type == 'Url' || !has(self.credentialsSecret)",
+        holds=_credentials_used,
+        problem="credentialsSecret is for object stores",
+        remedy="remove it, or set type: Url",
+    ),
+    Rule(
+        field="cache",
+        cel="self.type != 'Url' || has(self.cache)",
+        holds=_url_cached,
+        problem="pods start only from a cache of what a URL has",
+        remedy="set cache.claimName or cache.sizeGibibytes",
+    ),
+    Rule(
+        field="cache",
+        cel="self.type in ['Hub', 'Url'] || !has(self.cache)",
+        holds=_cache_used,
+        problem="only downloads have a cache",
+        remedy="remove cache, or set type: Hub or Url",
+    ),
+)
+
+
+WEIGHTS_CACHE = (
+    Rule(
+        field="claimName",
+        cel="has(self.claimName) != has(self.sizeGibibytes)",
+        holds=_one_claim,
+        problem="a cache is one claim: claimName names yours, sizeGibibytes makes one",
+        remedy="set exactly one of them",
+    ),
+    Rule(
+        field="storageClassName",
+        cel="has(self.sizeGibibytes) || (!has(self.storageClassName) && !has(self.accessMode))",
+        holds=_class_of_made_claim,
+        problem="storageClassName and accessMode apply only to a claim that the operator makes",
+        remedy="remove them, or set sizeGibibytes instead of claimName",
     ),
 )
 
@@ -169,6 +249,13 @@ MODEL = (
         holds=_hub_id,
         problem="a path cannot be downloaded from the hub",
         remedy="set storage.type: Image or PersistentVolumeClaim, or a hub id such as org/model",
+    ),
+    Rule(
+        field="id",
+        cel=f"self.storage.type != 'Url' || (!has(self.revision) && !({begins_with('self.id', NO_HUB_ID)}))",
+        holds=_name_for_url,
+        problem="storage.url says where the model is: its id is a name alone, and it has no revision",
+        remedy="set an id such as org/model, and remove revision",
     ),
     Rule(
         field="id",
@@ -196,17 +283,37 @@ MODEL = (
 )
 
 
+class WeightsCache(ApiModel, rules=WEIGHTS_CACHE):
+    """PersistentVolumeClaim that a Job downloads the weights to once, before the pods that mount it start."""
+
+    claim_name: Name | None = None
+    """Name of an existing PersistentVolumeClaim. Deployments may share it."""
+    size_gibibytes: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Size of the PersistentVolumeClaim that the operator creates, in GiB. It is deleted with the deployment."""
+    storage_class_name: Name | None = None
+    """StorageClass of the claim that the operator creates. Defaults to that of the cluster."""
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] | None = None
+    """Access mode of the claim that the operator creates. Defaults to ReadWriteMany; with ReadWriteOnce, all pods run on one node."""
+
+
 class ModelStorage(ApiModel, rules=MODEL_STORAGE):
     """Location of the model weights."""
 
-    type: Literal["Hub", "PersistentVolumeClaim", "Image"] = "Image"
-    """Hub downloads the weights when a pod starts, PersistentVolumeClaim mounts them at /models, Image has them in the worker image."""
+    type: Literal["Hub", "Url", "PersistentVolumeClaim", "Image"] = "Image"
+    """Hub downloads the weights, to the cache or else when a pod starts; Url downloads them to the cache; PersistentVolumeClaim mounts them at
+    /models; Image has them in the worker image."""
+    url: WeightsUrl | None = None
+    """Folder with the model's files and a file SHA256SUMS, as `https://`, `s3://` or `gs://` URL without credentials."""
+    cache: WeightsCache | None = None
+    """Shared cache of downloaded weights."""
     claim_name: Name | None = None
     """Name of the PersistentVolumeClaim that holds the weights."""
     sub_path: Annotated[str, Field(max_length=1024)] | None = None
     """Directory of the claim to mount. Defaults to the root of the claim."""
     token_secret: Name | None = None
-    """Name of a Secret whose key `token` authenticates downloads of gated models."""
+    """Name of a Secret whose key `token` authenticates downloads of gated models, and as bearer token those from an HTTP URL."""
+    credentials_secret: Name | None = None
+    """Name of a Secret whose keys are environment variables of the download, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."""
 
 
 class ModelSpec(ApiModel, rules=MODEL):
@@ -226,6 +333,12 @@ class ModelSpec(ApiModel, rules=MODEL):
     """Names under which clients request the model. Defaults to the last component of a path, else to the id."""
     dtype: Dtype = "Auto"
     """Data type of weights, embeddings and KV. Auto uses the data type of the checkpoint."""
+    max_image_tiles: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Maximum number of tiles that the model's processor cuts an image into, an overview of the whole image not counted. Defaults to that of the
+    checkpoint. Only for models that read images as tiles."""
+    pooled_video_frames: Annotated[int, Field(ge=1, le=16)] = 1
+    """Number of successive frames of a video whose embeddings are averaged to those of one frame, which divides the video's tokens by it. Only for
+    models that read frames one by one. Models were trained without: compare answers before use."""
     max_model_len: Annotated[int, Field(ge=16, le=10_000_000)] | None = None
     """Maximum number of tokens in prompt and answer together. Defaults to the limit of the model."""
     storage: ModelStorage = ModelStorage()

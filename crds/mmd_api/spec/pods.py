@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,8 +20,32 @@ from mmd_api.spec.fields import (
     Quantity,
     keyed_by,
 )
+from mmd_api.spec.pod_parts import (
+    RESERVED_CONTAINERS,
+    RESERVED_DOMAINS,
+    RESERVED_MOUNTS,
+    RESERVED_VOLUMES,
+    MountPart,
+    NamedPart,
+    PodPart,
+    is_reserved_key,
+    keeps_what_is_owned,
+    merges,
+    stays_restricted,
+    under_reserved_mount,
+    well_formed,
+)
 
-RESERVED_LABEL_DOMAINS = ("app.kubernetes.io/", "serving.multimodal.dev/")
+CORE_PARTS = (
+    ("volumes", "volumes"),
+    ("sidecars", "sidecars"),
+    ("init_containers", "initContainers"),
+    ("security_context", "securityContext"),
+    ("topology_spread_constraints", "topologySpreadConstraints"),
+    ("affinity", "affinity"),
+    ("patch", "patch"),
+)
+"""Fields of a template that are as in core/v1, and their spelling."""
 
 
 def _toleration_value(t: Toleration) -> bool:
@@ -34,12 +60,17 @@ def _toleration_seconds(t: Toleration) -> bool:
     return t.toleration_seconds is None or t.effect == "NoExecute"
 
 
-def _labels_free(t: PodTemplate) -> bool:
-    return not any(k.startswith(RESERVED_LABEL_DOMAINS) for k in t.labels)
-
-
-def _annotations_free(t: PodTemplate) -> bool:
-    return not any(k.startswith(RESERVED_LABEL_DOMAINS) for k in t.annotations)
+def without_reserved_keys(field: str) -> Rule:
+    """That no key of a map of the user's has a prefix of the operator's. `field`: of the model, the same in both spellings."""
+    return Rule(
+        field=field,
+        cel=f"!self.{field}.exists(k, "
+        + " || ".join(f"k.startsWith('{domain}')" for domain in RESERVED_DOMAINS)
+        + ")",
+        holds=lambda part: not any(map(is_reserved_key, getattr(part, field))),
+        problem="keys with the prefix app.kubernetes.io/ or serving.multimodal.dev/ are reserved for the operator",
+        remedy="use your own prefix",
+    )
 
 
 def _env_unique(t: PodTemplate) -> bool:
@@ -48,6 +79,92 @@ def _env_unique(t: PodTemplate) -> bool:
 
 def _env_free(t: PodTemplate) -> bool:
     return not any(e.name.startswith("MMD_") for e in t.env)
+
+
+def _one_source(e: EnvVar) -> bool:
+    return e.value_from is None or e.value == ""
+
+
+def _names_unique(field: str, t: PodTemplate) -> bool:
+    names = [item.name for item in getattr(t, field)]
+    return len(set(names)) == len(names)
+
+
+def _names_free(field: str, reserved: tuple[str, ...], t: PodTemplate) -> bool:
+    return not any(item.name in reserved for item in getattr(t, field))
+
+
+def _mounts_free(t: PodTemplate) -> bool:
+    return not any(under_reserved_mount(mount.mount_path) for mount in t.volume_mounts)
+
+
+def _mounts_unique(t: PodTemplate) -> bool:
+    return len({mount.mount_path for mount in t.volume_mounts}) == len(t.volume_mounts)
+
+
+def _fragment(field: str, t: PodTemplate) -> dict[str, Any]:
+    """What a field of a template becomes of a pod's spec."""
+    value = t.model_dump(mode="json", by_alias=True, include={field}, exclude_none=True)
+    content: Any = next(iter(value.values()), {})
+    if field == "patch":
+        found = content.get("spec", {})
+        return found if isinstance(found, dict) else {}
+    return {{"volumes": "volumes", "security_context": "securityContext"}.get(field, "containers"): content}
+
+
+def _formed(field: str, t: PodTemplate) -> bool:
+    return getattr(t, field) is None or well_formed(t.model_dump(mode="json", by_alias=True, include={field}))
+
+
+def _restricted(field: str, t: PodTemplate) -> bool:
+    if t.pod_security == "Privileged" or not _formed(field, t):  # which has a rule of its own
+        return True
+    return stays_restricted(_fragment(field, t))
+
+
+def _patch_check(check: Callable[[Any], bool], t: PodTemplate) -> bool:
+    return not well_formed(t.patch) or check(t.patch)
+
+
+def _well_formed(field: str, spelled: str) -> Rule:
+    return Rule(
+        field=spelled,
+        cel=None,
+        holds=partial(_formed, field),
+        problem="has null, a value of another kind than pods have there, or an entry of a list without its name, containerPort or topologyKey",
+        remedy="write it as in core/v1",
+    )
+
+
+def _stays_restricted(field: str, spelled: str) -> Rule:
+    return Rule(
+        field=spelled,
+        cel=None,
+        holds=partial(_restricted, field),
+        problem="sets what the Pod Security Standard restricted forbids (a host's namespaces, paths or ports, root, privileges, "
+        "added capabilities, profiles turned off)",
+        remedy="remove it, or set podSecurity: Privileged in this template",
+    )
+
+
+def _reserved_names(field: str, spelled: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
+    """Of a list whose entries have names. That none is there twice the schema already says."""
+    return (
+        Rule(
+            field=spelled,
+            cel=None,
+            holds=partial(_names_unique, field),
+            problem="duplicate name",
+            remedy="keep one of them",
+        ),
+        Rule(
+            field=spelled,
+            cel=f"!self.{spelled}.exists(v, v.name in [{','.join(repr(n) for n in names)}])",
+            holds=partial(_names_free, field, names),
+            problem="the operator uses this name",
+            remedy="use another",
+        ),
+    )
 
 
 TOLERATION = (
@@ -76,18 +193,8 @@ TOLERATION = (
 
 
 POD_TEMPLATE = (
-    *(
-        Rule(
-            field=field,
-            cel=f"!self.{field}.exists(k, "
-            + " || ".join(f"k.startsWith('{domain}')" for domain in RESERVED_LABEL_DOMAINS)
-            + ")",
-            holds=free,
-            problem="keys with the prefix app.kubernetes.io/ or serving.multimodal.dev/ are reserved for the operator",
-            remedy="use your own prefix",
-        )
-        for field, free in (("labels", _labels_free), ("annotations", _annotations_free))
-    ),
+    without_reserved_keys("labels"),
+    without_reserved_keys("annotations"),
     Rule(
         field="env",
         cel=None,
@@ -102,16 +209,67 @@ POD_TEMPLATE = (
         problem="variables with the prefix MMD_ are reserved for the operator",
         remedy="use the spec field that sets it",
     ),
+    *_reserved_names("volumes", "volumes", RESERVED_VOLUMES),
+    *_reserved_names("sidecars", "sidecars", RESERVED_CONTAINERS),
+    *_reserved_names("init_containers", "initContainers", RESERVED_CONTAINERS),
+    Rule(
+        field="volumeMounts",
+        cel=None,
+        holds=_mounts_unique,
+        problem="duplicate mountPath",
+        remedy="keep one of them",
+    ),
+    Rule(
+        field="volumeMounts",
+        cel=None,
+        holds=_mounts_free,
+        problem="a mountPath is in, or covers, a folder of the operator's: " + ", ".join(RESERVED_MOUNTS),
+        remedy="mount it elsewhere",
+    ),
+    *(_well_formed(field, spelled) for field, spelled in CORE_PARTS),
+    _stays_restricted("volumes", "volumes"),
+    _stays_restricted("sidecars", "sidecars"),
+    _stays_restricted("init_containers", "initContainers"),
+    _stays_restricted("security_context", "securityContext"),
+    _stays_restricted("patch", "patch"),
+    Rule(
+        field="patch",
+        cel=None,
+        holds=partial(_patch_check, merges),
+        problem="cannot be merged: it has null, a directive other than $patch: delete or replace in an entry of a list with a merge key, "
+        "an entry without its merge key, or a value of another kind than pods have there",
+        remedy="write it as part of a pod template with metadata and spec, and name the entries of lists",
+    ),
+    Rule(
+        field="patch",
+        cel=None,
+        holds=partial(_patch_check, keeps_what_is_owned),
+        problem="changes what the operator owns (of the pod: name, restart policy, grace period, its own labels, annotations, containers and "
+        "volumes; of its own container: command, args, image, ports, probes, lifecycle, envFrom, MMD_ variables, mounts, CPU, memory, GPUs)",
+        remedy="remove it, or use the spec field that sets it",
+    ),
+)
+
+ENV_VAR = (
+    Rule(
+        field="valueFrom",
+        cel="!has(self.valueFrom) || self.value == ''",
+        holds=_one_source,
+        problem="value and valueFrom are mutually exclusive",
+        remedy="keep one of them",
+    ),
 )
 
 
-class EnvVar(ApiModel):
-    """Environment variable with a literal value."""
+class EnvVar(ApiModel, rules=ENV_VAR):
+    """Environment variable."""
 
     name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable. The prefix MMD_ is reserved."""
     value: Annotated[str, Field(max_length=4096)] = ""
     """Value of the variable."""
+    value_from: PodPart | None = None
+    """Source of the value, as in core/v1."""
 
 
 class Toleration(ApiModel, rules=TOLERATION):
@@ -153,6 +311,30 @@ class PodTemplate(ApiModel, rules=POD_TEMPLATE):
         ),
     ] = []
     """Environment variables added to the container. They override those of the operator, except MMD_ variables."""
+    env_from: Annotated[list[PodPart], Field(max_length=16)] = []
+    """Sources of more variables, as in core/v1."""
+    volumes: Annotated[list[NamedPart], Field(max_length=32, json_schema_extra=keyed_by("name"))] = []
+    """Volumes as in core/v1."""
+    volume_mounts: Annotated[
+        list[MountPart], Field(max_length=32, json_schema_extra=keyed_by("mountPath"))
+    ] = []
+    """Volume mounts of the container, as in core/v1."""
+    sidecars: Annotated[list[NamedPart], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
+    """Containers that run next to the operator's, as in core/v1."""
+    init_containers: Annotated[list[NamedPart], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
+    """Init containers as in core/v1."""
+    shared_memory: Quantity | None = None
+    """Size limit of /dev/shm. Default 1Gi."""
+    affinity: PodPart | None = None
+    """Affinity as in core/v1. Default: prefill pods prefer to be near decode pods."""
+    topology_spread_constraints: Annotated[list[PodPart], Field(max_length=8)] | None = None
+    """Constraints as in core/v1. Default: preferably one pod of the component per node. labelSelector defaults to the component's pods."""
+    security_context: PodPart = {}
+    """Fields of the pods' securityContext, as in core/v1."""
+    pod_security: Literal["Restricted", "Privileged"] = "Restricted"
+    """Pod Security Standard that the template must not leave. Privileged allows everything."""
+    patch: PodPart = {}
+    """Strategic merge patch of the pod template, with metadata and spec, for what has no field."""
     service_account_name: Name | None = None
     """Name of the ServiceAccount of the pods. Its token is not mounted."""
     priority_class_name: Name | None = None

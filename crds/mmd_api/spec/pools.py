@@ -8,9 +8,10 @@ from pydantic import Field
 
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
-from mmd_api.spec.fields import Labels
+from mmd_api.spec.fields import Labels, Name, keyed_by
 from mmd_api.spec.pods import PodTemplate, Resources, Toleration
 
+NVIDIA_GPU = "nvidia.com/gpu"
 SCHEDULING_DEADLINE_SECONDS = 900
 """Cluster autoscalers take minutes to add a GPU node; the common ones give up on a node after a quarter of an hour."""
 
@@ -25,6 +26,14 @@ def _min_below_max(a: Autoscaling) -> bool:
 
 def _schedules_below_max(a: Autoscaling) -> bool:
     return all(s.min_replicas <= a.max_replicas for s in a.schedules)
+
+
+def _claims_unique(p: Pool) -> bool:
+    return len({claim.name for claim in p.resource_claims}) == len(p.resource_claims)
+
+
+def _claims_have_gpus(p: Pool) -> bool:
+    return p.gpus > 0 or not p.resource_claims
 
 
 def _replicas_or_autoscaling(p: Pool) -> bool:
@@ -57,6 +66,20 @@ POOL = (
         problem="replicas and autoscaling are mutually exclusive",
         remedy="keep one of them (autoscaling has minReplicas and maxReplicas)",
     ),
+    Rule(
+        field="resourceClaims",
+        cel=None,
+        holds=_claims_unique,
+        problem="duplicate claim name",
+        remedy="keep one of them",
+    ),
+    Rule(
+        field="resourceClaims",
+        cel="self.gpus > 0 || size(self.resourceClaims) == 0",
+        holds=_claims_have_gpus,
+        problem="claims provide GPUs, but the pool has gpus: 0",
+        remedy="set gpus to the number of GPUs that a pod's claims have, or remove resourceClaims",
+    ),
 )
 
 
@@ -78,8 +101,9 @@ class Autoscaling(ApiModel, rules=AUTOSCALING):
     """Minimum number of replicas. 0 enables scale to zero."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)]
     """Maximum number of replicas."""
-    mode: Literal["Active", "Shadow"] = "Active"
-    """Active scales the pool; Shadow only reports its decisions."""
+    mode: Literal["Active", "Shadow", "External"] = "Active"
+    """Active scales the pool by its load; Shadow only reports its decisions; External follows spec.replicas of the pool's MultimodalPool,
+    which kubectl scale, an HPA or KEDA may set."""
     target_backlog_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = 1000
     """Target backlog per replica, as time to process it. Applies to encoder and prefill."""
     target_utilization_percent: Annotated[int, Field(ge=1, le=100)] = 75
@@ -106,6 +130,15 @@ class Autoscaling(ApiModel, rules=AUTOSCALING):
     """Recurring windows with a higher minimum size."""
 
 
+class ResourceClaim(ApiModel):
+    """Claim of each pod, made from a template and used by its container."""
+
+    name: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+    """Name of the claim in the pod."""
+    resource_claim_template_name: Name
+    """Name of the ResourceClaimTemplate."""
+
+
 class Pool(ApiModel, rules=POOL):
     """Fields common to all pools. `replicas` and `autoscaling` are mutually exclusive; without either, the pool has one replica."""
 
@@ -114,7 +147,19 @@ class Pool(ApiModel, rules=POOL):
     autoscaling: Autoscaling | None = None
     """Autoscaling by load."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 1
-    """Number of GPUs (nvidia.com/gpu) per pod. 0 runs the pool on CPU."""
+    """Number of GPUs per pod. 0 runs the pool on CPU."""
+    gpu_resource: Annotated[
+        str,
+        Field(
+            max_length=317,
+            pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+        ),
+    ] = NVIDIA_GPU
+    """Name of the resource that `gpus` counts, such as amd.com/gpu or nvidia.com/mig-1g.10gb."""
+    resource_claims: Annotated[
+        list[ResourceClaim], Field(max_length=8, json_schema_extra=keyed_by("name"))
+    ] = []
+    """Claims (DRA) that provide the GPUs in place of `gpuResource`. `gpus` states how many they are."""
     resources: Resources = Resources()
     """CPU and memory of each pod."""
     node_selector: Labels = {}
@@ -153,9 +198,27 @@ class EncoderBatching(ApiModel):
     max_items: Annotated[int, Field(ge=1, le=256)] = 8
     """Maximum number of media items per tower run."""
     max_work: Annotated[int, Field(ge=1, le=2**31)] = 32_768
-    """Maximum number of patches or audio frames per tower run. A larger media item runs alone."""
+    """Maximum number of patches or audio frames per tower run. Larger videos and audio are split across runs where the model's tower allows
+    it; other larger media items run alone."""
     max_wait_milliseconds: Annotated[int, Field(ge=0, le=1000)] = 2
     """How long a media item waits for others to form a batch."""
+
+
+class DiskCache(ApiModel):
+    """Volume for embeddings that were evicted from memory. Each pod has a directory of its own in it."""
+
+    size_mebibytes: Annotated[int, Field(ge=16, le=16_777_216)]
+    """Maximum size of a pod's embeddings on disk."""
+    claim_name: Name | None = None
+    """Name of the PersistentVolumeClaim to use, which outlives the pods; it must be ReadWriteMany if they run on several nodes. Nothing outside
+    its directory `.mmd-features` is touched. Defaults to an emptyDir, which outlives the container alone."""
+
+
+class EncoderCache(ApiModel):
+    """What is below the embedding cache in host memory."""
+
+    disk: DiskCache | None = None
+    """Disk for evicted embeddings. Defaults to none."""
 
 
 class EncoderSpec(Pool):
@@ -165,6 +228,8 @@ class EncoderSpec(Pool):
     """Batching of encode jobs."""
     cache_mebibytes: Annotated[int, Field(ge=0, le=1_048_576)] = 512
     """Size of the content-addressed embedding cache, in host memory."""
+    cache: EncoderCache = EncoderCache()
+    """What is below the embedding cache in host memory."""
     media_mebibytes: Annotated[int, Field(ge=16, le=1_048_576)] = 2048
     """Host memory for media that are being encoded: files, pixels and samples. Larger media are rejected."""
     max_deliveries: Annotated[int, Field(ge=1, le=20)] = 3
@@ -182,6 +247,9 @@ class PrefillSpec(Pool):
     """Whether requests with a common prompt prefix share KV blocks."""
     feature_budget_mebibytes: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
     """Maximum size of the embeddings that a pod holds. Further embeddings wait in the encoder."""
+    local_encode_tokens: Annotated[int, Field(ge=0, le=131_072)] = 0
+    """Where there is an encoder pool: a prefill pod encodes the media of a request itself if they have at most this many tokens and that is
+    estimated to be sooner. Above 0, prefill pods load the towers too, which run as `encoder` says. 0: encoder pods encode all media."""
     max_waiting_requests: Annotated[int, Field(ge=1, le=65_536)] = 512
     """Maximum number of requests that a pod queues before it rejects new ones."""
     kv_cache_percent: Annotated[int, Field(ge=1, le=95)] | None = None

@@ -9,6 +9,8 @@ from pydantic import Field
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
 
+KvWireFormat = Literal["Model", "Fp8", "Int8", "Int4"]
+
 
 def _lease_outlives_chunk(k: KvTransfer) -> bool:
     return k.lease_seconds * 1000 > k.chunk_timeout_milliseconds
@@ -56,6 +58,8 @@ class KvTransfer(ApiModel, rules=KV_TRANSFER):
 
     backend: Literal["Nccl", "Gloo", "Nixl"] = "Nccl"
     """Transport: Nccl between GPUs, Gloo over TCP, Nixl over RDMA where there is, else TCP."""
+    wire_format: KvWireFormat = "Model"
+    """Format of KV while it travels. Model is exact; Fp8, Int8 and Int4 have a scale for each token and head, and change tokens."""
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """How long granted KV blocks stay reserved for a transfer that does not finish."""
     chunk_timeout_milliseconds: Annotated[int, Field(ge=50, le=60_000)] = 2000

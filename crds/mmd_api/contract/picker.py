@@ -1,0 +1,6 @@
+"""The endpoint picker of a gateway: what the spec must leave to it."""
+
+from __future__ import annotations
+
+MIN_MEMORY_MEBIBYTES = 384
+"""Of the gateway's memory, that the picker may take at least."""
