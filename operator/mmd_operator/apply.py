@@ -31,7 +31,7 @@ from mmd_operator.resources.naming import (
     REVISION_LABEL,
     Manifest,
 )
-from mmd_operator.resources.nats import PASSWORD_KEYS, password_changes, with_passwords
+from mmd_operator.resources.nats import password_changes, password_keys, with_passwords
 from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Applier:
             await self._cluster.create_secret(with_passwords(self._owned(secret)), self._namespace)
             return "Created", None
         if all(o["uid"] != self._uid for o in present.get("ownerReferences", ())):
-            lacking = await self._cluster.secret_lacks(self._namespace, name, PASSWORD_KEYS)
+            lacking = await self._cluster.secret_lacks(self._namespace, name, password_keys(secret))
             return ("Refused", secret_incomplete(name, lacking)) if lacking else ("Unchanged", None)
         changes = password_changes(secret, present.get("annotations", {}))
         if not changes:

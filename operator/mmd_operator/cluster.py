@@ -19,10 +19,19 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
+from mmd_api.pool_resource import POOL_KIND, POOL_PLURAL
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
 from mmd_operator.problems import WEBHOOK_FAILED
+from mmd_operator.resources.exposure import (
+    GATEWAY_API_GROUP,
+    GATEWAY_API_VERSION,
+    HTTP_ROUTES,
+    INFERENCE_GROUP,
+    INFERENCE_POOLS,
+    INFERENCE_VERSION,
+)
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION
 
@@ -40,9 +49,13 @@ PAGE_OBJECTS = 500
 MAX_PAGES = 2000
 MAX_WARNING_PAGES = 20
 """Events expire within hours: an object with more warnings than these pages hold is not expected."""
+MAX_RECORDED_PAGES = 4
+"""Of the recorded specs of one deployment, of which the operator keeps fewer than one page."""
 MAX_WARNINGS = 20
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+NOT_OF_SCHEMA = "failed to create typed patch object"
 _UNDECLARED = re.compile(r"(\.status\.\S+): field not declared in schema")
+_UNSUPPORTED_CONDITION = re.compile(r'status\.conditions\[\d+\]\.type: Unsupported value: "(\w+)"')
 _NOT_A_NAME = re.compile(r"\[[^]]*\]")
 """The key or index of a list's item, in the path of a field."""
 
@@ -83,16 +96,25 @@ class Resource:
 
 CHILD_KINDS: dict[str, Resource] = {
     "ConfigMap": Resource("", "v1", "configmaps"),
+    "PersistentVolumeClaim": Resource("", "v1", "persistentvolumeclaims"),
+    "Job": Resource("batch", "v1", "jobs"),
     "Service": Resource("", "v1", "services"),
     "StatefulSet": Resource("apps", "v1", "statefulsets"),
     "LeaderWorkerSet": Resource(LWS_GROUP, LWS_VERSION, LWS_PLURAL),
     "Deployment": Resource("apps", "v1", "deployments"),
     "PodDisruptionBudget": Resource("policy", "v1", "poddisruptionbudgets"),
     "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
+    "Ingress": Resource("networking.k8s.io", "v1", "ingresses"),
+    "HTTPRoute": Resource(GATEWAY_API_GROUP, GATEWAY_API_VERSION, HTTP_ROUTES),
+    "InferencePool": Resource(INFERENCE_GROUP, INFERENCE_VERSION, INFERENCE_POOLS),
+    POOL_KIND: Resource(GROUP, VERSION, POOL_PLURAL),
 }
-"""Kinds that a plan may hold; the operator watches each that the API server serves."""
+"""Kinds that a deployment may own; the operator watches each that the API server serves."""
+INSTALLED_BY_USERS = ("LeaderWorkerSet", "HTTPRoute", "InferencePool", POOL_KIND)
+"""Those of them that are no part of Kubernetes."""
 PODS = Resource("", "v1", "pods")
 SECRETS = Resource("", "v1", "secrets")
+CONTROLLER_REVISIONS = Resource("apps", "v1", "controllerrevisions")
 EVENTS = Resource("", "v1", "events")
 NAMESPACES = Resource("", "v1", "namespaces")
 DEPLOYMENTS = Resource(GROUP, VERSION, PLURAL)
@@ -154,7 +176,9 @@ class Cluster:
         Raises:
             RefusedError, BusyError: see there.
         """
-        return await self._request("get", CHILD_KINDS[kind].served_at, absent_is_none=True) is not None
+        resource = CHILD_KINDS[kind]
+        answer = await self._request("get", resource.served_at, absent_is_none=True) or {}
+        return any(served["name"] == resource.plural for served in answer.get("resources") or ())
 
     async def apply(self, manifest: Manifest, namespace: str) -> Manifest:
         """Server-side apply of an owned object; returns the result.
@@ -163,7 +187,23 @@ class Cluster:
             NotServedError, RefusedError, BusyError: see there.
         """
         path = CHILD_KINDS[manifest["kind"]].path(namespace, manifest["metadata"]["name"])
-        return await self._apply(path, manifest, FIELD_MANAGER)
+        try:
+            return await self._apply(path, manifest, FIELD_MANAGER)
+        except BusyError as error:  # 500, and a pod template of the user's is not what pods are
+            if NOT_OF_SCHEMA not in str(error):
+                raise
+            raise RefusedError(str(error)) from error
+
+    async def apply_pool_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Write the status of a MultimodalPool.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        metadata = {"name": name, "namespace": namespace}
+        body = {"apiVersion": API_VERSION, "kind": POOL_KIND, "metadata": metadata, "status": status}
+        path = CHILD_KINDS[POOL_KIND].path(namespace, name, "status")
+        await self._apply(path, body, FIELD_MANAGER)
 
     async def create_secret(self, manifest: Manifest, namespace: str) -> None:
         """Create a Secret.
@@ -294,18 +334,26 @@ class Cluster:
         return next(iter((found or {}).get("items") or []), None)
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
-        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed, and so are those that
-        the CRD, of another release, does not declare."""
-        try:
-            return await self._apply_status(namespace, name, status)
-        except BusyError as error:  # the API server answers 500
-            undeclared = sorted({_NOT_A_NAME.sub("", path) for path in _UNDECLARED.findall(str(error))})
-            if not undeclared:
-                raise
-            logger.warning("%s/%s: the CRD does not declare %s", namespace, name, ", ".join(undeclared))
+        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed, and so are those, and
+        conditions, that the CRD, of another release, does not declare."""
         known: Any = status
-        for path in undeclared:
-            known = _without(known, path.split(".")[2:])
+        for _ in ("fields", "conditions"):
+            try:
+                return await self._apply_status(namespace, name, known)
+            except BusyError as error:  # the API server answers 500
+                undeclared = sorted({_NOT_A_NAME.sub("", path) for path in _UNDECLARED.findall(str(error))})
+                if not undeclared:
+                    raise
+                for path in undeclared:
+                    known = _without(known, path.split(".")[2:])
+            except RefusedError as error:
+                types = sorted(set(_UNSUPPORTED_CONDITION.findall(str(error))))
+                if not types:
+                    raise
+                undeclared = [f"condition {kind}" for kind in types]
+                kept = [c for c in known["conditions"] if c["type"] not in types]
+                known = {**known, "conditions": kept}
+            logger.warning("%s/%s: the CRD does not declare %s", namespace, name, ", ".join(undeclared))
         return await self._apply_status(namespace, name, known)
 
     async def _apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
@@ -371,6 +419,36 @@ class Cluster:
             token, query = page.get("metadata", {}).get("continue"), []
             if not token:
                 return
+
+    async def recorded(self, namespace: str, selector: str) -> list[Manifest]:
+        """ControllerRevisions with these labels.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        pages = self._pages(CONTROLLER_REVISIONS.path(namespace), MAX_RECORDED_PAGES, label_selector=selector)
+        return [item async for page in pages for item in page["items"]]
+
+    async def create_recorded(self, namespace: str, manifest: Manifest) -> Manifest:
+        """Create a ControllerRevision, and return it. Applied, so that the API server writes its data as it does in later patches: to it,
+        other blanks would be other data.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        path = CONTROLLER_REVISIONS.path(namespace, manifest["metadata"]["name"])
+        return await self._apply(path, manifest, FIELD_MANAGER)
+
+    async def patch_recorded(self, namespace: str, name: str, change: Mapping[str, Any]) -> None:
+        """Change a ControllerRevision, whose data cannot change; it is no error if it is gone."""
+        options: dict[str, Any] = {"body": change, "content_type": MERGE_PATCH}
+        await self._request(
+            "patch", CONTROLLER_REVISIONS.path(namespace, name), absent_is_none=True, **options
+        )
+
+    async def delete_recorded(self, namespace: str, name: str) -> None:
+        """Delete a ControllerRevision; it is no error if it is gone."""
+        await self._request("delete", CONTROLLER_REVISIONS.path(namespace, name), absent_is_none=True)
 
     async def create_event(self, namespace: str, event: Manifest) -> None:
         """Create an Event object."""

@@ -11,14 +11,17 @@ from datetime import datetime
 from typing import Any, Literal
 
 from mmd_api.contract.pools import PoolName
+from mmd_api.spec.exposure import ParentRef
 from mmd_api.status import (
     Condition,
     ConditionType,
 )
 from mmd_operator.facts import Facts
-from mmd_operator.observed import Workload
+from mmd_operator.observed import ParentReport, Workload
 from mmd_operator.problems import Problem, format_problems
 from mmd_operator.replacement import waiting_words
+from mmd_operator.resources.naming import WEIGHTS
+from mmd_operator.weights import weights_words
 
 Truth = Literal["True", "False", "Unknown"]
 _POOL_CONDITIONS: dict[PoolName, ConditionType] = {
@@ -46,12 +49,16 @@ def current_conditions(facts: Facts) -> tuple[ConditionState, ...]:
     """Every condition of a deployment that is not being deleted."""
     return (
         *(_first(rules, facts) for rules in (READY, PROGRESSING, DEGRADED)),
+        *(state for rule in STALLED if (state := rule(facts)) is not None),
         *(_first_of_pool(POOL_READY, facts, pool) for pool in facts.pools),
         *(
             _first(rules, facts)
             for rules in (SCALING_ACTIVE, SCALING_LIMITED, METRICS_FRESH)
             if facts.scaling.pools
         ),
+        *(_first(rules, facts) for rules in (ROUTE_ACCEPTED,) if facts.route_parents),
+        _first(AUTHENTICATION_REQUIRED, facts),
+        *(_first(rules, facts) for rules in (WEIGHTS_CACHED,) if facts.weights is not None),
     )
 
 
@@ -117,8 +124,9 @@ def serving(facts: Facts) -> ConditionState | None:
 
 def not_serving(facts: Facts) -> ConditionState | None:
     """A component has no Ready pod."""
-    worst = facts.problems[0].reason if facts.problems else "Starting"
-    why = format_problems(facts.problems[:2]) or facts.waiting or "check the pods' conditions and logs"
+    problems = [p for p in facts.problems if p.stops_pods]
+    worst = problems[0].reason if problems else "Starting"
+    why = format_problems(problems[:2]) or facts.waiting or "check the pods' conditions and logs"
     return ConditionState("Ready", "False", worst, f"{', '.join(_missing(facts))}; {why}")
 
 
@@ -132,6 +140,10 @@ def _missing(facts: Facts) -> list[str]:
         nats = facts.observed.sized(f"{facts.name}-nats")
         if nats is None or nats.workload is None or nats.workload.ready == 0:
             missing.append("the NATS server is not Ready")
+        elif (lacking := nats.workload.replicas // 2 + 1 - nats.workload.ready) > 0:
+            missing.append(
+                f"NATS has no majority: {nats.workload.ready} of {nats.workload.replicas} servers are Ready, {lacking} more needed"
+            )
     for pool in facts.pools:
         workload = facts.serving_workload(pool)
         if workload is None or (workload.ready == 0 and workload.replicas > 0):
@@ -151,6 +163,49 @@ def plan_failed(facts: Facts) -> ConditionState | None:
     if facts.step is not None:
         return None
     return ConditionState("Progressing", "False", facts.problems[0].reason, format_problems(facts.problems))
+
+
+def changes_paused(facts: Facts) -> ConditionState | None:
+    """Changes of the spec wait."""
+    if not facts.changes_paused or facts.serving is None:
+        return None
+    return ConditionState(
+        "Progressing",
+        "False",
+        "RolloutPaused",
+        f"spec.rollout.paused is true: changes wait, except of sizes and of other fields that no pod reads; revision {facts.serving} "
+        f"serves; resume with `mmd rollout resume {facts.name}`",
+    )
+
+
+def deadline_exceeded(facts: Facts) -> ConditionState | None:
+    """The rollout has failed: no further pod of it was scheduled or Ready in time."""
+    return _failed_rollout("Progressing", "False", facts)
+
+
+def rollout_stalled(facts: Facts) -> ConditionState | None:
+    """The same, as tools look for it that know no condition of this resource."""
+    return _failed_rollout("Stalled", "True", facts)
+
+
+def _failed_rollout(condition: ConditionType, status: Truth, facts: Facts) -> ConditionState | None:
+    step = facts.step
+    if step is None or facts.paused or facts.changes_paused:
+        return None
+    if facts.rolled_back is not None:
+        return ConditionState(condition, status, facts.rolled_back.reason, facts.rolled_back.message)
+    if facts.overdue_seconds is None:
+        return None
+    why = format_problems(_problems_in_the_way(facts)[:2])
+    serving = f"; revision {step.serving} keeps serving" if step.serving not in (None, step.revision) else ""
+    kept = f"; not rolled back: {facts.not_rolled_back}" if facts.not_rolled_back else ""
+    return ConditionState(
+        condition,
+        status,
+        "ProgressDeadlineExceeded",
+        f"revision {step.revision} has made no progress for {facts.overdue_seconds:.0f} s ({_counts(facts, step.revision)})"
+        f"{f': {why}' if why else ''}{serving}{kept}; fix the spec, raise spec.rollout.progressDeadlineSeconds, or return with `mmd rollout undo {facts.name}`",
+    )
 
 
 def rollout_complete(facts: Facts) -> ConditionState | None:
@@ -213,9 +268,11 @@ def in_progress(facts: Facts) -> ConditionState | None:
 
 
 def _problems_in_the_way(facts: Facts) -> list[Problem]:
-    """Problems of the revision that is to serve, or of what all revisions share."""
+    """Problems that stop pods of the revision that is to serve, or what all revisions share."""
     step = facts.step
-    return [p for p in facts.problems if step is not None and p.revision in (None, step.revision)]
+    return [
+        p for p in facts.problems if step is not None and p.stops_pods and p.revision in (None, step.revision)
+    ]
 
 
 def problems_exist(facts: Facts) -> ConditionState | None:
@@ -359,6 +416,157 @@ def all_reporting(facts: Facts) -> ConditionState | None:
     return ConditionState("MetricsFresh", "True", "AllReporting", "all pods report their load")
 
 
+def route_not_created(facts: Facts) -> ConditionState | None:
+    """The HTTPRoute does not exist."""
+    if facts.route is not None:
+        return None
+    name = f"{facts.name}-gateway"
+    return ConditionState(
+        "RouteAccepted",
+        "False",
+        "NotCreated",
+        f"HTTPRoute {name} does not exist yet; see the condition Degraded if it stays so",
+    )
+
+
+def route_rejected(facts: Facts) -> ConditionState | None:
+    """A Gateway does not take the route, or cannot follow it to its backend."""
+    rejected = [
+        f"{_named(parent, facts)}: {kind} is {status}, {words}"
+        for parent in facts.route_parents
+        for report in _reports(parent, facts)
+        for kind, (status, words) in report.verdicts.items()
+        if kind in _VERDICTS and status == "False"
+    ]
+    rejected += [
+        f"the InferencePool at Gateway {report.namespace}/{report.name}: {kind} is {status}, {words}"
+        for report in (facts.pool.parents if facts.pool else ())
+        for kind, (status, words) in report.verdicts.items()
+        if kind in _VERDICTS and status == "False"
+    ]
+    if not rejected:
+        return None
+    remedy = "change the Gateway, spec.gateway.httpRoute or spec.gateway.inferencePool"
+    return ConditionState("RouteAccepted", "False", "NotAccepted", f"{' | '.join(rejected)[:900]}; {remedy}")
+
+
+def route_pending(facts: Facts) -> ConditionState | None:
+    """No controller has decided on the route as it is now."""
+    silent = [
+        _named(parent, facts)
+        for parent in facts.route_parents
+        if not any(
+            all(report.verdicts.get(kind, ("",))[0] == "True" for kind in _VERDICTS)
+            for report in _reports(parent, facts)
+        )
+    ]
+    if not silent:
+        return None
+    message = f"no controller has decided on the route for {', '.join(silent)}; check that each exists, and that the controller of its class runs"
+    return ConditionState("RouteAccepted", "Unknown", "Pending", message)
+
+
+def route_accepted(facts: Facts) -> ConditionState | None:
+    """Every Gateway takes the route."""
+    named = ", ".join(_named(parent, facts) for parent in facts.route_parents)
+    return ConditionState("RouteAccepted", "True", "Accepted", f"accepted by {named}")
+
+
+_VERDICTS = ("Accepted", "ResolvedRefs")
+"""Conditions that the Gateway API requires of controllers, for every parent of a route."""
+
+
+def _reports(parent: ParentRef, facts: Facts) -> list[ParentReport]:
+    """What controllers report of the route for one parent."""
+    wanted = (parent.namespace or facts.namespace, parent.name, parent.section_name)
+    reports = facts.route.parents if facts.route else ()
+    return [r for r in reports if (r.namespace, r.name, r.section) == wanted]
+
+
+def _named(parent: ParentRef, facts: Facts) -> str:
+    listener = f" (listener {parent.section_name})" if parent.section_name else ""
+    return f"Gateway {parent.namespace or facts.namespace}/{parent.name}{listener}"
+
+
+def authentication_unknown(facts: Facts) -> ConditionState | None:
+    """There is no plan: gateways keep the settings that they have."""
+    if facts.step is not None:
+        return None
+    return ConditionState(
+        "AuthenticationRequired",
+        "Unknown",
+        "InvalidSpec",
+        "the spec is invalid, and gateways keep the settings that they have; see the condition Degraded",
+    )
+
+
+def authentication_off(facts: Facts) -> ConditionState | None:
+    """The spec lets in everyone who can reach the gateway."""
+    if facts.auth is not None:
+        return None
+    kinds = ", ".join(facts.exposed_by)
+    exposed = f", and it is exposed outside the cluster ({kinds})" if kinds else ""
+    return ConditionState(
+        "AuthenticationRequired",
+        "False",
+        "AuthenticationOff",
+        f"no key is needed, so anyone who can reach the gateway can use it{exposed}; "
+        "set spec.gateway.auth.keysSecret to the name of a Secret with API keys",
+    )
+
+
+def gateways_without_keys(facts: Facts) -> ConditionState | None:
+    """Gateway pods from before the field was set are left."""
+    pods = facts.gateways_without_keys
+    if not pods:
+        return None
+    more = f" and {len(pods) - 3} more" if len(pods) > 3 else ""
+    return ConditionState(
+        "AuthenticationRequired",
+        "False",
+        "GatewaysWithoutKeys",
+        f"gateway pods from before spec.gateway.auth was set still need no key: {', '.join(pods[:3])}{more}; "
+        "they are replaced one at a time; see the conditions Progressing and Degraded if they stay",
+    )
+
+
+def authentication_required(facts: Facts) -> ConditionState | None:
+    """Every gateway needs a key or a token."""
+    auth = facts.auth
+    if auth is None:
+        return None
+    needed = f"requests need an API key of Secret {auth.keys_secret}"
+    if auth.oidc is None:
+        return ConditionState("AuthenticationRequired", "True", "ApiKeys", needed)
+    return ConditionState(
+        "AuthenticationRequired", "True", "ApiKeysAndTokens", f"{needed} or a token of {auth.oidc.issuer}"
+    )
+
+
+def weights_complete(facts: Facts) -> ConditionState | None:
+    """The cache has everything."""
+    weights = facts.weights
+    if weights is None or weights.state != "Complete":
+        return None
+    return ConditionState(
+        "WeightsCached", "True", "Complete", f"Job {weights.job} has filled claim {weights.claim}"
+    )
+
+
+def weights_failing(facts: Facts) -> ConditionState | None:
+    """The download has a problem, which may be over by itself."""
+    problems = [p for p in facts.problems if p.component == WEIGHTS]
+    if not problems:
+        return None
+    return ConditionState("WeightsCached", "False", problems[0].reason, format_problems(problems))
+
+
+def weights_downloading(facts: Facts) -> ConditionState:
+    """The download goes on."""
+    state = facts.weights.state if facts.weights is not None else "Pending"
+    return ConditionState("WeightsCached", "False", state, weights_words(facts.weights))
+
+
 _REMEDIES = {
     "MaxReplicas": "raise the pool's autoscaling.maxReplicas",
     "GpuBudget": "raise spec.gpuBudget or reduce other pools",
@@ -372,6 +580,8 @@ READY: tuple[ConditionRule, ...] = (serving, not_serving)
 PROGRESSING: tuple[ConditionRule, ...] = (
     rollout_paused,
     plan_failed,
+    changes_paused,
+    deadline_exceeded,
     rollout_complete,
     waiting_for_gpu_budget,
     rollout_stuck,
@@ -379,8 +589,17 @@ PROGRESSING: tuple[ConditionRule, ...] = (
     in_progress,
 )
 DEGRADED: tuple[ConditionRule, ...] = (problems_exist, fields_unknown, no_problem)
+STALLED: tuple[ConditionRule, ...] = (rollout_stalled,)
 POOL_READY: tuple[PoolRule, ...] = (pool_not_created, pool_complete, pool_has_problems, pool_starting)
 SCALING_ACTIVE: tuple[ConditionRule, ...] = (scaling_paused, scaling_in_shadow, scaling_active)
 SCALING_LIMITED: tuple[ConditionRule, ...] = (limit_reached, not_limited)
 METRICS_FRESH: tuple[ConditionRule, ...] = (reports_missing, all_reporting)
+WEIGHTS_CACHED: tuple[ConditionRule, ...] = (weights_complete, weights_failing, weights_downloading)
+ROUTE_ACCEPTED: tuple[ConditionRule, ...] = (route_not_created, route_rejected, route_pending, route_accepted)
+AUTHENTICATION_REQUIRED: tuple[ConditionRule, ...] = (
+    authentication_unknown,
+    authentication_off,
+    gateways_without_keys,
+    authentication_required,
+)
 """One list for each condition: the first rule that gives a state decides."""

@@ -19,6 +19,7 @@ from mmd_operator.observed import (
 )
 from mmd_operator.problems import Problem
 from mmd_operator.resizes import Resizes
+from mmd_operator.resources.exposure import EXPOSING_KINDS
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout import Step
 
@@ -58,7 +59,8 @@ class Execution:
                 if child is not None and child.key in kept:
                     continue
                 outcome, problem = await self._applier.apply(manifest, child, time.monotonic())
-                settled = settled and outcome == "Unchanged"
+                if outcome != "Refused" or manifest["kind"] not in EXPOSING_KINDS:
+                    settled = settled and outcome == "Unchanged"
                 if problem is not None:
                     problems.append(problem)
                 if outcome == "Refused":
@@ -85,7 +87,9 @@ class Execution:
             for pod in pods if settled else ():
                 await self._context.cluster.delete_pod(self._context.namespace, pod.name, pod.uid)
                 done.setdefault("Replaced", []).append(f"pod {pod.name}")
-            for child in step.remove if settled else ():
+            for child in step.remove:
+                if not settled and child.kind not in EXPOSING_KINDS:  # what lets clients in goes at once
+                    continue
                 try:
                     await self.delete(child)
                 except RefusedError as error:

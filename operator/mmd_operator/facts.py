@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmd_api.contract.pools import PoolName
-from mmd_api.status import PinnedRevision, PoolThroughput, ScalingDecision
-from mmd_operator.observed import Observed, Workload
+from mmd_api.spec.exposure import ParentRef
+from mmd_api.spec.gateway import AuthSpec
+from mmd_api.status import (
+    PinnedRevision,
+    PoolThroughput,
+    RolledBack,
+    RolloutProgress,
+    ScalingDecision,
+    WeightsStatus,
+)
+from mmd_operator.observed import Child, Observed, Workload
 from mmd_operator.problems import Problem
 from mmd_operator.rollout import Step
 
@@ -38,18 +47,52 @@ class Facts:
     observed: Observed
     problems: tuple[Problem, ...]
     step: Step | None
+    tls: bool = False
+    """Whether the gateway speaks TLS."""
+    route_parents: tuple[ParentRef, ...] = ()
+    """Gateways that the HTTPRoute of the spec attaches to."""
+    auth: AuthSpec | None = None
+    """What the spec says that clients need; None: nothing."""
+    exposed_by: tuple[str, ...] = ()
+    """Kinds of the objects of the spec that lead clients outside the cluster to the gateway."""
     paused: bool = False
     unknown_fields: tuple[str, ...] = ()
     scaling: Scaling = field(default_factory=Scaling)
     pinned: tuple[PinnedRevision, ...] = ()
+    changes_paused: bool = False
+    """Whether changes of the spec wait."""
+    progress: RolloutProgress | None = None
+    rolled_back: RolledBack | None = None
+    overdue_seconds: float | None = None
+    """The deadline that the rollout has missed, if it has."""
+    not_rolled_back: str = ""
+    """Why it has not been rolled back although the spec wants that."""
     waiting: str = ""
     """What pods wait for that is not a problem yet."""
+    weights: WeightsStatus | None = None
+    """The download of weights to the cache, where there is one."""
 
     @property
     def gateway(self) -> Workload | None:
         """The gateway's Deployment."""
         child = self.observed.children.get(("Deployment", f"{self.name}-gateway"))
         return child.workload if child else None
+
+    @property
+    def gateways_without_keys(self) -> tuple[str, ...]:
+        """Gateway pods that let in everyone. Those that are being deleted still answer over connections that clients keep."""
+        pods = self.observed.pods_of("gateway")
+        return tuple(sorted(pod.name for pod in pods if pod.keys_secret is None and not pod.finished))
+
+    @property
+    def route(self) -> Child | None:
+        """The HTTPRoute."""
+        return self.observed.children.get(("HTTPRoute", f"{self.name}-gateway"))
+
+    @property
+    def pool(self) -> Child | None:
+        """The InferencePool."""
+        return self.observed.children.get(("InferencePool", f"{self.name}-gateway"))
 
     @property
     def serving(self) -> str | None:

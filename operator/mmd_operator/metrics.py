@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable, MovedBy
 from mmd_api.contract.pools import POOL_NAMES, PoolName
-from mmd_api.status import PoolStatus
+from mmd_api.status import ConditionType, PoolStatus
 from mmd_operator.autoscaling import LIMITS, SIGNAL_METRICS, Decision
 from mmd_operator.conditions import ConditionState
 from mmd_operator.problems import Problem
@@ -25,8 +25,8 @@ Direction = Literal["up", "down"]
 DrainOutcome = Literal["begun", "ended", "overdue", "renewed"]
 DRAIN_OUTCOMES: tuple[DrainOutcome, ...] = ("begun", "ended", "overdue", "renewed")
 USUAL_DECISIONS: dict[Direction, tuple[str, ...]] = {
-    "up": ("LoadRose", "Panic", "Woken", "ScheduleOpened", "OutOfBounds"),
-    "down": ("LoadFell", "Idle", "OverBudget", "OutOfBounds"),
+    "up": ("LoadRose", "Panic", "Woken", "ScheduleOpened", "OutOfBounds", "External"),
+    "down": ("LoadFell", "Idle", "OverBudget", "OutOfBounds", "External"),
 }
 """Series exported at 0 before the first decision: a series that begins at 1 has no rate."""
 
@@ -140,7 +140,7 @@ class OperatorMetrics(MetricTable):
             "1 if the status condition is True, else 0",
             "namespace",
             "deployment",
-            "condition: Ready, Progressing, Degraded, EncoderReady, PrefillReady, DecodeReady, ScalingActive, ScalingLimited, MetricsFresh",
+            f"condition: {', '.join(get_args(ConditionType))}",
             "reason: reason of the condition, as listed in troubleshooting.md",
         )
         self._failing = family(
@@ -220,7 +220,7 @@ class OperatorMetrics(MetricTable):
             "deployment",
             "pool",
             "direction: up, down",
-            "reason: LoadRose, LoadFell, Idle, Woken, Panic, ScheduleOpened, OutOfBounds, OverBudget",
+            "reason: LoadRose, LoadFell, Idle, Woken, Panic, ScheduleOpened, OutOfBounds, OverBudget, External",
             moved_by="scaling",
         )
         self._drains = family(

@@ -14,6 +14,8 @@ from typing import Any
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.contract.logs import last_reason
+from mmd_api.pool_resource import POOL_KIND
+from mmd_api.spec.pools import NVIDIA_GPU
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
     ADMIN_PORT_NAME,
@@ -21,9 +23,13 @@ from mmd_operator.resources.naming import (
     BUILT_ANNOTATION,
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
+    GPU_RESOURCE_ANNOTATION,
+    GPUS_ANNOTATION,
     INPUTS_ANNOTATION,
     KEYS_VOLUME,
+    PICKER_PORT_NAME,
     REVISION_LABEL,
+    TLS_VOLUME,
     container_name,
 )
 from mmd_operator.workload_kinds import POOL_KINDS, WORKER_INDEX_LABEL, WORKLOADS
@@ -35,6 +41,8 @@ SURGE_FIELD_MANAGER = "multimodal-operator-surge"
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
+NO_CLAIM = "cannot allocate all claims"
+"""Words of the scheduler about a pod whose ResourceClaims no node can serve."""
 FAILING_RESTARTS = 3
 """A container that ended fewer times may have met something temporary, such as NATS still starting."""
 Body = Mapping[str, Any]
@@ -80,6 +88,35 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class ParentReport:
+    """What a controller of the Gateway API reports of an object for one of its parents. `verdicts`: by type of condition, status and
+    words; those about an older spec are left out."""
+
+    namespace: str
+    name: str
+    section: str | None
+    verdicts: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedSize:
+    """The size that a MultimodalPool asks for, the field manager other than ours that set it, and what its status reports."""
+
+    replicas: int
+    set_by: str | None
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How a Job ended, if it has. `failed_at`: Unix seconds; `failure`: the controller's words."""
+
+    complete: bool = False
+    failed_at: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Child:
     """One object with the labels of a deployment."""
 
@@ -96,6 +133,9 @@ class Child:
     built: str | None = None  # digest of the pod template as its builder wrote it
     applied: str | None = None  # digest of the pod template as the operator's last apply left it
     rival: str | None = None  # the field manager, other than ours, that changed it last
+    parents: tuple[ParentReport, ...] = ()  # of a route
+    requested: RequestedSize | None = None  # of a MultimodalPool
+    job: JobState | None = None  # of a Job
 
     @property
     def key(self) -> ObjectKey:
@@ -137,7 +177,11 @@ class PodView:
     image_id: str | None = None  # of its own container, by digest; not of one that was injected
     report_port: int = ADMIN_PORT  # where it answers about its load
     gpus: int = 0  # its own, which its template may no longer have
+    gpu_resource: str = NVIDIA_GPU  # what the scheduler calls them
     keys_secret: str | None = None  # with the API keys that it follows, which its template may no longer name
+    tls_secret: str | None = None  # the same of its TLS certificate
+    finished: bool = False  # its containers have ended for good, as those of a pod that was evicted
+    has_picker: bool = False  # Gateways may ask it which gateway pod takes a request
     group_rank: int | None = None  # place in its group of pods; None: it is in none
 
     @property
@@ -159,7 +203,8 @@ class PodView:
     @property
     def lacks_gpu(self) -> bool:
         """Whether a node could take it if it had a GPU to spare."""
-        return self.unschedulable is not None and "nvidia.com/gpu" in self.unschedulable
+        words = self.unschedulable
+        return words is not None and (self.gpu_resource in words or NO_CLAIM in words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +236,23 @@ class Observed:
         """A StatefulSet or LeaderWorkerSet by name: no two have the same."""
         return next((c for kind in POOL_KINDS if (c := self.children.get((kind, name))) is not None), None)
 
+    def requested(self, name: str) -> Child | None:
+        """A MultimodalPool by name: labels anybody may copy."""
+        return self.children.get((POOL_KIND, name))
+
+    def requested_for(self, workload: Child) -> Child | None:
+        """The MultimodalPool of a pool that has this workload: that of the same owner."""
+        return next(
+            (
+                child
+                for child in self.children.values()
+                if child.kind == POOL_KIND
+                and child.component == workload.component
+                and child.owner_uid == workload.owner_uid
+            ),
+            None,
+        )
+
     def pods_of(self, component: str) -> tuple[PodView, ...]:
         """Pods of one component over all revisions; of a group, the leader."""
         return tuple(pod for pod in self.pods if pod.component == component and pod.leads)
@@ -220,6 +282,44 @@ def child_of(kind: str, body: Body) -> Child:
         built=metadata.get("annotations", {}).get(BUILT_ANNOTATION),
         applied=metadata.get("annotations", {}).get(APPLIED_ANNOTATION),
         rival=rival_of(metadata.get("managedFields", ())),
+        parents=_parent_reports(body),
+        requested=_requested_size(body) if kind == POOL_KIND else None,
+        job=_job_state(body) if kind == "Job" else None,
+    )
+
+
+def _job_state(body: Body) -> JobState:
+    held = {c["type"]: c for c in body.get("status", {}).get("conditions") or () if c["status"] == "True"}
+    failed = held.get("Failed")
+    if failed is None:
+        return JobState(complete="Complete" in held)
+    words = _text(f"{failed.get('reason', '')}: {failed.get('message', '')}")
+    return JobState(failed_at=unix_seconds(failed.get("lastTransitionTime")) or 0.0, failure=words)
+
+
+def _requested_size(body: Body) -> RequestedSize:
+    return RequestedSize(
+        replicas=body["spec"]["replicas"],
+        set_by=_sized_by(body["metadata"].get("managedFields", ())),
+        status=body.get("status", {}),
+    )
+
+
+def _parent_reports(body: Body) -> tuple[ParentReport, ...]:
+    """Other kinds have no such field."""
+    generation = body["metadata"].get("generation", 0)
+    return tuple(
+        ParentReport(
+            namespace=parent["parentRef"].get("namespace", body["metadata"].get("namespace")),
+            name=parent["parentRef"]["name"],
+            section=parent["parentRef"].get("sectionName"),
+            verdicts={
+                c["type"]: (c["status"], _text(f"{c.get('reason', '')}: {c.get('message', '')}"))
+                for c in parent.get("conditions") or ()
+                if c.get("observedGeneration", generation) >= generation
+            },
+        )
+        for parent in body.get("status", {}).get("parents") or ()
     )
 
 
@@ -312,21 +412,30 @@ def pod_of(body: Body) -> PodView:
         image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
         report_port=_report_port(body),
         gpus=_gpus(body),
-        keys_secret=_keys_secret(body),
+        gpu_resource=metadata.get("annotations", {}).get(GPU_RESOURCE_ANNOTATION, NVIDIA_GPU),
+        keys_secret=_secret_of(KEYS_VOLUME, body),
+        tls_secret=_secret_of(TLS_VOLUME, body),
+        finished=status.get("phase") in ("Succeeded", "Failed"),
+        has_picker=PICKER_PORT_NAME in _ports(body),
         group_rank=int(labels[WORKER_INDEX_LABEL]) if WORKER_INDEX_LABEL in labels else None,
     )
 
 
 def _report_port(pod: Body) -> int:
     """The port for administration if the pod has one; workers, and gateways of releases before it, have one port for everything."""
-    container: Body = next(iter(pod.get("spec", {}).get("containers", ())), {})
-    ports = {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
+    ports = _ports(pod)
     return ports.get(ADMIN_PORT_NAME) or ports.get("http") or ADMIN_PORT
 
 
-def _keys_secret(pod: Body) -> str | None:
+def _ports(pod: Body) -> dict[str, int]:
+    """Of its own container, by name."""
+    container: Body = next(iter(pod.get("spec", {}).get("containers", ())), {})
+    return {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
+
+
+def _secret_of(mounted: str, pod: Body) -> str | None:
     volumes = pod.get("spec", {}).get("volumes", ())
-    names = (volume["secret"].get("secretName") for volume in volumes if volume.get("name") == KEYS_VOLUME)
+    names = (volume["secret"].get("secretName") for volume in volumes if volume.get("name") == mounted)
     return next(names, None)
 
 
@@ -399,8 +508,11 @@ def rival_of_template(kind: str, managed_fields: Any) -> str | None:
 
 def _gpus(pod: Body) -> int:
     """Of a pod, or of a template."""
+    counted = pod.get("metadata", {}).get("annotations", {}).get(GPUS_ANNOTATION)
+    if counted is not None:
+        return int(counted)
     containers = pod.get("spec", {}).get("containers", ())
-    return sum(int(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for c in containers)
+    return sum(int(c.get("resources", {}).get("limits", {}).get(NVIDIA_GPU, 0)) for c in containers)
 
 
 def _replicas_released(managed_fields: Any) -> bool:

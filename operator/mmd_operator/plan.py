@@ -9,11 +9,13 @@ from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import PinnedRevision
 from mmd_operator.resources.config import config_map
 from mmd_operator.resources.disruption import disruption_budget
+from mmd_operator.resources.exposure import exposure_objects
 from mmd_operator.resources.gateway import gateway_objects
 from mmd_operator.resources.naming import Manifest, RevisionScope
 from mmd_operator.resources.nats import nats_objects
 from mmd_operator.resources.network import network_policies
 from mmd_operator.resources.pools import pool_objects
+from mmd_operator.resources.weights import weights_objects
 
 
 def plan_objects(
@@ -33,10 +35,12 @@ def plan_objects(
     objects = [config_map(scope), *network_policies(scope)]
     if scope.spec.nats.managed:
         objects += nats_objects(scope)
+    objects += weights_objects(scope)
     for name, pool in pools.items():
         objects += pool_objects(scope, name, pool)
     objects += gateway_objects(scope)
     components: list[Component] = [*pools, "gateway"]
     if scope.spec.nats.managed:
         components.append("nats")
-    return objects + [disruption_budget(scope, component) for component in components]
+    objects += [disruption_budget(scope, component) for component in components]
+    return objects + exposure_objects(scope)

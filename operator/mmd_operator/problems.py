@@ -5,13 +5,60 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from mmd_api.contract.pools import PoolName
+from mmd_api.resource import GROUP
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_api.tenants import KEYS_FILE
 from mmd_operator.observed import PodView
+from mmd_operator.resources.exposure import INSTALL_GATEWAY_API, INSTALL_INFERENCE_EXTENSION
 from mmd_operator.workload_kinds import INSTALL_LWS
 
 MAX_MESSAGE_CHARACTERS = 1000
+
+ProblemReason = Literal[
+    "InvalidSpec",
+    "LeaderWorkerSetMissing",
+    "PoolDefinitionMissing",
+    "GatewayApiMissing",
+    "InferenceExtensionMissing",
+    "NameTaken",
+    "PermissionMissing",
+    "QuotaExceeded",
+    "AdmissionRefused",
+    "WebhookFailed",
+    "ServiceAccountMissing",
+    "ObjectRefused",
+    "ControllerSilent",
+    "ImageNotPulled",
+    "SecretMissing",
+    "SecretIncomplete",
+    "ApiKeysInvalid",
+    "CertificateInvalid",
+    "IssuerUnreachable",
+    "EndpointPickerFailed",
+    "ConfigInvalid",
+    "VolumePending",
+    "WeightsDenied",
+    "WeightsNotFound",
+    "WeightsTooLarge",
+    "WeightsDamaged",
+    "WeightsUnreachable",
+    "OutOfMemory",
+    "CrashLoop",
+    "ContainerNotStarted",
+    "NotStarting",
+    "NoGpu",
+    "Unschedulable",
+    "ImageMoved",
+    "FieldsContested",
+    "DefaultTenantMissing",
+    "HistoryNotRecorded",
+]
+_SEVERITY: tuple[ProblemReason, ...] = get_args(ProblemReason)  # the worst first
+_QUOTA = re.compile(r"(?:exceeded|failed) quota: (?P<name>[a-z0-9][-a-z0-9.]*)", re.IGNORECASE)
+_STOPS_NO_POD: frozenset[ProblemReason] = frozenset({"DefaultTenantMissing", "HistoryNotRecorded"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +76,19 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that keeps the deployment from being Ready. `component` is a pool, gateway, nats or an object's kind."""
+    """One thing that is wrong with the deployment. `component` is a pool, gateway, nats or an object's kind."""
 
-    reason: str
+    reason: ProblemReason
     component: str
     seen: str
     remedy: str
     pods: int = 1
     revision: str | None = None
+
+    @property
+    def stops_pods(self) -> bool:
+        """Whether it may keep pods from being Ready, and with them a rollout."""
+        return self.reason not in _STOPS_NO_POD
 
     def __str__(self) -> str:
         count = f" ({self.pods} pods)" if self.pods > 1 else ""
@@ -78,7 +130,7 @@ def waiting_for_nodes(pods: Iterable[PodView], now: float, deadlines: Mapping[st
     return "; ".join(parts)
 
 
-def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
+def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason, str, str] | None:
     words = pod.unschedulable
     if words is None:
         return None
@@ -86,7 +138,8 @@ def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, st
         return (
             "VolumePending",
             f"pod {pod.name} is waiting for its volume: {words}",
-            "create the PersistentVolumeClaim named in spec.model.storage.claimName, with a storage class that can bind it",
+            "create the PersistentVolumeClaim named in spec.model.storage.claimName, spec.model.storage.cache.claimName or "
+            "spec.encoder.cache.disk.claimName, with a storage class that can bind it",
         )
     if not pod.unplaced(now, deadlines.scheduling_seconds):
         return None
@@ -104,7 +157,7 @@ def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, st
     )
 
 
-def _waiting(pod: PodView) -> tuple[str, str, str] | None:
+def _waiting(pod: PodView) -> tuple[ProblemReason, str, str] | None:
     reason, words = pod.waiting_reason, pod.waiting_message
     if reason in _WAITING_IS_NORMAL:
         return None
@@ -141,11 +194,11 @@ def _waiting(pod: PodView) -> tuple[str, str, str] | None:
     )
 
 
-def _ended(pod: PodView) -> tuple[str, str, str] | None:
+def _ended(pod: PodView) -> tuple[ProblemReason, str, str] | None:
     return crashed(pod) if pod.exit_code not in (None, 0) and pod.restarts > 0 else None
 
 
-def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str] | None:
+def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason, str, str] | None:
     seconds = deadlines.start_seconds
     waits = pod.unschedulable is not None or pod.drain_requested_at is not None  # for a node, or drains
     if waits or now - pod.starting_since <= seconds:
@@ -157,7 +210,7 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[str, str, str
     )
 
 
-def crashed(pod: PodView) -> tuple[str, str, str]:
+def crashed(pod: PodView) -> tuple[ProblemReason, str, str]:
     """Why a container of a pod ended: reason, what was seen, remedy."""
     if pod.exit_reason == "OOMKilled":
         return (
@@ -181,13 +234,14 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
     """Why the API server or a controller did not make an object, from its own words."""
     words = re.sub(r"\s+", " ", words)[:500]
     lowered = words.lower()
+    reason: ProblemReason
     if WEBHOOK_FAILED in lowered:
         reason, remedy = (
             "WebhookFailed",
             "check the Service and the pods of the webhook named in the message; the operator keeps trying",
         )
     elif "exceeded quota" in lowered or "must specify" in lowered:
-        reason, remedy = "QuotaExceeded", "raise the namespace's ResourceQuota, or request less in the spec"
+        reason, remedy = "QuotaExceeded", _quota_remedy(words)
     elif "violates podsecurity" in lowered or "admission webhook" in lowered or "admission policy" in lowered:
         reason, remedy = "AdmissionRefused", "change the spec, or the policy named in the message"
     elif " cannot " in lowered and "forbidden" in lowered:
@@ -197,13 +251,40 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
         )
     elif "serviceaccount" in lowered:
         reason, remedy = "ServiceAccountMissing", "create the ServiceAccount named in the pool's template"
+    elif "spec.template." in words:
+        reason, remedy = (
+            "ObjectRefused",
+            f"fix what spec.{component}.template sets there; the pods stay as they are until then",
+        )
     else:
         reason, remedy = "ObjectRefused", "fix the problem described in the message"
     return Problem(reason, component, words, remedy, revision=revision)
 
 
+def _quota_remedy(words: str) -> str:
+    found = _QUOTA.search(words)
+    name = found["name"] if found else "of the namespace"
+    if "must specify" in words.lower():
+        return f"set resources.cpu and resources.memory in the spec, and what it has no field for in a LimitRange, since ResourceQuota {name} counts them"
+    return f"raise ResourceQuota {name}, or request less in the spec"
+
+
 def not_served(component: str, kind: str, revision: str | None) -> Problem:
-    """A pool needs a kind whose definition is not installed in the cluster."""
+    """The plan has a kind whose definition is not installed in the cluster."""
+    if kind == "HTTPRoute":
+        return Problem(
+            "GatewayApiMissing",
+            component,
+            f"spec.gateway.httpRoute needs {kind} of the Gateway API, and the API server does not serve it; there is no route",
+            f"install it: {INSTALL_GATEWAY_API}; or remove spec.gateway.httpRoute",
+        )
+    if kind == "InferencePool":
+        return Problem(
+            "InferenceExtensionMissing",
+            component,
+            f"spec.gateway.inferencePool needs {kind} of the Gateway API Inference Extension, and the API server does not serve it; there is no pool, and the route leads to the Service",
+            f"install it: {INSTALL_INFERENCE_EXTENSION}; or remove spec.gateway.inferencePool",
+        )
     return Problem(
         "LeaderWorkerSetMissing",
         component,
@@ -245,33 +326,110 @@ def secret_incomplete(name: str, lacking: Sequence[str]) -> Problem:
     )
 
 
-def keys_secret_missing(name: str) -> Problem:
-    """The Secret with the API keys does not exist."""
+@dataclass(frozen=True, slots=True)
+class MountedSecret:
+    """A Secret of the user that gateways mount. `field`: of the spec, which names it; `hint`: how its entries are made."""
+
+    name: str
+    field: str
+    entries: tuple[str, ...]
+    hint: str
+
+    def __str__(self) -> str:
+        return f"Secret {self.name}, which spec.{self.field} names,"
+
+
+def mounted_secret_missing(secret: MountedSecret) -> Problem:
+    """A Secret that gateways mount does not exist."""
+    entries = _entries(secret.entries)
     return Problem(
         "SecretMissing",
         "gateway",
-        f"Secret {name}, which spec.gateway.auth.keysSecret names, does not exist; gateway pods that start wait for it",
-        f"create it in this namespace, with the entry {KEYS_FILE}; `mmd create-key` prints one",
+        f"{secret} does not exist; gateway pods that start wait for it",
+        f"create it in this namespace, with {entries}; {secret.hint}",
     )
 
 
-def keys_secret_incomplete(name: str) -> Problem:
-    """The Secret with the API keys has no file of them."""
+def mounted_secret_incomplete(secret: MountedSecret, lacking: Sequence[str]) -> Problem:
+    """A Secret that gateways mount lacks entries."""
     return Problem(
         "SecretIncomplete",
         "gateway",
-        f"Secret {name}, which spec.gateway.auth.keysSecret names, lacks the entry {KEYS_FILE}; gateway pods that start wait for it",
-        "add the entry; `mmd create-key` prints one",
+        f"{secret} lacks {_entries(lacking)}; gateway pods that start wait for it",
+        f"add {'it' if len(lacking) == 1 else 'them'}; {secret.hint}",
     )
+
+
+def _entries(names: Sequence[str]) -> str:
+    return f"the {'entry' if len(names) == 1 else 'entries'} {' and '.join(names)}"
+
+
+RENEWED = "fix the Secret; the gateway reads it again when the kubelet has updated it"
 
 
 def keys_rejected(secret: str, pod: str, fault: str) -> Problem:
     """A gateway cannot use the file of API keys."""
+    return Problem("ApiKeysInvalid", "gateway", _rejected(KEYS_FILE, secret, pod, fault), RENEWED)
+
+
+def default_tenant_missing(tenant: str, secret: str, pod: str) -> Problem:
+    """Tokens that name no tenant count as one that a gateway's file of API keys does not have."""
     return Problem(
-        "ApiKeysInvalid",
+        "DefaultTenantMissing",
         "gateway",
-        f"pod {pod} does not use {KEYS_FILE} of Secret {secret}, and keeps the last valid one if it has read one: {fault}",
-        "fix the Secret; the gateway reads it again when the kubelet has updated it",
+        f"{KEYS_FILE} of Secret {secret}, as pod {pod} has it, has no tenant {tenant}, which spec.gateway.auth.oidc.defaultTenant names; tokens that "
+        "name no other tenant are refused",
+        "add the tenant to the Secret, or change the field; the gateway reads the Secret again when the kubelet has updated it",
+    )
+
+
+def certificate_rejected(secret: str, pod: str, fault: str) -> Problem:
+    """A gateway cannot use its TLS certificate."""
+    seen = _rejected("the TLS certificate", secret, pod, fault)
+    return Problem("CertificateInvalid", "gateway", seen, RENEWED)
+
+
+def _rejected(what: str, secret: str, pod: str, fault: str) -> str:
+    return f"pod {pod} does not use {what} of Secret {secret}, and keeps the last valid one if it has read one: {fault}"
+
+
+def issuer_unreachable(issuer: str, pod: str, fault: str) -> Problem:
+    """A gateway cannot fetch the keys that tokens are signed with."""
+    return Problem(
+        "IssuerUnreachable",
+        "gateway",
+        f"pod {pod} cannot fetch the keys of {issuer}, and checks tokens with those published last, for at most an hour: {fault}",
+        "check spec.gateway.auth.oidc.issuer and the network to it; the gateway tries again every 10 s",
+    )
+
+
+def picker_failed(pod: str, fault: str) -> Problem:
+    """The endpoint picker of a gateway has ended unexpectedly."""
+    return Problem(
+        "EndpointPickerFailed",
+        "gateway",
+        f"the endpoint picker of pod {pod} has ended, and is started again: {fault}",
+        "check who can reach port 9002 of the gateway, and its memory and log; while it is down, Envoy fails requests with a body that it asks this pod about: run several gateway replicas",
+    )
+
+
+def pool_definition_missing(pool: PoolName) -> Problem:
+    """Others size a pool, and what they would write to is not installed."""
+    return Problem(
+        "PoolDefinitionMissing",
+        pool,
+        f"spec.{pool}.autoscaling.mode is External, and the API server does not serve multimodalpools.{GROUP}; the pool keeps its size",
+        f"apply the CRD, or install the chart with crds.install=true; or set spec.{pool}.autoscaling.mode to Active",
+    )
+
+
+def not_recorded(words: str) -> Problem:
+    """The API server refuses the ControllerRevision of a spec."""
+    return Problem(
+        "HistoryNotRecorded",
+        "ControllerRevision",
+        f"the spec could not be recorded, so a later rollout cannot return to it: {words[:500]}",
+        "grant the operator's service account the permissions defined in its chart, or raise the quota that the message names",
     )
 
 
@@ -283,34 +441,6 @@ def contested(component: str, what: str, rival: str) -> Problem:
         f"{rival} keeps changing {what}",
         "stop that client from changing it; the operator backs off to one revert every five minutes",
     )
-
-
-_SEVERITY = (
-    "InvalidSpec",
-    "LeaderWorkerSetMissing",
-    "NameTaken",
-    "PermissionMissing",
-    "QuotaExceeded",
-    "AdmissionRefused",
-    "WebhookFailed",
-    "ServiceAccountMissing",
-    "ObjectRefused",
-    "ControllerSilent",
-    "ImageNotPulled",
-    "SecretMissing",
-    "SecretIncomplete",
-    "ApiKeysInvalid",
-    "ConfigInvalid",
-    "VolumePending",
-    "OutOfMemory",
-    "CrashLoop",
-    "ContainerNotStarted",
-    "NotStarting",
-    "NoGpu",
-    "Unschedulable",
-    "ImageMoved",
-    "FieldsContested",
-)
 
 
 def gathered(problems: Iterable[Problem]) -> tuple[Problem, ...]:

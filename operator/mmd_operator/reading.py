@@ -17,11 +17,12 @@ _READ = ("name", "namespace", "uid", "generation")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was understood. Exactly one of `deployment` and `faults` is set; `unknown` are fields that were ignored."""
+    """What was understood. Exactly one of `deployment` and `faults` is set; `unknown` are fields that were ignored; `remedy`: of all faults."""
 
     deployment: MultimodalDeployment | None
     faults: tuple[Fault, ...]
     unknown: tuple[str, ...]
+    remedy: str = "fix the field"
 
 
 def read(body: Mapping[str, Any]) -> Reading:
@@ -40,7 +41,7 @@ def read(body: Mapping[str, Any]) -> Reading:
 
 def _known_part(model: type[BaseModel], data: Any, path: str, unknown: list[str]) -> Any:
     """`data` without keys that `model` lacks; their paths go to `unknown`."""
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or model.model_config.get("extra") == "allow":
         return data
     fields = {f.alias or name: f for name, f in model.model_fields.items()}
     kept = {}

@@ -12,28 +12,33 @@ from dataclasses import replace
 from mmd_api.contract.logs import RELAYED
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
-from mmd_operator.api_keys import ApiKeys
+from mmd_api.status import WeightsStatus
 from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
 from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
+from mmd_operator.gateway_secrets import GatewaySecrets
 from mmd_operator.group_crashes import GroupCrashes
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.observed import Body, Child, Observed, PodView, child_of
 from mmd_operator.pinning import Pins
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import ReportFetcher
+from mmd_operator.pool_objects import PoolObjects
 from mmd_operator.pool_sizes import pools_in
 from mmd_operator.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
 from mmd_operator.reading import Reading, read
 from mmd_operator.removal import Removal
 from mmd_operator.replicas import with_its_start
-from mmd_operator.resources.naming import Manifest
+from mmd_operator.resources.naming import WEIGHTS, Manifest
 from mmd_operator.rollout import Step, next_step
+from mmd_operator.rollout_target import RolloutTarget
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
 from mmd_operator.silent_controllers import SilentControllers
 from mmd_operator.status_writer import StatusWriter
+from mmd_operator.status_writer import now as status_time
+from mmd_operator.weights import WeightsDownload, weights_problems, weights_words
 from mmd_operator.workload_kinds import POOL_KINDS
 
 
@@ -58,17 +63,21 @@ class ReconcilePass:
         self._observe = observe
         self._reading: tuple[object, Reading] | None = None
         self._planned: tuple[object, Reading, list[Manifest]] | None = None
+        self._target = RolloutTarget(context, self.uid)
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
         self._crashes = GroupCrashes()
         self._silent = SilentControllers()
-        self._api_keys = ApiKeys(context, report_fetcher)
+        self._gateway_secrets = GatewaySecrets(context, report_fetcher)
         self._finalizer = Finalizer(context)
+        self._pool_objects = PoolObjects(context, self.uid)
+        self._weights = WeightsDownload(report_fetcher)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
         if body is not None:
             self.scaling.remember(body.get("status", {}))
             self._pins.remember(body.get("status", {}))
+            self._target.remember(body.get("status", {}))
 
     @property
     def has_read(self) -> bool:
@@ -79,7 +88,7 @@ class ReconcilePass:
         """What the autoscaler decides from. `body`: the deployment now. None while nothing of it may be scaled."""
         if body is None or body["metadata"]["uid"] != self.uid or "deletionTimestamp" in body["metadata"]:
             return None
-        deployment = self._reading_of(body).deployment
+        deployment = self._target.of(body, self._reading_of(body)).deployment
         observed = self.observe()
         gateway = observed.children.get(("Deployment", f"{self._context.name}-gateway"))
         serving = gateway.workload.template_revision if gateway and gateway.workload else None
@@ -117,6 +126,9 @@ class ReconcilePass:
             return await self.removal.remove(body)
         if await self._finalizer.ensure(body):
             return RESYNC_SECONDS  # the change comes back as an event
+        own = self._reading_of(body)
+        if own.deployment is not None:
+            await self._target.find(body, own.deployment.spec, own)
         reading, planned = self._plan(body)
         if (deployment := reading.deployment) is None:
             await self._report_faults(body, reading, self.observe())
@@ -128,11 +140,11 @@ class ReconcilePass:
         return await self._towards(body, reading, deployment, planned)
 
     def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
-        """The objects of the spec; recomputed only for a new generation, and when its revision has been pinned."""
+        """The objects of the spec in effect; recomputed only when that changes, and when its revision has been pinned."""
         pins = tuple((pin.revision, pin.identity, pin.image) for pin in self._pins.status)
-        key = (body["metadata"].get("generation"), pins)
+        key = (body["metadata"].get("generation"), self._target.digest, pins)
         if self._planned is None or self._planned[0] != key:
-            reading = self._reading_of(body)
+            reading = self._target.of(body, self._reading_of(body))
             objects: list[Manifest] = []
             if (deployment := reading.deployment) is not None:
                 pinned = self._pins.of(pipeline_revision(deployment.spec))
@@ -150,7 +162,7 @@ class ReconcilePass:
     async def _report_faults(self, body: Body, reading: Reading, observed: Observed) -> None:
         """Report why no plan can be made; existing objects stay unchanged."""
         faults = tuple(
-            Problem("InvalidSpec", f.field or "spec", f.message, "fix the field", revision=None)
+            Problem("InvalidSpec", f.field or "spec", f.message, reading.remedy, revision=None)
             for f in reading.faults
         )
         await self.status.publish(body, self._facts(body, observed, reading, None, faults))
@@ -173,22 +185,33 @@ class ReconcilePass:
         problems += self._crashes.problems(observed)
         problems += self._silent.problems(observed, time.monotonic())
         problems += self._pins.moved(observed)
+        own = self._reading_of(body).deployment
         if not spec.paused:
+            if own is not None:
+                problems += await self._target.keep(body, own.spec, step.serving)
             with self._growth.deciding(step.growth):
                 found, settled = await self._execution.carry_out(body, step, secrets, observed)
             problems += found
+            problems += await self._pool_objects.publish(body, spec, observed, step.serving)
             if not settled and step.stage == "Complete":
                 step = replace(step, stage="Updating")
+        weights, pods = await self._weights.look(planned, observed, time.monotonic())
+        problems += weights_problems(weights, _job_of(weights, observed), pods, now)
         problems += await self._shortage.problems(observed)
-        problems += await self._api_keys.problems(spec, observed, time.monotonic())
+        problems += await self._gateway_secrets.problems(spec, observed, time.monotonic())
         problems += [self.not_scaled] if self.not_scaled else []
         problems += [*self._finalizer.problems(), *self.status.problems()]
-        facts = self._facts(body, observed, reading, step, tuple(problems))
-        await self.status.publish(
-            body, replace(facts, waiting=waiting_for_nodes(observed.pods, now, deadlines))
+        due = await self._target.advance(
+            body, spec, step, observed, gathered(problems), status_time(), downloading=self._weights.advances
         )
-        rests = step.stage == "Complete" and not self._shortage.lasts and not self._api_keys.last
-        return RESYNC_SECONDS if rests else MOVING_SECONDS
+        if step.stage == "Complete" and not spec.paused and self._target.digest is not None:
+            await self._target.history.complete(self._target.digest)
+        facts = self._facts(body, observed, reading, step, tuple(problems))
+        waiting = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
+        words = "; ".join(filter(None, waiting))
+        await self.status.publish(body, replace(facts, waiting=words, weights=weights))
+        rests = step.stage == "Complete" and not self._shortage.lasts and not self._gateway_secrets.last
+        return RESYNC_SECONDS if rests else min(MOVING_SECONDS, due)
 
     async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
         """Pin a revision to what its first Ready pod runs. Returns whether that is new."""
@@ -214,6 +237,12 @@ class ReconcilePass:
             namespace=self._context.namespace,
             pools=pools_in(spec) if spec else (),
             managed_nats=spec.nats.managed if spec else False,
+            tls=bool(spec and spec.gateway.tls),
+            route_parents=tuple(spec.gateway.http_route.parent_refs)
+            if spec and spec.gateway.http_route
+            else (),
+            auth=spec.gateway.auth if spec else None,
+            exposed_by=spec.gateway.exposed_by if spec else (),
             observed=observed,
             problems=gathered(problems),
             step=step,
@@ -221,6 +250,11 @@ class ReconcilePass:
             unknown_fields=reading.unknown,
             scaling=self.scaling.report,
             pinned=tuple(self._pins.status),
+            changes_paused=bool(spec and spec.rollout.paused),
+            progress=self._target.progress,
+            rolled_back=self._target.rolled_back,
+            overdue_seconds=self._target.overdue_seconds if step is not None else None,
+            not_rolled_back=self._target.not_rolled_back,
         )
 
 
@@ -228,8 +262,13 @@ def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines
     return [
         p
         for pod in (with_its_start(pod, observed) for pod in _causes_first(observed.pods))
-        if (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
+        if pod.component != WEIGHTS  # they end: see `weights`
+        and (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
     ]
+
+
+def _job_of(weights: WeightsStatus | None, observed: Observed) -> Child | None:
+    return observed.children.get(("Job", weights.job)) if weights is not None else None
 
 
 def _causes_first(pods: Iterable[PodView]) -> list[PodView]:

@@ -31,8 +31,11 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     # What is applied.
     steps.share_gpu_budget,
     steps.apply_planned_objects,
+    steps.route_to_service_without_picker,
     steps.hold_gateway_until_pools_are_ready,
     steps.hold_new_pools_without_gpus,
+    steps.hold_paused_rollout,
+    steps.hold_pods_until_weights_are_cached,
     steps.start_pools_at_present_size,
     # What is corrected.
     steps.correct_pool_sizes,
@@ -40,6 +43,7 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     steps.restore_fixed_sizes,
     # What goes.
     steps.remove_unused_objects,
+    steps.retry_failed_downloads,
 )
 
 STAGES: tuple[tuple[Stage, Callable[[RolloutState], bool]], ...] = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmd_api.contract.pools import POOL_NAMES
+from mmd_api.pool_resource import POOL_KIND
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import StepEffect
 from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown
@@ -18,9 +19,12 @@ from mmd_operator.observed import Child, ObjectKey, Observed, PoolGrowth, manife
 from mmd_operator.pool_sizes import pool_in, wanted_replicas
 from mmd_operator.replacement import Replacement, outdated_pods, replacement
 from mmd_operator.replicas import next_size
+from mmd_operator.resources.exposure import EXPOSING_KINDS, to_service
 from mmd_operator.resources.naming import COMPONENT_LABEL, DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.sentences import sentence_of
 from mmd_operator.workload_kinds import POOL_KINDS, WORKLOADS
+
+DOWNLOAD_RETRY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,22 @@ def apply_planned_objects(state: RolloutState) -> StepResult:
     return replace(state, apply=tuple(state.planned)), effect
 
 
+def route_to_service_without_picker(state: RolloutState) -> StepResult:
+    """The HTTPRoute leads to the Service while the deployment has no InferencePool of its own, or no Ready gateway pod has a picker.
+
+    A pool that is missing or refused would refuse every request, and another's would take them. Where no picker answers, Envoy fails
+    requests with a body, whatever the pool's failure mode.
+    """
+    pools = [manifest_key(m) for m in state.planned if m["kind"] == "InferencePool"]
+    is_there = all((child := state.observed.children.get(key)) and state.owns(child) for key in pools)
+    answers = any(p.has_picker and p.ready and not p.deleting for p in state.observed.pods_of("gateway"))
+    if not pools or (is_there and answers):
+        return state, None
+    apply = tuple(to_service(m) if m["kind"] == "HTTPRoute" else m for m in state.apply)
+    named = [m["metadata"]["name"] for m in apply if m["kind"] == "HTTPRoute"]
+    return replace(state, apply=apply), _effect(route_to_service_without_picker, named)
+
+
 def hold_gateway_until_pools_are_ready(state: RolloutState) -> StepResult:
     """The gateway is not switched while another revision serves and pools of the new one are not Ready."""
     if state.serving is None or state.serving == state.revision or state.ready:
@@ -129,7 +149,35 @@ def hold_new_pools_without_gpus(state: RolloutState) -> StepResult:
         return state, None
     held = [m for m in state.apply if _is_new_pool(m, state)]
     effect = _effect(hold_new_pools_without_gpus, [m["metadata"]["name"] for m in held])
-    return replace(state, apply=tuple(m for m in state.apply if m not in held)), effect
+    return _without(state, held), effect
+
+
+def hold_paused_rollout(state: RolloutState) -> StepResult:
+    """While `spec.rollout.paused` is true and another revision serves, the gateway is not switched and no new pool is created."""
+    if not state.spec.rollout.paused or state.serving in (None, state.revision):
+        return state, None
+    held = [m for m in state.apply if m["kind"] == "Deployment" or _is_new_pool(m, state)]
+    effect = _effect(hold_paused_rollout, [m["metadata"]["name"] for m in held])
+    return _without(state, held), effect
+
+
+def hold_pods_until_weights_are_cached(state: RolloutState) -> StepResult:
+    """New pools, and a gateway that does not serve the revision yet, are not created until the Job has filled the cache of weights."""
+    waits_for = [
+        m["metadata"]["name"]
+        for m in state.planned
+        if m["kind"] == "Job" and not _is_complete(state.observed.children.get(manifest_key(m)), state)
+    ]
+    if not waits_for:
+        return state, None
+    held = [
+        m
+        for m in state.apply
+        if _is_new_pool(m, state) or (m["kind"] == "Deployment" and state.serving != state.revision)
+    ]
+    names = [m["metadata"]["name"] for m in held]
+    effect = _effect(hold_pods_until_weights_are_cached, [*waits_for, *names] if names else [])
+    return _without(state, held), effect
 
 
 def start_pools_at_present_size(state: RolloutState) -> StepResult:
@@ -190,7 +238,12 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
 
 def replace_outdated_pods(state: RolloutState) -> StepResult:
     """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
-    successor first, if `gpuBudget` leaves room and a node takes it."""
+    successor first, if `gpuBudget` leaves room and a node takes it.
+
+    Not while the rollout is paused.
+    """
+    if state.spec.rollout.paused:
+        return state, None
     found, free = {}, state.free_gpus
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
@@ -241,7 +294,7 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
 
 def remove_unused_objects(state: RolloutState) -> StepResult:
     """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves
-    alone."""
+    alone, routes at once."""
     planned = {manifest_key(m) for m in state.planned}
     finished = state.switched and state.ready
     in_use = state.in_use
@@ -250,10 +303,30 @@ def remove_unused_objects(state: RolloutState) -> StepResult:
         for child in state.observed.children.values()
         if state.owns(child)
         and child.key not in planned
-        and (finished if child.revision in (None, state.revision) else child.revision not in in_use)
+        and child.kind != POOL_KIND
+        and (
+            child.kind in EXPOSING_KINDS
+            or (finished if child.revision in (None, state.revision) else child.revision not in in_use)
+        )
     )
     effect = _effect(remove_unused_objects, [f"{child.kind} {child.name}" for child in remove])
     return replace(state, remove=remove), effect
+
+
+def retry_failed_downloads(state: RolloutState) -> StepResult:
+    """A Job that failed to download weights is deleted after ten minutes, and so starts again."""
+    planned = {manifest_key(m) for m in state.planned if m["kind"] == "Job"}
+    failed = tuple(
+        child
+        for child in state.observed.children.values()
+        if child.key in planned
+        and state.owns(child)
+        and child.job is not None
+        and child.job.failed_at is not None
+        and state.now - child.job.failed_at >= DOWNLOAD_RETRY_SECONDS
+    )
+    effect = _effect(retry_failed_downloads, [child.name for child in failed])
+    return replace(state, remove=(*state.remove, *failed)), effect
 
 
 def nothing_serves(state: RolloutState) -> bool:
@@ -328,6 +401,11 @@ def _created(state: RolloutState) -> dict[str, PoolGrowth]:
     return created
 
 
+def _without(state: RolloutState, held: Sequence[Manifest]) -> RolloutState:
+    """Nothing of these is applied."""
+    return replace(state, apply=tuple(m for m in state.apply if m not in held))
+
+
 def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) -> StepEffect | None:
     """Of a step, in the words of its docstring; None where there is nothing to name."""
     if not details:
@@ -337,6 +415,10 @@ def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) 
 
 def _sized(name: str, replicas: int) -> str:
     return f"{name}: {replicas} {'pod' if replicas == 1 else 'pods'}"
+
+
+def _is_complete(job: Child | None, state: RolloutState) -> bool:
+    return bool(job and state.owns(job) and job.job and job.job.complete)
 
 
 def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:

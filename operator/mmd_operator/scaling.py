@@ -135,7 +135,10 @@ class PoolScaling:
             return [], False  # a pool does not exist yet
         scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
         pods = {name: pods_in(child, name, observed) for name, child in sets.items()}
-        facts = {name: pool_facts(child, pods[name], getattr(spec, name)) for name, child in sets.items()}
+        facts = {
+            name: pool_facts(child, pods[name], getattr(spec, name), observed.requested_for(child))
+            for name, child in sets.items()
+        }
         gateways = frozenset(p.name for p in ready_gateways(observed, revision))
         decided = scaler.tick(now, facts, gateways)
         before = self.report

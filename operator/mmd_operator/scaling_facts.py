@@ -38,13 +38,14 @@ def ready_gateways(observed: Observed, revision: str) -> list[PodView]:
     return [p for p in observed.pods_of("gateway") if p.revision == revision and p.ready and not p.deleting]
 
 
-def pool_facts(child: Child, pods: list[PodView], pool: Pool) -> PoolFacts:
-    """A pool as the autoscaler sees it."""
+def pool_facts(child: Child, pods: list[PodView], pool: Pool, asking: Child | None = None) -> PoolFacts:
+    """A pool as the autoscaler sees it. `asking`: its MultimodalPool."""
     return PoolFacts(
         replicas=child.workload.replicas if child.workload else 0,
         pods=tuple(pod_facts(pod) for pod in pods),
         drain_seconds=float(pool.drain_seconds),
         surge=int(child.workload.surged) if child.workload else 0,
+        requested=asking.requested.replicas if asking and asking.requested else None,
     )
 
 

@@ -16,7 +16,14 @@ import kopf
 from kubernetes.aio import client, config
 
 from mmd_api.resource import GROUP, PLURAL
-from mmd_operator.cluster import DEPLOYMENTS, REQUEST_SECONDS, BusyError, Cluster, RefusedError
+from mmd_operator.cluster import (
+    DEPLOYMENTS,
+    INSTALLED_BY_USERS,
+    REQUEST_SECONDS,
+    BusyError,
+    Cluster,
+    RefusedError,
+)
 from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership, NotLeaderError
@@ -108,7 +115,9 @@ async def serve(options: Options) -> None:
         metrics.deployments = loops.snapshots
 
         async def work() -> None:
-            installed = asyncio.create_task(_stop_when_installed("LeaderWorkerSet", cluster, stop))
+            installed = [
+                asyncio.create_task(_stop_when_installed(kind, cluster, stop)) for kind in INSTALLED_BY_USERS
+            ]
             try:
                 await kopf.operator(
                     registry=registry_for(loops),
@@ -119,7 +128,8 @@ async def serve(options: Options) -> None:
                     stop_flag=stop,
                 )
             finally:
-                installed.cancel()
+                for waiting in installed:
+                    waiting.cancel()
 
         async with health_endpoint(options.health_port, lambda: trouble(leadership, loops), metrics):
             await _need_definition(api, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mmd_api.contract.pools import POOL_NAMES, PoolName
-from mmd_api.status import Condition, MultimodalDeploymentStatus, PoolsStatus, PoolStatus
+from mmd_api.status import Condition, ModelStatus, MultimodalDeploymentStatus, PoolsStatus, PoolStatus
 from mmd_operator.facts import Facts
 from mmd_operator.resources.naming import GATEWAY_PORT
 
@@ -19,11 +19,14 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
         pipeline_revision=revision,
         pinned=list(facts.pinned),
         conditions=conditions,
+        model=ModelStatus(weights=facts.weights) if facts.weights is not None else None,
         pools=pools,
         pools_summary=pools.summary,
         bottleneck=_bottleneck(facts),
         rollout=list(facts.step.effects) if facts.step is not None and not facts.paused else [],
-        endpoint=f"http://{facts.name}-gateway.{facts.namespace}.svc:{GATEWAY_PORT}",
+        rollout_progress=facts.progress,
+        rolled_back=facts.rolled_back,
+        endpoint=f"{'https' if facts.tls else 'http'}://{facts.name}-gateway.{facts.namespace}.svc:{GATEWAY_PORT}",
     )
 
 

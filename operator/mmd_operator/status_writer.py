@@ -135,8 +135,12 @@ class StatusWriter:
             if condition.type == "Ready" and was is not None and was[0] == condition.status:
                 continue
             bad = (condition.type == "Degraded") == (condition.status == "True")
-            bad = bad and condition.reason not in ("Complete", "Paused", "Deleting")
-            if condition.type == "Progressing" and bad and condition.reason != "RolloutStuck":
+            bad = bad and condition.reason not in ("Complete", "Paused", "RolloutPaused", "Deleting")
+            if (
+                condition.type == "Progressing"
+                and bad
+                and condition.reason not in ("RolloutStuck", "ProgressDeadlineExceeded")
+            ):
                 continue  # Degraded reports the same
             reason = {"Ready": "Ready" if not bad else "NotReady"}.get(condition.type, condition.reason)
             self._context.events.report(body, reason, condition.message, warning=bad)

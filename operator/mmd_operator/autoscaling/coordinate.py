@@ -85,13 +85,14 @@ def _order(decisions: Decisions) -> list[PoolName]:
 
 
 def stop_growth_before_a_saturated_pool(decisions: Decisions) -> dict[PoolName, Decision]:
-    """Nothing upstream of a saturated pool grows: more prefill does not help when decode is the bottleneck."""
+    """Nothing upstream of a saturated pool grows, unless others give it its size: more prefill does not help when decode is the
+    bottleneck."""
     coupled = dict(decisions)
     saturated = False
     for pool in reversed(_order(decisions)):
         decision = coupled[pool]
         most = max(decision.current, decision.minimum, 1)
-        if saturated and decision.replicas > most:
+        if saturated and decision.replicas > most and not decision.external:
             coupled[pool] = decision = _limited(
                 decision, most, stop_growth_before_a_saturated_pool, "DownstreamSaturated"
             )

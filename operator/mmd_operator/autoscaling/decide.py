@@ -24,6 +24,7 @@ RULES: tuple[SizingRule, ...] = (
     sizing.remember_tick,
     sizing.enter_or_leave_panic,
     # Sizes that are settled at once.
+    sizing.follow_requested_size,
     sizing.keep_fixed_size,
     sizing.raise_to_minimum,
     sizing.lower_to_maximum,
@@ -59,7 +60,9 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
     if policy.shadow:
         history = replace(history, written=None)
     current, foreign = history.size_now(samples.replicas)
-    state, effects = _apply(State.of(now, policy, observe(now, policy, samples, current, history), current))
+    state, effects = _apply(
+        State.of(now, policy, observe(now, policy, samples, current, history), current, samples.requested)
+    )
     observation = state.observation
     return Decision(
         pool=policy.pool,
@@ -83,6 +86,7 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
         history=state.history,
         unplaced=observation.unplaced,
         stuck=observation.stuck,
+        external=policy.external,
     )
 
 

@@ -25,6 +25,7 @@ ScalingReason = Literal[
     "ScheduleOpened",
     "OutOfBounds",
     "OverBudget",
+    "External",
 ]
 Limit = Literal[
     "MaxReplicas",
@@ -93,6 +94,7 @@ class Decision:
     (named in `missing`): then the pool is never lowered. `effects` are what the rules did, in the order in which
     they applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
     `unplaced` pods have waited for a node beyond their deadline; `stuck` pods have not become Ready within theirs.
+    `external`: others ask for `wanted`, and no signal does.
     """
 
     pool: PoolName
@@ -116,6 +118,7 @@ class Decision:
     history: History = field(repr=False)
     unplaced: int = 0
     stuck: int = 0
+    external: bool = False
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -177,7 +180,7 @@ class Decision:
 
     def status(self) -> ScalingDecision:
         """The decision as the resource's status reports it."""
-        signal = self.signal
+        signal = None if self.external else self.signal
         return ScalingDecision(
             time=datetime.fromtimestamp(self.at, UTC),
             from_replicas=self.current,
@@ -200,7 +203,9 @@ class Decision:
         if not self.act:
             verb = verb.replace("scales", "would scale").replace("stays", "would stay")
         parts = [f"{self.pool} {verb} ({self.reason})"]
-        if self.signal is not None:
+        if self.external:
+            parts.append(f"its MultimodalPool asks for {in_replicas(self.wanted)}")
+        elif self.signal is not None:
             parts.append(f"{self.signal.words}, which needs {in_replicas(self.wanted)}")
         elif self.idle:
             parts.append("the pool is idle")

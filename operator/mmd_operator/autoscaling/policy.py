@@ -14,7 +14,7 @@ from cronsim import CronSim, CronSimError
 
 from mmd_api.contract.pools import POOL_NAMES, PoolName, Role
 from mmd_api.faults import Fault, InvalidDeploymentError
-from mmd_api.pipeline import roles_of
+from mmd_api.pipeline import encodes_small_media, roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 
@@ -51,7 +51,11 @@ class PoolPolicy:
     gpus: int
     min_replicas: int
     max_replicas: int
+    encodes_small_media: bool = False
+    """Whether its pods encode small media beside the pool of encoders."""
     shadow: bool = False
+    external: bool = False
+    """Whether others give it its size."""
     target_backlog_seconds: float = 1.0
     target_utilization: float = 0.75
     scale_up_stabilization_seconds: float = 0.0
@@ -89,7 +93,8 @@ class PoolPolicy:
         part: Pool = getattr(spec, pool)
         roles, scaling = roles_of(spec, pool), part.autoscaling
         if scaling is None:
-            return cls(pool, roles, spec.replica_gpus(pool), part.min_replicas, part.min_replicas)
+            size = part.min_replicas
+            return cls(pool, roles, spec.replica_gpus(pool), size, size, encodes_small_media(spec, pool))
         windows = []
         for number, schedule in enumerate(scaling.schedules):
             try:
@@ -106,7 +111,9 @@ class PoolPolicy:
             gpus=spec.replica_gpus(pool),
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
+            encodes_small_media=encodes_small_media(spec, pool),
             shadow=scaling.mode == "Shadow",
+            external=scaling.mode == "External",
             target_backlog_seconds=scaling.target_backlog_milliseconds / 1000,
             target_utilization=scaling.target_utilization_percent / 100,
             scale_up_stabilization_seconds=scaling.scale_up_stabilization_seconds,
@@ -115,7 +122,7 @@ class PoolPolicy:
             scale_down_cooldown_seconds=scaling.scale_down_cooldown_seconds,
             max_scale_up=scaling.max_scale_up_percent / 100,
             max_scale_down=scaling.max_scale_down_percent / 100,
-            panic_window_seconds=scaling.panic_window_seconds,
+            panic_window_seconds=0.0 if scaling.mode == "External" else scaling.panic_window_seconds,
             panic_threshold=scaling.panic_threshold_percent / 100,
             scale_to_zero_after_seconds=scaling.scale_to_zero_after_seconds,
             schedules=tuple(windows),

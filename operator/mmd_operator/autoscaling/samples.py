@@ -42,15 +42,24 @@ class PodSample:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work for a pool that no pod of it holds yet: encode jobs in the queue, requests that gateways hold back."""
+    """Work for a pool that no pod of it holds yet: encode jobs in the queue, requests that gateways hold back until a pod is Ready, and
+    what waits at gateways for room in the pool.
+    """
 
     received_at: float
     encode_work: Mapping[Modality, float] = field(default_factory=dict)  # work units, by modality
     held_requests: int = 0
+    prompt_tokens: int = 0
+    sequences: int = 0
 
     def fault(self) -> str | None:
         """Why these numbers cannot be true, or None."""
-        for number in (*self.encode_work.values(), self.held_requests):
+        for number in (
+            *self.encode_work.values(),
+            self.held_requests,
+            self.prompt_tokens,
+            self.sequences,
+        ):
             if not plausible(number):
                 return f"queue length {number}"
         return None
@@ -68,9 +77,11 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class PoolSamples:
-    """All that is known of a pool now. `replicas` is `spec.replicas` as it stands; `demand` None: the queue cannot be read."""
+    """All that is known of a pool now. `replicas` is `spec.replicas` as it stands; `demand` None: the queue cannot be read;
+    `requested`: the size that others ask for, where that is known."""
 
     replicas: int
     pods: tuple[PodSample, ...] = ()
     demand: Demand | None = None
     latency: Latency | None = None
+    requested: int | None = None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mmd_api.contract.load import GatewayStatus, WorkerStatus
-from mmd_api.contract.pools import PoolName, Role
+from mmd_api.contract.pools import Modality, PoolName, Role
 from mmd_operator.autoscaling.coordinate import DeploymentDecision, coordinate
 from mmd_operator.autoscaling.decision import Decision
 from mmd_operator.autoscaling.history import History
@@ -42,12 +42,14 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """A pool now: its wanted size and its pods. `surge`: how many of `replicas` only join the others while these are replaced."""
+    """A pool now: its wanted size and its pods. `surge`: how many of `replicas` only join the others while these are replaced.
+    `requested`: the size that others ask for, where that is known."""
 
     replicas: int
     pods: tuple[PodFacts, ...] = ()
     drain_seconds: float = 120.0
     surge: int = 0
+    requested: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Scaler:
                 ),
                 demand=self._demand(self.policy.pools[name].roles, gateways),
                 latency=self._latency(),
+                requested=facts.requested,
             )
             for name, facts in pools.items()
         }
@@ -176,14 +179,25 @@ class Scaler:
             return None
         reports = [self._gateways[name] for name in gateways]
         held = sum(report.held.get(role, 0) for _, report in reports for role in roles)
-        received_at, work = min(at for at, _ in reports), {}
+        received_at, work = min(at for at, _ in reports), dict[Modality, float]()
         if roles == ("encode",):
             readers = [(at - r.queue.age_seconds, r.queue.waiting_work) for at, r in reports if r.queue]
             if not readers:
                 return None
             queue_at, newest = max(readers, key=lambda reader: reader[0])
             received_at, work = min(received_at, queue_at), dict(newest)
-        return Demand(received_at, work, held_requests=held)
+        waiting = [report.waiting for _, report in reports]
+        if "encode" in roles:
+            for queued in waiting:
+                for modality, amount in queued.encode_work.items():
+                    work[modality] = work.get(modality, 0.0) + amount
+        return Demand(
+            received_at,
+            work,
+            held_requests=held,
+            prompt_tokens=sum(queued.prompt_tokens for queued in waiting) if "prefill" in roles else 0,
+            sequences=sum(queued.sequences for queued in waiting) if "decode" in roles else 0,
+        )
 
     def _latency(self) -> Latency | None:
         """Over all gateways: the mean of their percentiles, weighted by requests."""

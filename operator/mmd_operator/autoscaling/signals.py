@@ -117,10 +117,11 @@ def kv_blocks(measured: Measurements) -> Signal | None:
 
 
 def sequences(measured: Measurements) -> Signal | None:
-    """Sequences that decode or wait to."""
+    """Sequences that decode or wait to, at gateways as well."""
     if "decode" not in measured.policy.roles:
         return None
     total = sum(load.decode_running + load.decode_waiting for load in measured.loads)
+    total += measured.demand.sequences
     each = _mean(load.decode_max_sequences for load in measured.loads)
     share = _summed(total, each, measured)
     return replace(share, observed=share.observed * each, target=share.target * each) if share else None
@@ -314,7 +315,7 @@ def _throughput(loads: list[PodLoad]) -> dict[str, float]:
 def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str, float]:
     """Work that waits or runs, by kind, in pods and before them."""
     work: dict[str, float] = {}
-    if "encode" in policy.roles:
+    if "encode" in policy.roles or policy.encodes_small_media:
         queues: list[Mapping[Modality, float]] = [
             *(load.encode_queued_work for load in loads),
             demand.encode_work,
@@ -323,7 +324,7 @@ def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str,
             for modality, amount in queued.items():
                 work[modality] = work.get(modality, 0.0) + amount
     if "prefill" in policy.roles:
-        work[TOKENS] = sum(_prompt_tokens(policy, load) for load in loads)
+        work[TOKENS] = sum(_prompt_tokens(policy, load) for load in loads) + demand.prompt_tokens
     return {kind: amount for kind, amount in work.items() if amount > 0}
 
 

@@ -29,7 +29,8 @@ class State:
     """One pool at one tick: what is known of it, and the size that the rules so far give it.
 
     `needed` replicas meet the targets of all signals; `wanted` are these and replacements of pods that do not start. `replicas` is
-    the size so far, until a rule settles it with its reason. `floor` is the minimum now, schedules included.
+    the size so far, until a rule settles it with its reason. `floor` is the minimum now, schedules included. `requested`: the size that
+    others ask for, where that is known.
     """
 
     now: float
@@ -43,9 +44,17 @@ class State:
     replicas: int
     reason: ScalingReason = "Steady"
     is_settled: bool = False
+    requested: int | None = None
 
     @classmethod
-    def of(cls, now: float, policy: PoolPolicy, observation: Observation, current: int) -> State:
+    def of(
+        cls,
+        now: float,
+        policy: PoolPolicy,
+        observation: Observation,
+        current: int,
+        requested: int | None = None,
+    ) -> State:
         """What the signals ask for, before any rule."""
         signals = observation.signals
         needed = max((math.ceil(min(s.need, MOST_REPLICAS) - ROUNDING) for s in signals), default=0)
@@ -59,6 +68,7 @@ class State:
             needed=needed,
             wanted=needed,
             replicas=needed,
+            requested=requested,
         )
 
     @property
@@ -146,6 +156,20 @@ def enter_or_leave_panic(state: State) -> RuleResult:
     elif history.panic_until is not None:
         effect = AppliedRule.of(enter_or_leave_panic, "the panic has ended")
     return replace(state, history=replace(history, panic_until=until)), effect
+
+
+def follow_requested_size(state: State) -> RuleResult:
+    """A pool with `mode: External` has the size that its MultimodalPool asks for, within its bounds."""
+    if not state.policy.external:
+        return state, None
+    wanted = state.current if state.requested is None else state.requested
+    size = max(state.floor, min(wanted, state.policy.max_replicas))
+    limit: Limit | None = None
+    if size != wanted:
+        limit = "MaxReplicas" if size < wanted else state.floor_limit
+    reason: ScalingReason = "Steady" if size == state.current else "External"
+    effect = AppliedRule.of(follow_requested_size, f"{in_replicas(size)} of {wanted} requested", limit)
+    return replace(state, wanted=wanted).settled(size, reason), effect
 
 
 def keep_fixed_size(state: State) -> RuleResult:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from mmd_api.contract import environment as env
 from mmd_api.contract import paths
 from mmd_api.contract.subjects import GATEWAY_USER
-from mmd_api.spec.gateway import LEAVE_SERVICE_SECONDS, AuthSpec
+from mmd_api.spec.exposure import ServiceSpec
+from mmd_api.spec.gateway import LEAVE_SERVICE_SECONDS, TLS_CERTIFICATE, TLS_KEY, AuthSpec, TlsSpec
 from mmd_api.tenants import KEYS_FILE
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
+    ADMIN_PORT_NAME,
     BUILT_ANNOTATION,
     GATEWAY_PORT,
     KEYS_VOLUME,
+    PICKER_PORT,
+    PICKER_PORT_NAME,
+    TLS_VOLUME,
     Manifest,
     RevisionScope,
     template_digest,
@@ -19,6 +24,7 @@ from mmd_operator.resources.naming import (
 from mmd_operator.resources.pods import probe, worker_pod
 
 KEYS_FOLDER = "/etc/mmd-keys"
+TLS_FOLDER = "/etc/mmd-tls"
 READINESS_PERIOD_SECONDS = 2
 READINESS_FAILURES = 15
 """A gateway that is slow, or is looking for its message server, still holds the requests it receives. Removing it from the
@@ -29,16 +35,17 @@ Service would refuse them, and lose requests if it is the only one or all are sl
 def gateway_objects(scope: RevisionScope) -> list[Manifest]:
     """Service and Deployment. The gateway's replicas are the spec's: no scaler owns them."""
     metadata = scope.metadata(scope.gateway, "gateway", of_revision=False)
-    service = {
+    service: Manifest = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata,
         "spec": {
-            "type": "ClusterIP",
+            "type": scope.spec.gateway.service.type,
             "selector": scope.selector("gateway"),
             "ports": [{"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
+    _balance(scope.spec.gateway.service, service)
     template = worker_pod(
         scope, "gateway", scope.spec.gateway, ["mmd", "gateway"], [], GATEWAY_PORT, GATEWAY_USER, ADMIN_PORT
     )
@@ -48,6 +55,17 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
     container["readinessProbe"] = probe(
         paths.READYZ, period=READINESS_PERIOD_SECONDS, failures=READINESS_FAILURES
     )
+    if scope.spec.gateway.tls is not None:
+        service["spec"]["ports"][0]["appProtocol"] = "https"
+        _show_certificate(scope.spec.gateway.tls, template["spec"], container)
+    if scope.spec.gateway.inference_pool is not None:
+        port = {"name": PICKER_PORT_NAME, "protocol": "TCP"}
+        plain = {} if scope.spec.gateway.inference_pool.picker_tls else {"appProtocol": "kubernetes.io/h2c"}
+        service["spec"]["ports"].append(
+            {**port, "port": PICKER_PORT, "targetPort": PICKER_PORT_NAME, **plain}
+        )
+        container["ports"].append({**port, "containerPort": PICKER_PORT})
+        container["env"].append({"name": env.PICKER_PORT, "value": str(PICKER_PORT)})
     # Nodes learn a moment later that the pod leaves the Service: until then it serves as before.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_SERVICE_SECONDS)]}}}
     deployment = {
@@ -64,6 +82,16 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
     return [service, deployment]
 
 
+def _balance(wanted: ServiceSpec, service: Manifest) -> None:
+    """What configures the Service's load balancer."""
+    if wanted.annotations:
+        service["metadata"] = {**service["metadata"], "annotations": dict(wanted.annotations)}
+    if wanted.load_balancer_class is not None:
+        service["spec"]["loadBalancerClass"] = wanted.load_balancer_class
+    if wanted.load_balancer_source_ranges:
+        service["spec"]["loadBalancerSourceRanges"] = list(wanted.load_balancer_source_ranges)
+
+
 def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
     """Mount the file of API keys, which follows its Secret. It is not optional: a gateway starts only where the Secret exists, and keeps
     the file that it has if the Secret is deleted."""
@@ -71,3 +99,13 @@ def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
     pod["volumes"].append({"name": KEYS_VOLUME, "secret": {"secretName": auth.keys_secret, "items": items}})
     container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_FOLDER, "readOnly": True})
     container["env"].append({"name": env.KEYS_FILE, "value": f"{KEYS_FOLDER}/{KEYS_FILE}"})
+
+
+def _show_certificate(tls: TlsSpec, pod: Manifest, container: Manifest) -> None:
+    """Mount the TLS certificate and its key, as API keys are. Probes go to the admin port: that of clients is closed without a certificate."""
+    items = [{"key": name, "path": name} for name in (TLS_CERTIFICATE, TLS_KEY)]
+    pod["volumes"].append({"name": TLS_VOLUME, "secret": {"secretName": tls.secret_name, "items": items}})
+    container["volumeMounts"].append({"name": TLS_VOLUME, "mountPath": TLS_FOLDER, "readOnly": True})
+    container["env"].append({"name": env.TLS_FOLDER, "value": TLS_FOLDER})
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        container[kind]["httpGet"]["port"] = ADMIN_PORT_NAME

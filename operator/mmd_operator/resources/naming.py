@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mmd_api.contract.pools import PoolName
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.readers import Component
 from mmd_api.resource import GROUP, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.model import WeightsCache
 from mmd_api.status import PinnedRevision
 
 Manifest = dict[str, Any]
@@ -27,6 +28,10 @@ APPLIED_ANNOTATION = f"{GROUP}/applied"
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
 INPUTS_ANNOTATION = f"{GROUP}/inputs"
 """On pods: hash of what they were made from; see `mmd_api.pipeline.inputs_of`."""
+GPUS_ANNOTATION = f"{GROUP}/gpus"
+"""On pods whose GPUs are claims or have another name than nvidia.com/gpu: how many the pod has."""
+GPU_RESOURCE_ANNOTATION = f"{GROUP}/gpu-resource"
+"""On pods whose GPUs have another name than nvidia.com/gpu: that name."""
 CONFIG_FOLDER = "/etc/mmd"
 GATEWAY_PORT = 8000
 """Port of the API alone, which an Ingress or a load balancer may expose to everyone."""
@@ -34,12 +39,22 @@ ADMIN_PORT = 8080
 """Port of metrics, state and probes; on a gateway, also of recent requests and of demand."""
 ADMIN_PORT_NAME = "admin"
 """Name of that port on a gateway's container. A worker has one port, which is called `http`."""
+PICKER_PORT = 9002
+"""Port of a gateway with an InferencePool: Gateways ask there, over gRPC, which pod takes a request."""
+PICKER_PORT_NAME = "picker"
 NATS_PORT = 4222
 NATS_MONITOR_PORT = 8222
+NATS_ROUTE_PORT = 6222
+"""Port where the servers of a cluster connect to one another."""
 
 
+WEIGHTS: Literal["weights"] = "weights"
+"""Component of the Job that downloads weights and of their claim. It is none that serves."""
+LabelledPart = Component | Literal["weights"]
 KEYS_VOLUME = "keys"
 """The volume of a gateway with the Secret of its API keys."""
+TLS_VOLUME = "tls"
+"""The volume of a gateway with the Secret of its TLS certificate."""
 
 
 def container_name(component: str) -> str:
@@ -76,6 +91,15 @@ class RevisionScope:
         return f"{self.name}-nats"
 
     @property
+    def nats_servers(self) -> tuple[str, ...]:
+        """Names of the managed NATS servers: of their pods and, where there are several, of a Service for each."""
+        return tuple(f"{self.nats}-{ordinal}" for ordinal in range(self.spec.nats.replicas))
+
+    def nats_host(self, server: str) -> str:
+        """Host name of a Service of the managed NATS servers."""
+        return f"{server}.{self.namespace}.svc"
+
+    @property
     def config(self) -> str:
         """Name of the ConfigMap of this revision."""
         return f"{self.name}-{self.revision}"
@@ -84,7 +108,7 @@ class RevisionScope:
         """Name of a pool's workload and headless Service of this revision: two revisions can stand side by side."""
         return f"{self.name}-{pool}-{self.revision}"
 
-    def selector(self, component: Component | None = None) -> dict[str, str]:
+    def selector(self, component: LabelledPart | None = None) -> dict[str, str]:
         """Labels that select this deployment's pods, or those of one component, over all revisions."""
         labels = {DEPLOYMENT_LABEL: self.name}
         return labels if component is None else {**labels, COMPONENT_LABEL: component}
@@ -93,7 +117,7 @@ class RevisionScope:
         """Labels that select a pool's pods of this revision."""
         return {**self.selector(pool), REVISION_LABEL: self.revision}
 
-    def labels(self, component: Component | None = None, *, of_revision: bool) -> dict[str, str]:
+    def labels(self, component: LabelledPart | None = None, *, of_revision: bool) -> dict[str, str]:
         """Labels of an object. `of_revision`: it comes and goes with the pipeline revision."""
         labels = {
             "app.kubernetes.io/name": "multimodal-deployment",
@@ -103,13 +127,18 @@ class RevisionScope:
         }
         return {**labels, REVISION_LABEL: self.revision} if of_revision else labels
 
-    def metadata(self, name: str, component: Component | None = None, *, of_revision: bool) -> Manifest:
+    def metadata(self, name: str, component: LabelledPart | None = None, *, of_revision: bool) -> Manifest:
         """Metadata of an object; the applier adds the ownerReference."""
         return {
             "name": name,
             "namespace": self.namespace,
             "labels": self.labels(component, of_revision=of_revision),
         }
+
+
+def claim_of(deployment: str, cache: WeightsCache) -> str:
+    """Name of the claim of a cache. One that the operator makes outlives revisions."""
+    return cache.claim_name or f"{deployment}-{WEIGHTS}"
 
 
 def template_digest(template: Manifest) -> str:

@@ -1,10 +1,10 @@
-"""The managed NATS server with JetStream: one pod, its configuration, its users and its Service.
+"""The managed NATS servers with JetStream: one pod or a cluster (see `nats_cluster`), their configuration, users and Services.
 
 Every user has two names: its own, and one that accepts the password from before the last rotation. A rotation moves the password
-from the first to the second and restarts the server, which takes its passwords from its environment; no client is locked out.
+from the first to the second and restarts the servers, which take their passwords from their environment; no client is locked out.
 
-Its store lives as long as its pod. Encode jobs are published again by the workers that need them, so losing the store costs time but
-no request, and the cluster needs no storage class.
+Unless the spec has a claim, a store lives as long as its pod. Encode jobs are published again by the workers that need them, so losing
+the store costs time but no request, and the cluster needs no storage class.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from collections.abc import Mapping
 from mmd_api.contract.subjects import USERS, permissions_of, previous_of
 from mmd_api.pipeline import inputs_of
 from mmd_api.resource import GROUP
+from mmd_operator.resources import nats_cluster
 from mmd_operator.resources.naming import (
     CONFIG_HASH_ANNOTATION,
     INPUTS_ANNOTATION,
     NATS_MONITOR_PORT,
     NATS_PORT,
+    NATS_ROUTE_PORT,
     Manifest,
     RevisionScope,
 )
+from mmd_operator.resources.overrides import CONTAINER_SECURITY, own_variables, with_overrides
 from mmd_operator.resources.pods import (
-    CONTAINER_SECURITY,
     LAST_WORDS,
     add_placement,
-    own_variables,
     pod_basics,
     probe,
     resources,
@@ -42,19 +43,21 @@ MAX_PAYLOAD_BYTES = 8 * 2**20
 """Larger than any chunk: a request for a prompt of a million tokens is one message."""
 PASSWORD_PREFIX = "NATS_PASSWORD_"  # noqa: S105 - names of variables, no password
 PASSWORD_KEYS = (*USERS, *map(previous_of, USERS))
-"""Keys of the Secret with the passwords."""
+"""Keys of the Secret with the passwords of clients."""
 GENERATION_ANNOTATION = f"{GROUP}/password-generation"
 KEYS_ANNOTATION = f"{GROUP}/password-keys"
 """On the Secret: which keys it has, since the operator does not read them."""
 
 
 def nats_objects(scope: RevisionScope) -> list[Manifest]:
-    """Secret, ConfigMap, Service and StatefulSet. The Secret has no passwords: `with_passwords` adds them at creation."""
+    """Secret, ConfigMap, Services and StatefulSet. The Secret has no passwords: `with_passwords` adds them at creation."""
     metadata = scope.metadata(scope.nats, "nats", of_revision=False)
     configuration = _configuration(scope)
     ports = {"client": NATS_PORT, "monitor": NATS_MONITOR_PORT}
     generation = str(scope.spec.nats.password_generation)
-    marks = {GENERATION_ANNOTATION: generation, KEYS_ANNOTATION: ",".join(PASSWORD_KEYS)}
+    is_cluster = scope.spec.nats.replicas > 1
+    keys = (*PASSWORD_KEYS, nats_cluster.ROUTES_KEY) if is_cluster else PASSWORD_KEYS
+    marks = {GENERATION_ANNOTATION: generation, KEYS_ANNOTATION: ",".join(keys)}
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -87,8 +90,10 @@ def nats_objects(scope: RevisionScope) -> list[Manifest]:
         "ports": [{"name": n, "containerPort": p, "protocol": "TCP"} for n, p in ports.items()],
         "envFrom": [{"prefix": PASSWORD_PREFIX, "secretRef": {"name": scope.nats}}],
         "resources": resources(nats.resources),
-        "startupProbe": probe("/healthz", period=1, failures=120, port="monitor"),
-        "livenessProbe": probe("/healthz?js-server-only=true", period=10, failures=3, port="monitor"),
+        "startupProbe": probe(
+            nats_cluster.ALIVE if is_cluster else "/healthz", period=1, failures=120, port="monitor"
+        ),
+        "livenessProbe": probe(nats_cluster.ALIVE, period=10, failures=3, port="monitor"),
         "readinessProbe": probe("/healthz", period=2, failures=2, port="monitor"),
         "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": LAST_WORDS,
@@ -97,48 +102,78 @@ def nats_objects(scope: RevisionScope) -> list[Manifest]:
             {"name": "store", "mountPath": STORE_FOLDER},
         ],
     }
-    if own := own_variables(nats.template):
-        container["env"] = own
+    if variables := [*(nats_cluster.environment(scope) if is_cluster else ()), *own_variables(nats.template)]:
+        container["env"] = variables
+    if is_cluster:
+        container["ports"].append({"name": "routes", "containerPort": NATS_ROUTE_PORT, "protocol": "TCP"})
+    # the server counts messages, and holes of removed ones take as much again until it compacts them: a pod over the limit is evicted
+    volume_size = f"{nats.storage_mebibytes * 5 // 2}Mi"
     pod: Manifest = {
         **pod_basics(scope.spec, nats.template, nats.template.termination_grace_period_seconds),
         "containers": [container],
-        "volumes": [
-            {"name": "config", "configMap": {"name": scope.nats}},
-            {"name": "store", "emptyDir": {"sizeLimit": f"{nats.storage_mebibytes * 9 // 8}Mi"}},
-        ],
+        "volumes": [{"name": "config", "configMap": {"name": scope.nats}}],
     }
+    claims: Manifest = {}
+    if nats.storage == "PersistentVolumeClaim":
+        claims = _claims(scope, volume_size)
+    else:
+        pod["volumes"].append({"name": "store", "emptyDir": {"sizeLimit": volume_size}})
     add_placement(nats, pod)
+    if is_cluster:
+        nats_cluster.spread(scope, pod)
     config_hash = hashlib.sha256(configuration.encode()).hexdigest()[:16]
+    planned: Manifest = {
+        "metadata": {
+            "labels": {**nats.template.labels, **scope.labels("nats", of_revision=False)},
+            "annotations": {
+                **nats.template.annotations,
+                INPUTS_ANNOTATION: inputs_of(scope.spec, "nats"),
+                CONFIG_HASH_ANNOTATION: config_hash,
+                GENERATION_ANNOTATION: generation,
+            },
+        },
+        "spec": pod,
+    }
     stateful_set = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": metadata,
         "spec": {
-            "replicas": 1,
+            "replicas": nats.replicas,
             "serviceName": scope.nats,
+            **claims,
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": scope.selector("nats")},
-            "template": {
-                "metadata": {
-                    "labels": {**nats.template.labels, **scope.labels("nats", of_revision=False)},
-                    "annotations": {
-                        **nats.template.annotations,
-                        INPUTS_ANNOTATION: inputs_of(scope.spec, "nats"),
-                        CONFIG_HASH_ANNOTATION: config_hash,
-                        GENERATION_ANNOTATION: generation,
-                    },
-                },
-                "spec": pod,
-            },
+            "template": with_overrides(scope, "nats", nats.template, planned),
         },
     }
-    return [secret, config_map, service, stateful_set]
+    own_services = nats_cluster.services(scope, ports) if is_cluster else []
+    return [secret, config_map, service, *own_services, stateful_set]
+
+
+def _claims(scope: RevisionScope, size: str) -> Manifest:
+    """The part of a StatefulSet that gives each server a volume, which goes with the deployment but outlives pods."""
+    claim: Manifest = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    if name := scope.spec.nats.storage_class_name:
+        claim["storageClassName"] = name
+    metadata = {"name": "store", "labels": scope.labels("nats", of_revision=False)}
+    template = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": claim}
+    return {
+        "volumeClaimTemplates": [template],
+        "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"},
+    }
+
+
+def password_keys(secret: Manifest) -> list[str]:
+    """Keys that the Secret of `nats_objects` needs; without annotations, those of clients."""
+    annotations = secret.get("metadata", {}).get("annotations", {})
+    return annotations[KEYS_ANNOTATION].split(",") if KEYS_ANNOTATION in annotations else list(PASSWORD_KEYS)
 
 
 def with_passwords(secret: Manifest) -> Manifest:
-    """The Secret with a new random password for every user, under both its names."""
-    return {**secret, "stringData": {key: _password() for key in PASSWORD_KEYS}}
+    """The Secret with a new random password for every user, under both its names, and for the routes of a cluster."""
+    return {**secret, "stringData": {key: _password() for key in password_keys(secret)}}
 
 
 def password_changes(secret: Manifest, present: Mapping[str, str]) -> list[Manifest]:
@@ -150,14 +185,17 @@ def password_changes(secret: Manifest, present: Mapping[str, str]) -> list[Manif
     wanted = secret["metadata"]["annotations"]
     marked = present.get(KEYS_ANNOTATION)
     known = marked.split(",") if marked else USERS  # created before second names existed
-    operations: list[Manifest] = [_set(key) for key in PASSWORD_KEYS if key not in known]
+    operations: list[Manifest] = [_set(key) for key in password_keys(secret) if key not in known]
     if present.get(GENERATION_ANNOTATION, "1") != wanted[GENERATION_ANNOTATION]:
         for user in USERS:
             if user in known:
                 second = f"/data/{previous_of(user)}"
                 operations += [{"op": "copy", "from": f"/data/{user}", "path": second}, _set(user)]
     if operations or marked is None:
-        annotations = {**present, **wanted}
+        kept = [
+            key for key in known if key not in password_keys(secret)
+        ]  # of a cluster that is one server now
+        annotations = {**present, **wanted, KEYS_ANNOTATION: ",".join([*password_keys(secret), *kept])}
         operations.append({"op": "add", "path": "/metadata/annotations", "value": annotations})
     return operations
 
@@ -190,14 +228,18 @@ def users_configuration(namespace: str, name: str) -> str:
 
 def _configuration(scope: RevisionScope) -> str:
     """Configuration of nats-server."""
+    is_cluster = scope.spec.nats.replicas > 1
+    name = f"${nats_cluster.SERVER_NAME}" if is_cluster else scope.nats
+    # a server that has been alone cannot bring its streams into a cluster
+    store = f"{STORE_FOLDER}/cluster" if is_cluster else STORE_FOLDER
     return f"""\
-server_name: {scope.nats}
+server_name: {name}
 port: {NATS_PORT}
 http_port: {NATS_MONITOR_PORT}
 max_payload: {MAX_PAYLOAD_BYTES}
 jetstream {{
-  store_dir: {STORE_FOLDER}
+  store_dir: {store}
   max_memory_store: 64MB
   max_file_store: {scope.spec.nats.storage_mebibytes}MB
 }}
-{users_configuration(scope.namespace, scope.name)}"""
+{nats_cluster.configuration(scope) if is_cluster else ""}{users_configuration(scope.namespace, scope.name)}"""

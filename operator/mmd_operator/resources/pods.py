@@ -15,24 +15,31 @@ from mmd_api.spec.gateway import GatewaySpec
 from mmd_api.spec.model import MODELS_FOLDER
 from mmd_api.spec.nats import NatsSpec
 from mmd_api.spec.pods import PodTemplate, Resources, Toleration
-from mmd_api.spec.pools import Pool
+from mmd_api.spec.pools import NVIDIA_GPU, DiskCache, EncoderSpec, Pool
 from mmd_operator.resources.config import config_file
 from mmd_operator.resources.image import worker_image
 from mmd_operator.resources.naming import (
     ADMIN_PORT_NAME,
     CONFIG_FOLDER,
+    GPU_RESOURCE_ANNOTATION,
+    GPUS_ANNOTATION,
     INPUTS_ANNOTATION,
     NATS_PORT,
     Manifest,
     RevisionScope,
+    claim_of,
     container_name,
 )
+from mmd_operator.resources.overrides import CONTAINER_SECURITY, own_variables, with_overrides
 
 USER_ID = 65532
 PROBE_TIMEOUT_SECONDS = 5
 SHARED_MEMORY_LIMIT = "1Gi"
 HUB_CACHE = "/var/cache/huggingface"
 POD_FACTS = "/etc/pod"
+FEATURES_VOLUME = "features"
+FEATURES_FOLDER = "/var/cache/features"
+FEATURES_OF_DEPLOYMENTS = ".mmd-features"
 LOGIN_FOLDER = "/etc/nats-login"
 LAST_WORDS = "FallbackToLogsOnError"
 """The end of the log of a container that failed goes into the pod's status, and from there into a condition."""
@@ -43,11 +50,6 @@ POD_SECURITY: Manifest = {
     "runAsGroup": USER_ID,
     "fsGroup": USER_ID,
     "seccompProfile": {"type": "RuntimeDefault"},
-}
-CONTAINER_SECURITY: Manifest = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "readOnlyRootFilesystem": True,
 }
 
 
@@ -62,7 +64,6 @@ def worker_pod(
     admin_port: int | None = None,
 ) -> Manifest:
     """Pod template of the gateway or of a pool's worker. `admin_port`: for all that is not for clients, if not `port`."""
-    gpus = part.gpus if isinstance(part, Pool) else 0
     container: Manifest = {
         "name": container_name(component),
         "image": worker_image(scope.spec.image, scope.pinned),
@@ -75,7 +76,7 @@ def worker_pod(
             for name, number in (("http", port), (ADMIN_PORT_NAME, admin_port))
             if number is not None
         ],
-        "resources": resources(part.resources, gpus),
+        "resources": resources(part.resources),
         "startupProbe": probe(paths.LIVEZ, period=1, failures=600),
         "livenessProbe": probe(paths.LIVEZ, period=10, failures=3),
         "readinessProbe": probe(paths.READYZ, period=2, failures=2),
@@ -104,9 +105,11 @@ def worker_pod(
     if isinstance(part, Pool):
         _show_annotations(pod, container)
     _show_login(scope, nats_user, pod, container)
-    _add_model_storage(scope.spec, pod, container)
+    _add_model_storage(scope, pod, container)
+    if isinstance(part, EncoderSpec) and part.cache.disk is not None:
+        _add_feature_disk(scope, part.cache.disk, pod, container)
     add_placement(part, pod)
-    return {
+    planned: Manifest = {
         "metadata": {
             "labels": {**part.template.labels, **scope.labels(component, of_revision=True)},
             "annotations": {
@@ -117,6 +120,28 @@ def worker_pod(
         },
         "spec": pod,
     }
+    if isinstance(part, Pool) and part.gpus:
+        _add_gpus(part, planned, container)
+    return with_overrides(scope, component, part.template, planned)
+
+
+def _add_gpus(pool: Pool, planned: Manifest, container: Manifest) -> None:
+    """Request the GPUs of a pod, by name or by claims. Those that are not `nvidia.com/gpu` are also counted in an annotation, since a claim
+    does not state how many it is for."""
+    if pool.resource_claims:
+        container["resources"]["claims"] = [{"name": claim.name} for claim in pool.resource_claims]
+        planned["spec"]["resourceClaims"] = [
+            {"name": c.name, "resourceClaimTemplateName": c.resource_claim_template_name}
+            for c in pool.resource_claims
+        ]
+    else:  # a quantity: the API server gives it back as text
+        limits = container["resources"].get("limits", {})
+        container["resources"]["limits"] = {**limits, pool.gpu_resource: str(pool.gpus)}
+    counted = {GPUS_ANNOTATION: str(pool.gpus)}
+    if pool.resource_claims:
+        planned["metadata"]["annotations"].update(counted)
+    elif pool.gpu_resource != NVIDIA_GPU:
+        planned["metadata"]["annotations"].update({**counted, GPU_RESOURCE_ANNOTATION: pool.gpu_resource})
 
 
 def _scrape_annotations(port: int) -> dict[str, str]:
@@ -152,12 +177,10 @@ def probe(path: str, *, period: int, failures: int, port: str = "http") -> Manif
     }
 
 
-def resources(wanted: Resources, gpus: int = 0) -> Manifest:
+def resources(wanted: Resources) -> Manifest:
     """Requests and limits. CPU has no limit: throttling shows up as latency. The memory limit equals the request."""
     requests = {k: v for k, v in (("cpu", wanted.cpu), ("memory", wanted.memory)) if v is not None}
     limits: Manifest = {"memory": wanted.memory} if wanted.memory is not None else {}
-    if gpus:
-        limits["nvidia.com/gpu"] = str(gpus)  # a quantity: the API server gives it back as text
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
@@ -174,11 +197,12 @@ def nats_environment(scope: RevisionScope, user: str) -> list[Manifest]:
     neither a manifest nor the URL, which logs and errors may quote, contains it."""
     nats = scope.spec.nats
     if nats.managed:
-        address = f"{scope.nats}.{scope.namespace}.svc:{NATS_PORT}"
+        names = scope.nats_servers if nats.replicas > 1 else (scope.nats,)
+        urls = ",".join(f"nats://{scope.nats_host(name)}:{NATS_PORT}" for name in names)
         return [
             {"name": env.NATS_USERNAME, "value": user},
             _secret_variable(env.NATS_PASSWORD, scope.nats, user),
-            {"name": env.NATS_URL, "value": f"nats://{address}"},
+            {"name": env.NATS_URL, "value": urls},
             {"name": env.NATS_INBOX, "value": inbox_of(user)},
         ]
     url = {"name": env.NATS_URL, "value": nats.url}
@@ -218,13 +242,11 @@ def _environment(
     return list({variable["name"]: variable for variable in [*fixed, *own_variables(part.template)]}.values())
 
 
-def own_variables(template: PodTemplate) -> list[Manifest]:
-    """The variables of a pod template's overrides."""
-    return [{"name": e.name, "value": e.value} for e in template.env]
-
-
 def _hub_environment(spec: MultimodalDeploymentSpec) -> list[Manifest]:
     storage = spec.model.storage
+    if storage.cache is not None:
+        offline = {"name": "HF_HUB_OFFLINE", "value": "1"}
+        return [{"name": env.WEIGHTS, "value": MODELS_FOLDER}, offline]
     if storage.type != "Hub":
         return [{"name": "HF_HUB_OFFLINE", "value": "1"}]
     environment: list[Manifest] = [{"name": "HF_HOME", "value": HUB_CACHE}]
@@ -259,9 +281,13 @@ def _show_login(scope: RevisionScope, user: str, pod: Manifest, container: Manif
     container["env"].append({"name": env.NATS_LOGIN, "value": LOGIN_FOLDER})
 
 
-def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container: Manifest) -> None:
-    storage = spec.model.storage
-    if storage.type == "Hub":
+def _add_model_storage(scope: RevisionScope, pod: Manifest, container: Manifest) -> None:
+    storage = scope.spec.model.storage
+    if storage.cache is not None:
+        cached = {"claimName": claim_of(scope.name, storage.cache), "readOnly": True}
+        pod["volumes"].append({"name": "models", "persistentVolumeClaim": cached})
+        container["volumeMounts"].append({"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True})
+    elif storage.type == "Hub":
         pod["volumes"].append({"name": "hub-cache", "emptyDir": {}})
         container["volumeMounts"].append({"name": "hub-cache", "mountPath": HUB_CACHE})
     elif storage.type == "PersistentVolumeClaim":
@@ -269,6 +295,25 @@ def _add_model_storage(spec: MultimodalDeploymentSpec, pod: Manifest, container:
         mount: Manifest = {"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True}
         pod["volumes"].append({"name": "models", "persistentVolumeClaim": claim})
         container["volumeMounts"].append(mount | ({"subPath": storage.sub_path} if storage.sub_path else {}))
+
+
+def _add_feature_disk(scope: RevisionScope, disk: DiskCache, pod: Manifest, container: Manifest) -> None:
+    """Mount the volume of the encoder's evicted features; the pod writes below its deployment's folder and its own name: a claim may hold
+    other data.
+    """
+    if disk.claim_name is not None:
+        source: Manifest = {"persistentVolumeClaim": {"claimName": disk.claim_name}}
+    else:
+        source = {
+            "emptyDir": {"sizeLimit": f"{disk.size_mebibytes * 9 // 8}Mi"}
+        }  # the kubelet evicts a pod above it
+    pod["volumes"].append({"name": FEATURES_VOLUME, **source})
+    container["volumeMounts"].append({"name": FEATURES_VOLUME, "mountPath": FEATURES_FOLDER})
+    folder = f"{FEATURES_FOLDER}/{FEATURES_OF_DEPLOYMENTS}/{scope.namespace}-{scope.name}/$({env.POD_NAME})"
+    container["env"] += [
+        {"name": env.FEATURE_DISK, "value": folder},
+        {"name": env.FEATURE_DISK_MEBIBYTES, "value": str(disk.size_mebibytes)},
+    ]
 
 
 def add_placement(part: Pool | GatewaySpec | NatsSpec, pod: Manifest) -> None:

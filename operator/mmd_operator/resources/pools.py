@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mmd_api.contract.pools import PoolName
 from mmd_api.contract.subjects import user_of
-from mmd_api.pipeline import roles_of
+from mmd_api.pipeline import active_roles, roles_of
 from mmd_api.spec.pools import Pool
 from mmd_operator.resources.naming import (
     ADMIN_PORT,
@@ -46,7 +46,9 @@ def pool_objects(scope: RevisionScope, name: PoolName, pool: Pool) -> list[Manif
             "ports": [{"name": "http", "port": ADMIN_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
-    template = worker_pod(scope, name, pool, ["mmd", "worker"], args, ADMIN_PORT, user_of(roles))
+    template = worker_pod(
+        scope, name, pool, ["mmd", "worker"], args, ADMIN_PORT, user_of(active_roles(scope.spec, name))
+    )
     size, replicas = scope.spec.group_size(name), initial_replicas(pool)
     if size == 1:
         return [service, _stateful_set(scope, name, metadata, template, replicas)]
@@ -74,9 +76,9 @@ def _stateful_set(
 def _leader_worker_set(metadata: Manifest, leader: Manifest, replicas: int, size: int) -> Manifest:
     """Groups of pods that start, fail and are replaced as one. Followers are never Ready for work: they have no readiness probe, so
     that a group is Ready when its leader is. The Service above has the name that the controller would give its own."""
-    container = leader["spec"]["containers"][0]
+    container, *others = leader["spec"]["containers"]
     follower_container = {key: value for key, value in container.items() if key != "readinessProbe"}
-    follower = {**leader, "spec": {**leader["spec"], "containers": [follower_container]}}
+    follower = {**leader, "spec": {**leader["spec"], "containers": [follower_container, *others]}}
     templates: Manifest = {
         "size": size,
         "restartPolicy": "RecreateGroupOnPodRestart",

@@ -4,7 +4,9 @@ Encoders take media from one queue (as from JetStream), several at once: they ar
 after the other. A prefill replica takes the next request once a decode replica has
 room for it (reserve, then produce). A decode replica steps all its sequences together: progress is counted in steps, whose
 length depends on how many there are, so a sequence costs two events however long it is. A pool that the spec leaves out is
-served by the next one downstream, which then shares its time. `requests` has the trace and its queues, `pools` the pods, `telemetry`
+served by the next one downstream, which then shares its time. With a share for text, texts and prompts with media have turns at prefill, a
+whole prompt each; else the first come is the first served. With `placing`, each request waits at the prefill replica where it was placed,
+for the decode replica that was chosen with it; else all wait in one queue. `requests` has the trace and its queues, `pools` the pods, `telemetry`
 what a scaler may know.
 """
 
@@ -18,11 +20,14 @@ from typing import Protocol
 import numpy as np
 
 from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.contract.steps import StepBound
+from mmd_api.contract.text_share import TextShare
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool, PrefillSpec
 from mmd_operator.simulate.calibration import Calibration
+from mmd_operator.simulate.placing import Placing
 from mmd_operator.simulate.pools import SimulatedPod, SimulatedPool, missing_role
-from mmd_operator.simulate.requests import Queues, Requests
+from mmd_operator.simulate.requests import PrefillQueue, Queues, Requests
 from mmd_operator.simulate.results import RunResult
 from mmd_operator.simulate.telemetry import Telemetry
 from mmd_operator.simulate.traces import Trace
@@ -48,24 +53,40 @@ class Pipeline:
         scaler: SizingPolicy,
         interval_seconds: float = 2.0,
         start_sizes: Mapping[PoolName, int] | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self._spec, self._calibration, self._scaler = spec, calibration, scaler
         self._interval = interval_seconds
         self._heap: list[tuple[float, int, int, SimulatedPod | None, int]] = []
         self._sequence = 0
         self._now = 0.0
-        self._requests, self._queues = Requests(spec, trace, calibration), Queues()
+        self._requests = Requests(spec, trace, calibration)
+        self._queues = Queues(self._prefill_queue())
         self._target: list[SimulatedPod | None] = [None] * len(trace)
+        self._placing = placing
+        self._pods: dict[str, SimulatedPod] = {}
+        self._placed_on: list[SimulatedPod | None] = [None] * len(trace)  # until its prefill begins
+        self._decode_order: list[tuple[str, ...]] = [()] * len(trace)
+        self._stalled: dict[str, SimulatedPod] = {}  # the next request has no place to decode
         self._media_at_once = calibration.encoder.media_at_once
         self._max_sequences = spec.decode.max_sequences
         self._kv_blocks = calibration.decode.kv_blocks
         self._step = calibration.decode.step_seconds
         self._step_each = calibration.decode.step_seconds_per_sequence
         chunk_tokens = spec.prefill.chunk_tokens if spec.prefill else PrefillSpec().chunk_tokens
-        self._chunk = chunk_tokens / calibration.prefill.tokens_per_second
+        self._token = 1.0 / calibration.prefill.tokens_per_second
+        self._chunk = chunk_tokens * self._token
+        native = spec.engine.type == "Native"
+        self._bound = StepBound.of_chunks(spec.engine.step_seconds, chunk_tokens) if native else None
         self._pools: dict[PoolName, SimulatedPool] = {}
         self._telemetry = Telemetry(
-            spec, calibration, self._requests, self._queues, self._pools, interval_seconds
+            spec,
+            calibration,
+            self._requests,
+            self._queues,
+            self._pools,
+            interval_seconds,
+            placed=placing is not None,
         )
         start_seconds: dict[PoolName, float] = {
             "encoder": calibration.encoder.start_seconds,
@@ -86,6 +107,10 @@ class Pipeline:
         self._in_flight = 0
         self._lost: dict[str, int] = {}
         self._records: list[tuple[float, list[int], list[int]]] = []
+
+    def _prefill_queue(self) -> PrefillQueue:
+        percent = self._spec.engine.text_share_percent
+        return PrefillQueue(self._requests, None if percent is None else TextShare(percent))
 
     # --- the clock --------------------------------------------------------------------------------------------
 
@@ -177,20 +202,54 @@ class Pipeline:
 
     def _place(self, request: int) -> None:
         """A prefill replica takes the request: its media go to the encoders."""
-        if self._encoders is not None and self._requests.media_left[request]:
-            self._requests.queued_at[request] = self._now
-            self._queues.push_media(self._requests, request)
+        requests = self._requests
+        if self._placing is not None:
+            places = self._placing.place(self._now, request, self._telemetry)
+            if places is None:
+                self._lose(request, "refused")
+                return
+            self._placed_on[request] = pod = self._pods[places.prefill]
+            self._decode_order[request] = places.decode
+            requests.media_cached[request] = not places.needs_media
+            requests.encoded_here[request] |= places.encode_here
+            pod.assigned += 1
+        if self._encoders is not None and self._media_sent(request):
+            requests.queued_at[request] = self._now
+            self._queues.push_media(requests, request)
+            if (placed_on := self._placed_on[request]) is not None:
+                placed_on.blocked_tokens += requests.context[request]
             self._start_encoding(self._encoders)
         else:
             self._queue_prefill(request)
 
+    def _media_sent(self, request: int) -> bool:
+        """Whether encoder pods encode its media."""
+        requests = self._requests
+        here = requests.encoded_here[request] or requests.media_cached[request]
+        return any(requests.media[request]) and not here
+
     def _lose(self, request: int, reason: str, *, counted: bool = True) -> None:
         self._requests.done[request] = 1
         self._lost[reason] = self._lost.get(reason, 0) + 1
-        if self._requests.blocked[request]:
-            self._queues.unblock(self._requests, request)
+        self._unblock(request)
+        self._unassign(request)
         if counted:
             self._in_flight -= 1
+
+    def _unblock(self, request: int) -> None:
+        """Nothing of the request is being encoded any more."""
+        if self._requests.blocked[request]:
+            self._queues.unblock(self._requests, request)
+            if (pod := self._placed_on[request]) is not None:
+                pod.blocked_tokens -= self._requests.context[request]
+
+    def _unassign(self, request: int) -> None:
+        """The request no longer waits where it was placed."""
+        pod, self._placed_on[request] = self._placed_on[request], None
+        if pod is not None:
+            pod.assigned -= 1
+            if pod.draining:
+                (self._prefills or self._decoders).remove_if_empty(pod, self._now)
 
     def _expired(self, request: int) -> bool:
         """Whether it is over, or its deadline has passed: then it is lost now."""
@@ -243,7 +302,7 @@ class Pipeline:
         requests = self._requests
         requests.media_left[request] -= 1
         if requests.media_left[request] == 0 and not requests.done[request]:
-            self._queues.unblock(requests, request)
+            self._unblock(request)
             self._queue_prefill(request)
         self._start_encoding(self._encoders)
 
@@ -251,17 +310,58 @@ class Pipeline:
 
     def _queue_prefill(self, request: int) -> None:
         self._requests.queued_at[request] = self._now
+        if (pod := self._placed_on[request]) is not None:
+            pod.waiting.append(request)
+            self._count_waiting(pod, request, 1)
+            self._start_placed(pod)
+            return
         self._queues.push_prefill(self._requests, request, with_media=self._encoders is None)
         self._start_prefill()
 
+    def _count_waiting(self, pod: SimulatedPod, request: int, sign: int) -> None:
+        pod.waiting_tokens += sign * self._requests.context[request]
+        if self._requests.encoded_here[request] and not self._requests.media_cached[request]:
+            for modality, count in enumerate(self._requests.media[request]):
+                pod.waiting_media[modality] += sign * count
+
+    def _start_placed(self, pod: SimulatedPod) -> None:
+        """The next request of those that were placed here, if the replica is free and one has room to decode it."""
+        while pod.waiting and pod.job < 0:
+            request = pod.waiting.first
+            target = None if self._expired(request) else self._room_for(request, pod)
+            if target is None and not self._requests.done[request]:
+                self._stalled[pod.name] = pod
+                return
+            pod.waiting.pop()
+            self._count_waiting(pod, request, -1)
+            if target is not None:
+                self._begin_prefill(pod, target, request)
+                self._unassign(request)
+
+    def _room_for(self, request: int, pod: SimulatedPod) -> SimulatedPod | None:
+        """Where a placed request can decode: here, or on the first replica with room in the order of its placement, then on any."""
+        blocks = self._requests.kv[request]
+        if self._prefills is None:
+            return pod if self._decoders.has_room(pod, blocks, self._kv_blocks, self._max_sequences) else None
+        for name in self._decode_order[request]:
+            target = self._pods[name]
+            if self._decoders.has_room(target, blocks, self._kv_blocks, self._max_sequences):
+                return target
+        return self._decoders.with_room(blocks, self._kv_blocks, self._max_sequences, free=False)
+
     def _start_prefill(self) -> None:
-        """First come, first served; a request that no decode replica has room for holds up those behind it."""
+        """First come, first served, or in turns of text and media; a request that no decode replica has room for holds up those behind it."""
+        if self._placing is not None:
+            stalled, self._stalled = self._stalled, {}
+            for waiting in stalled.values():
+                self._start_placed(waiting)
+            return
         requests, queues, prefills = self._requests, self._queues, self._prefills
         encodes = self._encoders is None
         while queues.prefill:
             if prefills is not None and not prefills.idle:
                 return
-            request = queues.prefill[0]
+            request = queues.prefill.first
             if self._expired(request):
                 queues.pop_prefill(requests, with_media=encodes)
                 continue
@@ -274,36 +374,59 @@ class Pipeline:
             if pod is None:
                 return
             queues.pop_prefill(requests, with_media=encodes)
-            pool = prefills or self._decoders
-            pool.waited_seconds += self._now - requests.queued_at[request]
-            target.places += 1
-            target.kv_used += requests.kv[request]
-            self._target[request] = target
-            pod.job, pod.busy_since = request, self._now
-            seconds = requests.prefill_seconds[request] * requests.factor[request]
-            if prefills is None and pod.batch:
-                steps = math.ceil(seconds / self._chunk)
-                seconds += steps * (self._step + self._step_each * len(pod.batch))
-            if prefills is None:
-                self._change_pace(pod)
-            self._push(self._now + seconds, _PREFILLED, pod, 0)
+            self._begin_prefill(pod, target, request)
+
+    def _begin_prefill(self, pod: SimulatedPod, target: SimulatedPod, request: int) -> None:
+        requests, prefills = self._requests, self._prefills
+        pool = prefills or self._decoders
+        pool.waited_seconds += self._now - requests.queued_at[request]
+        target.places += 1
+        target.kv_used += requests.kv[request]
+        self._target[request] = target
+        pod.job, pod.busy_since = request, self._now
+        seconds = requests.prefill_seconds[request] - self._cached_seconds(pod, request)
+        seconds = (seconds + requests.own_encode_seconds(request)) * requests.factor[request]
+        if prefills is None and pod.batch:
+            seconds += math.ceil(seconds / self._piece_seconds(pod)) * self._decode_seconds(pod)
+        if prefills is None:
+            self._change_pace(pod)
+        self._push(self._now + seconds, _PREFILLED, pod, 0)
+
+    def _piece_seconds(self, pod: SimulatedPod) -> float:
+        """What the prefill of its job adds to one step of its batch."""
+        if self._bound is None or not self._requests.prefills_media(pod.job):
+            return self._chunk
+        return self._bound.tokens(self._decode_seconds(pod), self._token) * self._token
+
+    def _decode_seconds(self, pod: SimulatedPod) -> float:
+        """A step of its batch alone."""
+        return self._step + self._step_each * len(pod.batch)
+
+    def _cached_seconds(self, pod: SimulatedPod, request: int) -> float:
+        """What caches save of the time of a prefill; its last token is always computed."""
+        if self._placing is None:
+            return 0.0
+        cached = min(self._placing.begin(pod.name, request), self._requests.context[request] - 1)
+        return cached / self._calibration.prefill.tokens_per_second
 
     def _prefilled(self, pod: SimulatedPod) -> None:
         requests, request, prefills = self._requests, pod.job, self._prefills
-        pod.end_job(self._now, requests.encode_share[request])
+        pod.end_job(self._now, requests.encode_share(request))
         if prefills is not None:
             if pod.draining:
                 prefills.remove_if_empty(pod, self._now)
-            else:
+            elif self._placing is None:
                 prefills.release(pod)
         transfer = self._calibration.transfer
         delay = self._calibration.gateway_seconds
-        if self._encoders is not None and any(requests.media[request]):
+        if self._media_sent(request):
             delay += transfer.seconds_per_medium
         requests.first_token[request] = self._now
         delay *= requests.factor[request]
         requests.ttft[request] = ttft = self._now - requests.arrivals[request] + delay
         self._telemetry.record_first_token(ttft)
+        if self._placing is not None:
+            self._placing.computed(self._now, pod.name, request)
         target = self._target[request]
         assert target is not None
         if requests.output[request] > 1:
@@ -318,6 +441,8 @@ class Pipeline:
             self._finish(target, request)
             if prefills is None:
                 self._change_pace(target)
+        if self._placing is not None:
+            self._start_placed(pod)
         self._start_prefill()
 
     # --- decoding ---------------------------------------------------------------------------------------------
@@ -325,9 +450,9 @@ class Pipeline:
     def _change_pace(self, pod: SimulatedPod) -> None:
         """The batch or the concurrent prefill has changed: a new length of step, and a new time at which the first one ends."""
         pod.progress(self._now)
-        pod.step_seconds = self._step + self._step_each * len(pod.batch)
+        pod.step_seconds = self._decode_seconds(pod)
         if self._prefills is None and pod.job >= 0:
-            pod.step_seconds += self._chunk
+            pod.step_seconds += self._piece_seconds(pod)
         pod.version += 1
         if pod.batch:
             wait = max(0.0, pod.batch[0][0] - pod.steps) * pod.step_seconds
@@ -345,7 +470,7 @@ class Pipeline:
         if not batch:
             pod.active_total += self._now - pod.active_since
         self._change_pace(pod)
-        if self._queues.prefill:
+        if self._queues.prefill or self._stalled:
             self._start_prefill()
 
     def _finish(self, pod: SimulatedPod, request: int) -> None:
@@ -359,10 +484,12 @@ class Pipeline:
     # --- pods -------------------------------------------------------------------------------------------------
 
     def _create(self, pool: SimulatedPool, start_seconds: float) -> None:
-        pod = pool.add(self._now, self._telemetry.marks, self._step)
+        pod = pool.add(self._now, self._telemetry.marks, self._step, self._prefill_queue())
+        self._pods[pod.name] = pod
         if start_seconds <= 0:
             pod.ready = True
             pool.release(pod)
+            self._pods_changed()
         else:
             self._push(self._now + start_seconds, _READY, pod, POOL_NAMES.index(pool.name))
 
@@ -370,6 +497,7 @@ class Pipeline:
         pod.ready = True
         pod.steps_at = self._now
         pool.release(pod)
+        self._pods_changed()
         self._release_held()
         if pool is self._encoders:
             self._start_encoding(pool)
@@ -383,6 +511,12 @@ class Pipeline:
         for pod in reversed(members[size:]):
             pod.draining = True
             pool.remove_if_empty(pod, self._now)
+        if len(members) > size:
+            self._pods_changed()
+
+    def _pods_changed(self) -> None:
+        if self._placing is not None:
+            self._placing.pods_changed()
 
     def _tick(self) -> None:
         self._telemetry.mark(self._now)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmd_api.contract.pools import PoolName, Role
+from mmd_operator.simulate.requests import PrefillQueue
 
 
 class SimulatedPod:
@@ -17,7 +18,9 @@ class SimulatedPod:
         "active_marks",
         "active_since",
         "active_total",
+        "assigned",
         "batch",
+        "blocked_tokens",
         "busy_since",
         "busy_total",
         "created",
@@ -30,6 +33,7 @@ class SimulatedPod:
         "kv_used",
         "marks",
         "media",
+        "name",
         "number",
         "places",
         "ready",
@@ -38,9 +42,15 @@ class SimulatedPod:
         "steps_at",
         "tower",
         "version",
+        "waiting",
+        "waiting_media",
+        "waiting_tokens",
     )
 
-    def __init__(self, number: int, now: float, marks: int, step_seconds: float) -> None:
+    def __init__(
+        self, name: str, number: int, now: float, marks: int, step_seconds: float, waiting: PrefillQueue
+    ) -> None:
+        self.name = name
         self.number = number
         self.created = now
         self.ready = False
@@ -65,11 +75,16 @@ class SimulatedPod:
         self.encode_marks: deque[float] = deque([0.0], maxlen=marks)
         self.host_total = 0.0  # core seconds of reading and decoding media
         self.host_marks: deque[float] = deque([0.0], maxlen=marks)
+        self.assigned = 0  # requests that were placed here and whose prefill has not begun
+        self.waiting = waiting  # those of them that could begin
+        self.waiting_tokens = 0
+        self.waiting_media = [0, 0, 0]  # that this pod encodes itself, by modality
+        self.blocked_tokens = 0  # of those whose media are being encoded elsewhere
 
     @property
     def empty(self) -> bool:
         """Whether it holds no work."""
-        return self.job < 0 and self.places == 0
+        return self.job < 0 and self.places == 0 and self.assigned == 0
 
     def end_job(self, now: float, encode_share: float) -> None:
         """The job is done; `encode_share` of its time was encoding."""
@@ -109,9 +124,9 @@ class SimulatedPool:
         """Whether any pod takes work."""
         return any(pod.ready and not pod.draining for pod in self.pods)
 
-    def add(self, now: float, marks: int, step_seconds: float) -> SimulatedPod:
+    def add(self, now: float, marks: int, step_seconds: float, waiting: PrefillQueue) -> SimulatedPod:
         """A new pod, which is not Ready yet."""
-        pod = SimulatedPod(self.created, now, marks, step_seconds)
+        pod = SimulatedPod(f"{self.name}-{self.created}", self.created, now, marks, step_seconds, waiting)
         self.created += 1
         self.pods.append(pod)
         return pod
@@ -151,6 +166,15 @@ class SimulatedPool:
             ):
                 best, fewest = pod, pod.places
         return best
+
+    def has_room(self, pod: SimulatedPod, blocks: int, kv_blocks: int, max_sequences: int) -> bool:
+        """Whether a pod has a place and the blocks for one more sequence, and is not about to leave before it has begun."""
+        return (
+            pod.places < max_sequences
+            and pod.ready
+            and (not pod.draining or pod.assigned > 0)
+            and pod.kv_used + blocks <= kv_blocks
+        )
 
     def remove_if_empty(self, pod: SimulatedPod, now: float) -> None:
         """A pod that drains leaves once it holds nothing."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmd_api.contract.pools import MODALITIES
+from mmd_api.contract.text_share import TextShare
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.simulate.calibration import KINDS, Calibration
 from mmd_operator.simulate.traces import Trace
@@ -33,8 +34,6 @@ class Requests:
         media = np.stack([trace.media[m] for m in MODALITIES], axis=1)
         kv = -(-(trace.context_tokens + trace.output_tokens) // spec.decode.kv_block_tokens)
         seconds = prefill.overhead_seconds + trace.context_tokens / prefill.tokens_per_second
-        if spec.encoder is None:
-            seconds = seconds + media @ alone
         self.factor: list[float] = _drawn_factors(trace, calibration).tolist()
         self.arrivals: list[float] = trace.arrivals.tolist()
         self.media: list[list[int]] = media.tolist()
@@ -43,30 +42,94 @@ class Requests:
         self.output: list[int] = trace.output_tokens.tolist()
         self.kv: list[int] = kv.tolist()
         self.prefill_seconds: list[float] = seconds.tolist()
-        self.encode_share: list[float] = (
-            np.zeros(count) if spec.encoder is not None else media @ alone / np.maximum(seconds, 1e-9)
-        ).tolist()
+        self.alone_seconds: list[float] = (media @ alone).tolist()  # to encode its media one after the other
+        self.encoded_here = bytearray([spec.encoder is None]) * count  # by the replica that prefills
         self.queued_at = [0.0] * count
         self.first_token = [math.nan] * count
         self.ttft = [math.nan] * count
         self.itl = [math.nan] * count
         self.done = bytearray(count)
         self.blocked = bytearray(count)  # media are being encoded in another pool
+        self.media_cached = bytearray(count)  # in the prefix cache where it is placed
 
     def __len__(self) -> int:
         return len(self.arrivals)
+
+    def prefills_media(self, request: int) -> bool:
+        """Whether its prefill computes tokens of media."""
+        return any(self.media[request]) and not self.media_cached[request]
+
+    def own_encode_seconds(self, request: int) -> float:
+        """Of the replica that prefills, for the media that it encodes itself."""
+        encodes = self.encoded_here[request] and not self.media_cached[request]
+        return self.alone_seconds[request] if encodes else 0.0
+
+    def encode_share(self, request: int) -> float:
+        """Of the time of the replica that prefills, what encoding takes."""
+        encode = self.own_encode_seconds(request)
+        return encode / max(encode + self.prefill_seconds[request], 1e-9)
+
+
+class PrefillQueue:
+    """Requests that wait for prefill, first come, first served; with a share of text, texts and prompts with media each so, and whole prompts
+    are taken from the two in turns that give each its share of the tokens."""
+
+    def __init__(self, requests: Requests, share: TextShare | None = None) -> None:
+        self._requests = requests
+        self._share = share
+        self._texts: deque[int] = deque()  # without a share all requests
+        self._media: deque[int] = deque()
+        self._longest = max(requests.context, default=0)
+
+    def __len__(self) -> int:
+        return len(self._texts) + len(self._media)
+
+    def append(self, request: int) -> None:
+        """The request waits."""
+        with_media = self._share is not None and self._requests.prefills_media(request)
+        (self._media if with_media else self._texts).append(request)
+
+    @property
+    def first(self) -> int:
+        """The next request."""
+        return self._next[0]
+
+    def pop(self) -> int:
+        """Take the next request."""
+        queue, both = self._next, bool(self._texts and self._media)
+        request = queue.popleft()
+        if self._share is None:
+            return request
+        if not both:
+            self._share.clear()
+            return request
+        tokens, of_media = self._requests.context[request], queue is self._media
+        self._share.add(
+            0 if of_media else tokens,
+            tokens if of_media else 0,
+            text_wants=bool(self._texts),
+            media_want=bool(self._media),
+            most=self._longest,
+        )
+        return request
+
+    @property
+    def _next(self) -> deque[int]:
+        if self._texts and self._media and self._share is not None:
+            return self._texts if self._share.text_first else self._media
+        return self._texts or self._media
 
 
 @dataclass(slots=True)
 class Queues:
     """Where requests wait, with the sums that pods and gateways report of them."""
 
+    prefill: PrefillQueue
     held: deque[int] = field(default_factory=deque)  # at the gateway: a role that they need has no ready pod
     encode: deque[tuple[int, int]] = field(default_factory=deque)  # (request, modality)
     encode_waiting: list[int] = field(default_factory=lambda: [0, 0, 0])  # media, by modality
     blocked_tokens: int = 0  # prompt tokens of requests whose media are being encoded in another pool
     blocked_requests: int = 0
-    prefill: deque[int] = field(default_factory=deque)
     prefill_waiting_tokens: int = 0
     prefill_waiting_media: list[int] = field(default_factory=lambda: [0, 0, 0])  # that prefill encodes itself
 
@@ -102,7 +165,7 @@ class Queues:
 
     def pop_prefill(self, requests: Requests, *, with_media: bool) -> int:
         """The next request."""
-        request = self.prefill.popleft()
+        request = self.prefill.pop()
         self.prefill_waiting_tokens -= requests.context[request]
         if with_media:
             for modality, count in enumerate(requests.media[request]):

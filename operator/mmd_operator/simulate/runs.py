@@ -6,8 +6,8 @@ Everything is one simulation after the other; nothing is estimated besides them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mmd_api.spec.pools import Pool
 from mmd_operator.autoscaling import DeploymentPolicy
 from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.model import Pipeline, SizingPolicy
+from mmd_operator.simulate.placing import Placing
 from mmd_operator.simulate.policies import Autoscaler, Hpa, QueueLength, Static, Utilization
 from mmd_operator.simulate.results import RunResult
 from mmd_operator.simulate.traces import Trace
@@ -91,6 +92,8 @@ class Planner:
     trace: Trace
     calibration: Calibration
     interval_seconds: float = 2.0
+    placing: Callable[[MultimodalDeploymentSpec, Trace, Calibration], Placing] | None = None
+    """Who places the requests of a run; None: they wait in one queue."""
 
     def autoscaler(self, name: str = "autoscaler") -> Run:
         """Under the project's own autoscaler, with the policy of the spec."""
@@ -166,7 +169,7 @@ class Planner:
         for utilization in UTILIZATIONS_PERCENT:
             for share in BACKLOG_SHARES_OF_TTFT:
                 changed = _with_targets(self.spec, utilization, max(1, round(base * share * 1000)))
-                planner = Planner(changed, self.trace, self.calibration, self.interval_seconds)
+                planner = replace(self, spec=changed)
                 tried.append(
                     (planner.autoscaler(f"autoscaler at {utilization} %, {base * share:g} s"), changed)
                 )
@@ -202,11 +205,12 @@ class Planner:
         at = self.trace.arrivals
         first = int(np.argmin(at[TRIAL_REQUESTS:] - at[:-TRIAL_REQUESTS]))
         part = self.trace.between(float(at[first]), float(at[first + TRIAL_REQUESTS]))
-        return Planner(self.spec, part, self.calibration, self.interval_seconds)
+        return replace(self, trace=part)
 
     def _run(self, scaler: SizingPolicy, sizes: Mapping[PoolName, int] | None = None) -> RunResult:
-        pipeline = Pipeline(self.spec, self.trace, self.calibration, scaler, self.interval_seconds, sizes)
-        return pipeline.run()
+        parts = self.spec, self.trace, self.calibration
+        placing = self.placing(*parts) if self.placing is not None else None
+        return Pipeline(*parts, scaler, self.interval_seconds, sizes, placing).run()
 
     def _as_run(
         self,

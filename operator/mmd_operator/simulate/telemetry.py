@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from mmd_api.contract.load import EncodeQueueStatus, FirstTokens, GatewayStatus, PodLoad, WorkerStatus
 from mmd_api.contract.pools import MODALITIES, Modality, PoolName, Role
+from mmd_api.pipeline import encodes_small_media
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import Pool
 from mmd_operator.autoscaling import DeploymentPolicy, PodFacts, PoolFacts
@@ -35,9 +36,14 @@ class Telemetry:
         queues: Queues,
         pools: Mapping[PoolName, SimulatedPool],
         interval_seconds: float,
+        *,
+        placed: bool = False,
     ) -> None:
+        """`placed`: requests wait at the pods where they were placed, instead of in one queue for all."""
         self.spec = spec
+        self._placed = placed
         self.policy = DeploymentPolicy.of(spec)
+        self._encodes_small_media = encodes_small_media(spec, "prefill")
         self.marks = max(2, round(BUSY_WINDOW_SECONDS / interval_seconds) + 1)
         self._calibration, self._interval = calibration, interval_seconds
         self._requests, self._queues, self._pools = requests, queues, pools
@@ -52,13 +58,12 @@ class Telemetry:
 
     def mark(self, now: float) -> None:
         """Note how busy every pod has been up to this tick."""
-        encodes_in_prefill = "encoder" not in self._pools
         for pool in self._pools.values():
             for pod in pool.pods:
                 busy = now - pod.busy_since if pod.job >= 0 else 0.0
                 pod.marks.append(pod.busy_total + busy)
-                if encodes_in_prefill:
-                    encoding = busy * self._requests.encode_share[pod.job] if pod.job >= 0 else 0.0
+                if pool.name != "encoder":
+                    encoding = busy * self._requests.encode_share(pod.job) if pod.job >= 0 else 0.0
                     pod.encode_marks.append(pod.encode_total + encoding)
                 active = now - pod.active_since if pod.batch else 0.0
                 pod.active_marks.append(pod.active_total + active)
@@ -108,6 +113,7 @@ class Telemetry:
         if name == "encoder":
             return len(queues.encode) + sum(pod.places for pod in pool.pods)
         before_prefill = len(queues.held) + len(queues.prefill)
+        before_prefill += sum(len(pod.waiting) for each in self._pools.values() for pod in each.pods)
         if name == "prefill":
             return before_prefill + sum(pod.job >= 0 for pod in pool.pods)
         waiting = before_prefill if "prefill" not in self._pools else 0
@@ -117,7 +123,7 @@ class Telemetry:
         """The pool as its cluster sees it. Pods that were asked to drain are no longer counted in its size."""
         pods = tuple(
             PodFacts(
-                _pod_name(name, pod),
+                pod.name,
                 ordinal=pod.number,
                 created_at=pod.created,
                 ready=pod.ready and not pod.draining,
@@ -134,21 +140,30 @@ class Telemetry:
             if pod.ready:
                 share = 0.0 if pod.draining else 1 / ready
                 status = WorkerStatus(
-                    pod=_pod_name(name, pod),
+                    pod=pod.name,
                     revision=REVISION,
                     state="draining" if pod.draining else "ready",
                     load=self._load(pod, roles, share),
                 )
                 yield status.pod, status.model_dump_json().encode()
 
+    def ready_loads(self, name: PoolName) -> Iterator[tuple[str, tuple[Role, ...], PodLoad]]:
+        """Name, roles and load of the pods that take work, as their heartbeats have them."""
+        roles, ready = self.policy.pools[name].roles, self._pools[name].ready_pods()
+        for pod in ready:
+            yield pod.name, roles, self._load(pod, roles, 1 / len(ready))
+
+    def waiting_encode_work(self) -> dict[Modality, float]:
+        """Work in the queue of the encoder pool."""
+        waiting = enumerate(self._queues.encode_waiting)
+        return {MODALITIES[n]: count * self._requests.work[n] for n, count in waiting}
+
     def gateway_answer(self) -> bytes:
         """What the gateway answers at `/demand`."""
         missing, queues = missing_role(self._pools), self._queues
         queue = None
         if "encoder" in self._pools:
-            waiting = enumerate(queues.encode_waiting)
-            work = {MODALITIES[n]: count * self._requests.work[n] for n, count in waiting}
-            queue = EncodeQueueStatus(age_seconds=0.0, waiting_work=work)
+            queue = EncodeQueueStatus(age_seconds=0.0, waiting_work=self.waiting_encode_work())
         seen = (ttft for tick in self._ttft_by_tick for ttft in tick)
         status = GatewayStatus(
             pod=GATEWAY,
@@ -169,11 +184,20 @@ class Telemetry:
     def _load(self, pod: SimulatedPod, roles: tuple[Role, ...], share: float) -> PodLoad:
         """A pod's load; a ready pod has its `share` of what waits for its pool."""
         encodes, prefills, decodes = ("encode" in roles), ("prefill" in roles), ("decode" in roles)
+        encodes = encodes or (prefills and self._encodes_small_media)
         queues, calibration, decode = self._queues, self._calibration, self.spec.decode
         queued: dict[Modality, int] = {}
         blocked = waiting = requests = 0
         busy = self._share(pod.marks)
-        if prefills:
+        if prefills and self._placed:
+            blocked = pod.blocked_tokens
+            current = self._requests.context[pod.job] if pod.job >= 0 else 0
+            waiting = pod.waiting_tokens + current + blocked
+            requests = pod.assigned + (pod.job >= 0)
+            if encodes:
+                queued = self._media_work(pod.waiting_media, 1.0)
+                busy = self._share(pod.encode_marks)
+        elif prefills:
             blocked = round(queues.blocked_tokens * share)
             current = self._requests.context[pod.job] if pod.job >= 0 else 0
             waiting = round(queues.prefill_waiting_tokens * share) + current + blocked
@@ -194,7 +218,7 @@ class Telemetry:
             prefill_waiting_requests=requests,
             prefill_tokens_per_second=calibration.prefill.tokens_per_second if prefills else 0.0,
             decode_running=len(pod.batch),
-            decode_waiting=round(len(queues.prefill) * share) if prefills and decodes else 0,
+            decode_waiting=self._decode_waiting(pod, share) if prefills and decodes else 0,
             decode_max_sequences=decode.max_sequences if decodes else 0,
             kv_blocks_total=kv_blocks if decodes else 0,
             kv_blocks_free=kv_blocks - pod.kv_used if decodes else 0,
@@ -202,13 +226,12 @@ class Telemetry:
             itl_seconds=pod.step_seconds if pod.batch else 0.0,
         )
 
+    def _decode_waiting(self, pod: SimulatedPod, share: float) -> int:
+        return len(pod.waiting) if self._placed else round(len(self._queues.prefill) * share)
+
     def _media_work(self, counts: list[int], share: float) -> dict[Modality, int]:
         work = self._requests.work
         return {MODALITIES[n]: round(count * work[n] * share) for n, count in enumerate(counts) if count}
-
-
-def _pod_name(name: PoolName, pod: SimulatedPod) -> str:
-    return f"{name}-{pod.number}"
 
 
 def _cores(cpu: str) -> float:
