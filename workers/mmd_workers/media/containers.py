@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
 import av
 import pillow_heif
-from PIL import Image
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
@@ -32,6 +34,7 @@ IMAGE_FORMATS = {
     "webp": "WEBP",
     "gif": "GIF",
     "bmp": "BMP",
+    "tiff": "TIFF",
     "avif": "AVIF",
     "heic": "HEIF",
 }
@@ -45,17 +48,40 @@ _DEMUXERS = {
     "flac": "flac",
     "mp3": "mp3",
     "aac": "aac",
+    "amr": "amr",
 }
 CONTAINERS: dict[Modality, frozenset[str]] = {
     "image": frozenset(IMAGE_FORMATS),
     "video": frozenset({"mp4", "matroska", "avi", "mpegts", "ogg"}),
-    "audio": frozenset({"wav", "mp3", "ogg", "flac", "mp4", "aac", "matroska"}),
+    "audio": frozenset(_DEMUXERS),  # a video's sound track is sound
 }
+DOCUMENT = "pdf"
+"""A container of pages, each of which is an image; an image part takes none."""
+PIXEL_MODES = frozenset(
+    {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B"}
+)
+"""Of Pillow: what has a defined meaning in 8 bits. 32-bit integers and floats have no defined range."""
+BROKEN_IMAGE = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, struct.error)  # fmt: skip
+"""What Pillow's readers raise at files that are not as they should be."""
+PROBED_BYTES = 2**20
+"""Of packets that FFmpeg reads and holds while it opens a file, each with half a kilobyte of its own: with its 5 MB a subtitle of a byte a packet
+takes all memory that a decode may use.
+"""
+_HEADED = frozenset({"mp4", "matroska", "avi"})
+"""Their headers describe every stream: there is little to learn from packets. A transport stream may show its first picture late."""
+SEI_BYTES = 256  # of a unit of messages that are looked at
+MAX_DESCRIBING_CHUNKS = 256  # of a PNG: texts and EXIF
+MAX_SCANS = 100  # of a JPEG: each is decoded over all its pixels, and may be of a few bytes; progressive ones have 10 or so
+MAX_ITEMS = 1000  # of an AVIF, as of a HEIC in libheif: the cells of a grid may share their bytes
 MAX_NAL_UNITS = 256  # of a picture that are looked at: files may hold any number, and empty ones
+_ORIENTATION = ExifTags.Base.Orientation
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
     {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
 )
+_MARKER = re.compile(
+    rb"\xff[\xc0-\xcf\xd9-\xfe]"
+)  # of a JPEG, with something behind it; decoders step over lower ones
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
@@ -74,6 +100,10 @@ def sniff(data: bytes) -> str | None:
         (b"\x1a\x45\xdf\xa3", "matroska"),
         (b"OggS", "ogg"),
         (b"fLaC", "flac"),
+        (b"#!AMR", "amr"),
+        (b"II*\0", "tiff"),
+        (b"MM\0*", "tiff"),
+        (b"II+\0", "tiff"),  # BigTIFF; of its other byte order Pillow reads none
         (b"BM", "bmp"),
     ):
         if head.startswith(magic):
@@ -86,7 +116,7 @@ def sniff(data: bytes) -> str | None:
         return _still_image(head) or "mp4"
     if head[:1] == b"\x47" and head[188:189] in (b"\x47", b""):
         return "mpegts"
-    return _mpeg_audio(head)
+    return DOCUMENT if b"%PDF-" in head[:1024] else _mpeg_audio(head)
 
 
 def _still_image(head: bytes) -> str | None:
@@ -115,28 +145,73 @@ def open_image(data: bytes, container: str) -> Image.Image:
     """Open an image by its header; pixels are not decoded.
 
     Raises:
-        BadMediaError: the header is broken.
+        BadMediaError: the header is broken, or decoding would take long for what it gives.
     """
+    if container == "jpeg" and next(islice(_scans(data), MAX_SCANS, None), None) is not None:
+        raise BadMediaError(f"the jpeg image has more than {MAX_SCANS} scans; re-encode the file")
+    if container == "avif" and (items := _items(data)) > MAX_ITEMS:
+        raise BadMediaError(
+            f"the avif image has {items} items, more than {MAX_ITEMS}; re-encode it as one picture"
+        )
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
-    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, struct.error) as error:
+    except BROKEN_IMAGE as error:
+        # Pillow's own words for a file that it does not know name an object in memory.
+        reason = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
         raise BadMediaError(
-            f"the {container} header cannot be read ({error}); send a complete, valid file"
+            f"the {container} header cannot be read{reason}; send a complete, valid file"
         ) from error
 
 
-def orientation(image: Image.Image) -> int:
-    """EXIF orientation 1 to 8 as it stands in the header; 1 when there is none or it is broken."""
-    raw = image.info.get("exif")
-    if not isinstance(raw, bytes):
-        return 1
-    exif = Image.Exif()
+def _scans(jpeg: bytes) -> Iterator[int]:
+    """Where the scans of a JPEG begin (ITU-T T.81, B.1.1.4); those of a picture in a segment, such as a thumbnail, are none."""
+    at = 2
+    while (marker := _MARKER.search(jpeg, at)) is not None and marker[0] != b"\xff\xd9":
+        if marker[0] == b"\xff\xda":
+            yield marker.start()
+        at = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
+
+
+def _items(heif: bytes) -> int:
+    """How many items an ISO base media file says that it has (ISO/IEC 14496-12, 8.11.6)."""
+    for start, end in _boxes(heif, 0, len(heif), b"meta"):
+        for infos, _ in _boxes(heif, start + 4, end, b"iinf"):
+            return int.from_bytes(heif[infos + 4 : infos + (8 if heif[infos] else 6)], "big")
+    return 0
+
+
+def orientation(image: Image.Image, data: bytes) -> int:
+    """EXIF orientation 1 to 8 of an image that was opened and not decoded, by EXIF or else XMP, as Pillow and transformers read it; 1
+    when there is none or it is broken. PNG may have it behind the pixels.
+    """
     try:
-        exif.load(raw)
-        value = exif.get(0x0112, 1)
-    except (OSError, SyntaxError, ValueError, struct.error, KeyError, TypeError):
+        if image.format == "PNG":
+            with Image.open(io.BytesIO(_description(data)), formats=("PNG",)) as described:
+                value = Image.Image.getexif(described).get(_ORIENTATION, 1)
+        else:
+            value = image.getexif().get(_ORIENTATION, 1)
+    except BROKEN_IMAGE:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def turned_by_pillow(image: Image.Image) -> bool:
+    """Whether the size of an opened image is already that of the image as displayed."""
+    return isinstance(image, TiffImagePlugin.TiffImageFile) and _ORIENTATION in image.tag_v2
+
+
+def _description(png: bytes) -> bytes:
+    """A PNG of the chunks that may have an orientation (PNG, third edition, 5.3), also of those behind the pixels."""
+    kept, at = [png[:8]], 8
+    while at + 12 <= len(png) and len(kept) < MAX_DESCRIBING_CHUNKS:
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
+        kind = png[at + 4 : at + 8]
+        if kind in (b"IHDR", b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+            kept.append(png[at:end])
+        if kind == b"IEND":
+            break
+        at = end
+    return b"".join([*kept, b"\0\0\0\0IEND\xae\x42\x60\x82"])
 
 
 @contextmanager
@@ -146,14 +221,18 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
     FFmpeg decodes the first picture to learn its size; not with `packets_only`.
     """
     options = {"skip_frame": "all"} if packets_only else {}
+    if container in _HEADED:
+        options["probesize"] = str(PROBED_BYTES)
     try:
         with av.open(
             io.BytesIO(data), "r", format=_DEMUXERS[container], options=options, metadata_errors="ignore"
         ) as opened:
             yield opened
     except (av.error.FFmpegError, ValueError, OverflowError, EOFError) as error:
+        # Without FFmpeg's number and its name of a file that has none; and no name for the error here, which would hold its own frame, and the media.
+        reason = getattr(error, "strerror", None) or str(error)
         raise BadMediaError(
-            f"the {container} data cannot be read ({error}); send a complete, valid file"
+            f"the {container} data cannot be read ({reason}); send a complete, valid file"
         ) from error
 
 
@@ -165,10 +244,15 @@ def video_stream(opened: Any) -> Any:
     """
     for stream in opened.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic and stream.codec_context is not None:
-            return stream
+            return _alone(opened, stream)
     raise BadMediaError(
         "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
     )
+
+
+def has_audio_stream(opened: Any) -> bool:
+    """Whether `audio_stream` would find one."""
+    return any(stream.codec_context is not None for stream in opened.streams.audio)
 
 
 def audio_stream(opened: Any) -> Any:
@@ -179,16 +263,38 @@ def audio_stream(opened: Any) -> Any:
     """
     for stream in opened.streams.audio:
         if stream.codec_context is not None:
-            return stream
-    raise BadMediaError("the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus or AAC")
+            return _alone(opened, stream)
+    raise BadMediaError(
+        "the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus, Vorbis, AAC or AMR"
+    )
+
+
+def _alone(opened: Any, stream: Any) -> Any:
+    """The stream, after the demuxer was told to leave out the packets of all others."""
+    for other in opened.streams:
+        if other is not stream:
+            other.discard = av.stream.Discard.all
+    return stream
+
+
+def packets(opened: Any, stream: Any) -> Iterator[Any]:
+    """Packets of a stream in decode order, and an empty one at the end, which makes its decoder give out what it holds."""
+    try:
+        yield from opened.demux(stream)
+    except (
+        IndexError
+    ):  # all are read: PyAV fails at the end of a transport stream where others have appeared meanwhile
+        return
 
 
 @dataclass(slots=True)
 class VideoTable:
     """Facts of the packets of a video in decode order. `key`: decoding may begin here; `shown` is False where an edit list or the
-    codec hides the frame.
+    codec hides the frame, or where the file begins after what it is predicted from. `time_base`: seconds of a tick.
     """
 
+    codec: str
+    time_base: Fraction
     pts: list[int | None]
     key: list[bool]
     shown: list[bool]
@@ -208,17 +314,25 @@ class VideoTable:
 
 
 def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
-    """Demux every packet of a stream, decoding none; stops once more than `max_packets` were seen."""
-    table = VideoTable([], [], [], 0)
+    """Demux every packet of a stream, decoding none; stops once more than `max_packets` were seen. AVI has packets in decode order and no
+    timestamps; what FFmpeg makes up for them is left out.
+    """
+    table = VideoTable(stream.codec_context.name, stream.time_base, [], [], [], 0)
+    timed = opened.format.name != "avi"
     vp8 = stream.codec_context.name == "vp8"
     h264 = stream.codec_context.name == "h264"
     header = bytes(stream.codec_context.extradata or b"") if h264 else b""
-    for packet in opened.demux(stream):
+    beginning = _Beginning(stream.codec_context)
+    for packet in packets(opened, stream):
         if packet.size == 0:
             continue
         # A VP8 packet may hold a reference frame that is never shown: bit 4 of the frame tag (RFC 6386, section 9.1).
-        hidden = packet.is_discard or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
-        table.pts.append(packet.pts)
+        hidden = (
+            beginning.drops(packet)
+            or packet.is_discard
+            or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
+        )
+        table.pts.append(packet.pts if timed else None)
         # With gradual refresh (H.264, D.2.8) containers mark pictures as key frames after which some more are needed.
         table.key.append(packet.is_keyframe and (not h264 or all(_intra_slices(bytes(packet), header))))
         table.shown.append(not hidden)
@@ -226,6 +340,92 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
         if len(table.pts) > max_packets:
             break
     return table
+
+
+class _Beginning:
+    """The first pictures of a file that was cut out of a longer one, as recordings of broadcasts are: decoders drop those before the first
+    key frame, with gradual refresh those until it is complete (ITU-T H.264, D.2.8), and of those shown earlier what is predicted from what
+    is missing (H.265, 8.1.3, RASL; H.262, 6.3.8, closed_gop).
+    """
+
+    def __init__(self, codec: Any) -> None:
+        self._codec = codec.name
+        self._header = bytes(codec.extradata or b"")
+        self._over = self._codec not in ("h264", "hevc", "mpeg2video", "mpeg4")
+        self._begun = False
+        self._first_pts: int | None = None  # of the first picture that is shown
+        self._refreshing: int | None = 0  # reference pictures until then
+
+    def drops(self, packet: Any) -> bool:
+        """Whether the decoder drops this packet; called for each in decode order."""
+        if self._over:
+            return False
+        picture = bytes(packet)
+        units = self._units(picture)
+        if not self._begun:
+            if not (packet.is_keyframe or any(self._is_key(unit) for unit in units)):
+                return True
+            self._begun = True
+            self._refreshing = _recovery_frames(units) if self._codec == "h264" else 0
+        if self._refreshing is not None:
+            return self._refreshes(units, packet.pts, picture)
+        if packet.pts is None or self._first_pts is None or packet.pts >= self._first_pts:
+            self._over = True
+            return False
+        return self._codec != "hevc" or any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
+
+    def _refreshes(self, units: list[bytes], pts: int | None, picture: bytes) -> bool:
+        """Whether this picture still is part of the refresh; else it is the first that is shown."""
+        reference = self._codec != "h264" or any(unit[0] & 31 in (1, 5) and unit[0] & 0x60 for unit in units)
+        whole = self._codec == "h264" and any(self._is_key(unit) for unit in units)
+        if not whole and (self._refreshing or not reference):
+            self._refreshing = (self._refreshing or 0) - reference
+            return True
+        self._refreshing, self._first_pts = None, pts
+        self._over = self._codec == "mpeg2video" and _closed_gop(picture)
+        return False
+
+    def _is_key(self, unit: bytes) -> bool:
+        """Whether decoding may begin at this unit, whatever the container says."""
+        if self._codec == "h264":
+            return unit[0] & 31 == 5
+        return self._codec == "hevc" and 16 <= unit[0] >> 1 & 63 < 24
+
+    def _units(self, picture: bytes) -> list[bytes]:
+        if self._codec not in ("h264", "hevc"):
+            return []
+        length_at = 4 if self._codec == "h264" else 21
+        units = islice(_nal_units(picture, self._header, length_at, SEI_BYTES), MAX_NAL_UNITS)
+        return [unit for unit in units if unit]
+
+
+def _recovery_frames(units: list[bytes]) -> int:
+    """Reference pictures of H.264 after which a gradual refresh is complete, by its recovery point message; 0 without one."""
+    for unit in units:
+        if unit[0] & 31 != 6:
+            continue
+        messages, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0  # without emulation prevention (7.4.1)
+        while at < len(messages):
+            kind, at = _sei_number(messages, at)
+            size, at = _sei_number(messages, at)
+            if kind == 6:
+                bits = "".join(f"{byte:08b}" for byte in messages[at : at + 8])
+                return max(0, _exp_golomb(bits, 0)[0])
+            at += size
+    return 0
+
+
+def _sei_number(messages: bytes, at: int) -> tuple[int, int]:
+    """Type or size of a message (ITU-T H.264, 7.3.2.3.1), and where it ends."""
+    value = 0
+    while messages[at : at + 1] == b"\xff":
+        value, at = value + 255, at + 1
+    return value + int.from_bytes(messages[at : at + 1], "big"), at + 1
+
+
+def _closed_gop(picture: bytes) -> bool:
+    at = picture.find(b"\x00\x00\x01\xb8")
+    return at >= 0 and len(picture) > at + 7 and bool(picture[at + 7] & 0x40)
 
 
 def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
@@ -238,19 +438,19 @@ def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
             yield slice_type % 5 in (2, 4)
 
 
-def _nal_units(picture: bytes, header: bytes) -> Iterator[bytes]:
-    """The first 16 bytes of each NAL unit of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3), else
-    behind start codes.
+def _nal_units(picture: bytes, header: bytes, length_at: int = 4, most: int = 16) -> Iterator[bytes]:
+    """At most the first so many bytes of each NAL unit of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3 and 8.3.3),
+    which has their size at `length_at`, else behind start codes.
     """
-    if header[:1] != b"\x01" or len(header) < 5:
+    if header[:1] != b"\x01" or len(header) <= length_at:
         at = picture.find(b"\x00\x00\x01")
         while at >= 0:
-            yield picture[at + 3 : at + 19]
+            yield picture[at + 3 : at + 3 + most]
             at = picture.find(b"\x00\x00\x01", at + 3)
         return
-    at, size = 0, (header[4] & 3) + 1
+    at, size = 0, (header[length_at] & 3) + 1
     while at + size < len(picture):
-        yield picture[at + size : at + size + 16]
+        yield picture[at + size : at + size + most]
         at += size + int.from_bytes(picture[at : at + size], "big")
 
 
@@ -261,13 +461,25 @@ def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
     return (int(bits[one:end], 2) - 1, end) if one >= 0 and end <= len(bits) else (-1, len(bits))
 
 
-def clockwise_quarter_turns(data: bytes, container: str, track_id: int) -> int:
-    """How a player turns the frames of an ISO base media file: quarter turns clockwise, from the track header's matrix.
+_ORIENTATIONS = {  # EXIF's number of a matrix (a b; c d) that maps the stored picture to the displayed one
+    (1, 0, 0, 1): 1,
+    (-1, 0, 0, 1): 2,
+    (-1, 0, 0, -1): 3,
+    (1, 0, 0, -1): 4,
+    (0, 1, 1, 0): 5,
+    (0, 1, -1, 0): 6,
+    (0, -1, -1, 0): 7,
+    (0, -1, 1, 0): 8,
+}
 
-    Source: ISO/IEC 14496-12, section 8.3.2. Other containers: 0.
+
+def track_orientation(data: bytes, container: str, track_id: int) -> int:
+    """How a player turns and mirrors the frames of an ISO base media file, as an EXIF orientation, from the track header's matrix.
+
+    Source: ISO/IEC 14496-12, section 8.3.2. Other containers: 1.
     """
     if container != "mp4":
-        return 0
+        return 1
     for moov_start, moov_end in _boxes(data, 0, len(data), b"moov"):
         for trak_start, trak_end in _boxes(data, moov_start, moov_end, b"trak"):
             for start, end in _boxes(data, trak_start, trak_end, b"tkhd"):
@@ -275,14 +487,20 @@ def clockwise_quarter_turns(data: bytes, container: str, track_id: int) -> int:
                 id_at, matrix_at = start + (20 if wide else 12), start + (52 if wide else 40)
                 if matrix_at + 36 > end or struct.unpack_from(">I", data, id_at)[0] != track_id:
                     continue
-                a, b = struct.unpack_from(">ii", data, matrix_at)
-                turns = math.degrees(math.atan2(b, a)) / 90
-                return round(turns) % 4 if abs(turns - round(turns)) < 0.01 else 0
-    return 0
+                a, b, _, c, d = struct.unpack_from(">5i", data, matrix_at)
+                return _ORIENTATIONS.get((*_direction(a, b), *_direction(c, d)), 1)
+    return 1
+
+
+def _direction(x: int, y: int) -> tuple[int, int]:
+    """The axis that a vector lies on to a degree, with its sign; (0, 0) for none."""
+    length = math.hypot(x, y) or 1
+    axis = round(x / length), round(y / length)
+    return axis if abs(x * axis[1] - y * axis[0]) < 0.0175 * length else (0, 0)
 
 
 def _boxes(data: bytes, start: int, end: int, kind: bytes) -> Iterator[tuple[int, int]]:
-    """Bodies [start, end) of the boxes of one kind directly inside a range."""
+    """Bodies [start, end) of the boxes of one kind directly inside a range; of one that is cut off, what is there, as FFmpeg reads it."""
     while start + 8 <= end:
         size, name = struct.unpack_from(">I4s", data, start)
         header = 8
@@ -290,11 +508,12 @@ def _boxes(data: bytes, start: int, end: int, kind: bytes) -> Iterator[tuple[int
             size, header = struct.unpack_from(">Q", data, start + 8)[0], 16
         elif size == 0:
             size = end - start
-        if size < header or start + size > end:
+        if size < header:
             return
-        if name == kind and size > header:
-            yield start + header, start + size
-        start += size
+        close = min(end, start + size)
+        if name == kind and close > start + header:
+            yield start + header, close
+        start = close
 
 
 def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
@@ -302,25 +521,30 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     codec = stream.codec_context
     rate, base = codec.sample_rate, stream.time_base
     coarse = base * rate > 1  # durations are rounded to more than a sample (Matroska)
-    total = ticks = skipped = packets = 0
+    ogg_vorbis = (
+        codec.name == "vorbis" and not coarse
+    )  # its durations are trimmed, and its first packet has no samples (Vorbis I, 4.3.8)
+    total = ticks = skipped = count = 0
     first: int | None = None
     end = 0
-    for packet in opened.demux(stream):
+    for packet in packets(opened, stream):
         if packet.size == 0:
             continue
-        packets += 1
-        if packets > max_packets:
+        count += 1
+        if count > max_packets:
             raise BadMediaError(f"the audio has more than {max_packets} packets; re-encode the file")
         if packet.pts is not None:
             first = packet.pts if first is None else first
             end = max(end, packet.pts + (packet.duration or 0))
         if packet.is_discard:
             continue
-        if packet.has_sidedata("skip_samples"):
+        if ogg_vorbis and count == 1:
+            continue
+        if packet.has_sidedata("skip_samples") and not ogg_vorbis:
             skipped += sum(struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples"))))
         if codec.name in ("opus", "libopus"):
             total += opus_samples(bytes(memoryview(packet)[:2]))
-        elif coarse and codec.frame_size:
+        elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are cut off
             total += codec.frame_size
         else:
             ticks += packet.duration or 0

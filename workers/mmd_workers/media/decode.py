@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import av
 import numpy as np
@@ -18,13 +18,14 @@ import soxr
 from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError
-from mmd_workers.media import containers
+from mmd_workers.media import containers, document
 from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 log = logging.getLogger(__name__)
 
 AUDIO_SLACK_SECONDS = 0.1  # how far a container may misstate its length before it counts as broken
 DECODE_THREADS = 2
+LOUDEST = 1e6  # of a float: sums of louder samples may leave the range of float32 in the resampler
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,6 +36,11 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF 6.0
+_FRONT = 0.5**0.5
+_WEIGHTS = {"FC": 1.0, "FL": _FRONT, "FR": _FRONT, "FLC": _FRONT, "FRC": _FRONT, "LFE": 0.0, "LFE2": 0.0}
+_WEIGHT_OF_OTHERS = 0.5
 
 
 def image_shape(info: MediumInfo) -> tuple[int, int, int]:
@@ -48,17 +54,21 @@ def video_shape(info: MediumInfo, frame_indices: Sequence[int]) -> tuple[int, in
 
 
 def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | None = None) -> DecodedImage:
-    """First frame of an image as RGB, uint8 [height, width, 3], written to `out` when given.
+    """First frame of an image, or a page of a document, as RGB, uint8 [height, width, 3], written to `out` when given.
 
     Raises:
         BadMediaError: broken or cut off data, or another size than the header said.
     """
+    if info.page:
+        out = np.empty(image_shape(info), np.uint8) if out is None else out
+        document.render(data, info.page, out)
+        return DecodedImage(out)
     image: Image.Image = containers.open_image(data, info.container)
-    turn = _TURNS.get(containers.orientation(image))
+    turn = None if info.container == "tiff" else _TURNS.get(containers.orientation(image, data))
     try:
-        image.load()
-        rgb = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, IndexError) as error:
+        image.load()  # and turns a TIFF
+        rgb = _rgb(image)
+    except containers.BROKEN_IMAGE as error:
         raise BadMediaError(
             f"the {info.container} image cannot be decoded ({error}); send a complete file"
         ) from error
@@ -72,6 +82,18 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
         out = np.empty(image_shape(info), np.uint8)
     out[...] = np.asarray(rgb)
     return DecodedImage(out)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Transparency is dropped; of 12 and 16 bits the upper 8 count, also of grey, which Pillow would cut off at 255, and of a TIFF in which 0 is
+    white it would make a negative.
+    """
+    if image.mode.startswith("I;16"):
+        tags = getattr(image, "tag_v2", {})
+        (bits, *_), white_is_zero = tags.get(_BITS_PER_SAMPLE, (16,)), tags.get(_PHOTOMETRIC) == 0
+        grey = np.minimum(np.asarray(image) >> max(0, bits - 8), 255).astype(np.uint8)
+        image = Image.fromarray(255 - grey if white_is_zero else grey)
+    return image.convert("RGB")
 
 
 def decode_video(
@@ -99,13 +121,45 @@ def decode_video(
         places.setdefault(index, []).append(place)
     with containers.open_av(data, info.container, packets_only=True) as opened:
         stream = containers.video_stream(opened)
-        turns = containers.clockwise_quarter_turns(data, info.container, stream.id)
+        orientation = containers.track_orientation(data, info.container, stream.id)
         table = containers.video_table(opened, stream, 2 * info.num_frames + 1024)
-        skips = stream.codec_context.name == "h264"
-    writer = _FrameWriter(turns, info, places, out)
-    if not _decode_needed(data, info, table, writer, skips=skips):
-        _decode_scan(data, info, writer)
+    deliver(data, info, table, _FrameWriter(orientation, info, places, out))
     return DecodedVideo(out, list(frame_indices), info.fps, info.num_frames)
+
+
+class Sink(Protocol):
+    """Takes decoded frames by index, in any order. `missing`: those that it still needs."""
+
+    missing: set[int]
+
+    def put(self, index: int, frame: Any) -> None:
+        """Take a frame, which may be one that it does not need."""
+
+
+def deliver(
+    data: bytes, info: MediumInfo, table: containers.VideoTable, sink: Sink, most_scanned: int | None = None
+) -> None:
+    """Decode until `sink` has every frame that it needs. Of H.264 what lies between is skipped where no other is predicted from it. Frames that do not
+    come where the container has them are looked for from the beginning, among `most_scanned` pictures at most (None: among all).
+
+    Raises:
+        BadMediaError: broken data, more than the last frame is missing, or it would take more pictures.
+    """
+    if not _decode_needed(data, info, table, sink):
+        if most_scanned is not None and max(sink.missing) >= most_scanned:
+            raise BadMediaError(
+                "frames of the video are not where its container has them, and it is too long to be searched; re-encode the file"
+            )
+        _decode_scan(data, info, sink)
+
+
+def pictures_decoded(info: MediumInfo, table: containers.VideoTable, wanted: Sequence[int]) -> int:
+    """How many pictures `deliver` would decode at most for these frames."""
+    times = table.presentation()
+    if times is None or len(times) != info.num_frames:
+        return max(wanted) + 1
+    runs = _runs(table, {times[index] for index in wanted})
+    return sum(end - start + 1 for start, end in runs) or max(wanted) + 1
 
 
 class _FrameWriter:
@@ -113,12 +167,12 @@ class _FrameWriter:
 
     def __init__(
         self,
-        quarter_turns: int,
+        orientation: int,
         info: MediumInfo,
         places: dict[int, list[int]],
         out: npt.NDArray[np.uint8],
     ) -> None:
-        self._quarter_turns = quarter_turns
+        self._orientation = orientation
         self._size = (info.width, info.height)
         self._places = places
         self._out = out
@@ -127,24 +181,24 @@ class _FrameWriter:
     def put(self, index: int, frame: Any) -> None:
         if index not in self.missing:
             return
-        width, height = (
-            (frame.height, frame.width) if self._quarter_turns % 2 else (frame.width, frame.height)
-        )
+        sideways = self._orientation >= 5
+        width, height = (frame.height, frame.width) if sideways else (frame.width, frame.height)
         if (width, height) != self._size:
             raise BadMediaError(
                 f"frame {index} of the video is {width}x{height}, but the container declares {self._size[0]}x{self._size[1]}; "
                 "re-encode the file at one size"
             )
-        pixels = np.rot90(frame.to_ndarray(format="rgb24"), k=-self._quarter_turns)
+        pixels = frame.to_ndarray(format="rgb24")
+        turn = _TURNS.get(self._orientation)
+        if turn is not None:
+            pixels = np.asarray(Image.fromarray(pixels).transpose(turn))
         for place in self._places[index]:
             self._out[place] = pixels
         self.missing.discard(index)
 
 
-def _decode_needed(
-    data: bytes, info: MediumInfo, table: containers.VideoTable, writer: _FrameWriter, *, skips: bool
-) -> bool:
-    """Decode only from a key frame up to the last frame wanted of its run, and with `skips` of what lies between only what others are
+def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, writer: Sink) -> bool:
+    """Decode only from a key frame up to the last frame wanted of its run, and of H.264 of what lies between only what others are
     predicted from. False: not possible or not worth it.
     """
     times = table.presentation()
@@ -153,6 +207,7 @@ def _decode_needed(
     wanted = {times[index]: index for index in writer.missing}
     runs = _runs(table, set(wanted))
     last = max(end for _, end in runs) if runs else 0
+    skips = table.codec == "h264"
     if not runs or (not skips and sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1)):
         return False
     with containers.open_av(data, info.container) as opened:
@@ -162,7 +217,7 @@ def _decode_needed(
         todo = iter(runs)
         run = next(todo)
         number = -1
-        for packet in opened.demux(stream):
+        for packet in containers.packets(opened, stream):
             if packet.size == 0:
                 continue
             number += 1
@@ -208,7 +263,7 @@ def _runs(table: containers.VideoTable, wanted: set[int]) -> list[tuple[int, int
     return merged
 
 
-def _decode_scan(data: bytes, info: MediumInfo, writer: _FrameWriter) -> None:
+def _decode_scan(data: bytes, info: MediumInfo, writer: Sink) -> None:
     """Decode from the start and count, up to the last frame wanted."""
     seen = 0
     newest = max(writer.missing)
@@ -234,7 +289,8 @@ def _frames(data: bytes, info: MediumInfo) -> Iterator[Any]:
     with containers.open_av(data, info.container) as opened:
         stream = containers.video_stream(opened)
         stream.codec_context.thread_count = DECODE_THREADS
-        yield from opened.decode(stream)
+        for packet in containers.packets(opened, stream):
+            yield from packet.decode()
 
 
 def decode_audio(
@@ -246,7 +302,7 @@ def decode_audio(
 ) -> DecodedAudio:
     """Mono waveform, float32 [num_samples] in [-1, 1] at `sample_rate_hz`, written to `out` when given.
 
-    Channels are averaged, the source is trimmed or padded to `info.num_samples`, resampled with soxr (HQ), then cut or
+    Channels are mixed (`_mono`), the source is trimmed or padded to `info.num_samples`, resampled with soxr (HQ), then cut or
     padded with silence to `num_samples`.
 
     Raises:
@@ -270,14 +326,22 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
     with containers.open_av(data, info.container) as opened:
         stream = containers.audio_stream(opened)
         stream.codec_context.thread_count = 1
-        to_float = av.AudioResampler(format="fltp")
-        for frame in opened.decode(stream):
+        to_float = av.AudioResampler(format="flt")  # of planes PyAV reads eight, and then other memory
+        frames = (frame for packet in containers.packets(opened, stream) for frame in packet.decode())
+        first = ""
+        for frame in frames:
+            first = first or frame.layout.name
+            if frame.layout.name != first:
+                raise BadMediaError(
+                    f"the channels change from {first} to {frame.layout.name}; re-encode the file"
+                )
             if frame.sample_rate != info.sample_rate_hz:
                 raise BadMediaError(
                     f"the sample rate changes from {info.sample_rate_hz} to {frame.sample_rate} Hz; re-encode the file"
                 )
-            for planar in to_float.resample(frame):
-                mono = planar.to_ndarray().mean(axis=0, dtype=np.float32)
+            for packed in to_float.resample(frame):
+                channels = [channel.name for channel in packed.layout.channels]
+                mono = _mono(packed.to_ndarray().reshape(-1, len(channels)).T, channels)
                 kept = min(len(mono), info.num_samples - filled)
                 waveform[filled : filled + kept] = mono[:kept]
                 filled += kept
@@ -285,4 +349,18 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
         raise BadMediaError(
             f"the container declares {info.num_samples} samples, but only {filled} can be decoded; send a complete, valid file"
         )
-    return np.nan_to_num(waveform, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+    np.nan_to_num(waveform, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+    return np.clip(waveform, -LOUDEST, LOUDEST, out=waveform)
+
+
+def _mono(planes: npt.NDArray[np.float32], channels: list[str]) -> npt.NDArray[np.float32]:
+    """One channel of [channels, samples]: the mean of two; more are weighed as FFmpeg weighs them, which favours the centre, where speech
+    is, and leaves out low-frequency effects.
+    """
+    mono: npt.NDArray[np.float32]
+    if len(planes) <= 2:
+        mono = planes.mean(axis=0, dtype=np.float32)
+    else:
+        weights = np.array([_WEIGHTS.get(name, _WEIGHT_OF_OTHERS) for name in channels], np.float32)
+        mono = ((weights / weights.sum())[:, None] * planes).sum(axis=0, dtype=np.float32)
+    return mono

@@ -16,8 +16,9 @@ from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import decode
+from mmd_workers.media.frames import find_frames
 from mmd_workers.media.medium import MediumInfo
-from mmd_workers.media.probe import probe
+from mmd_workers.media.probe import probe, probe_pages
 
 
 def load() -> None:
@@ -36,8 +37,17 @@ def serve(job: dict[str, Any], source: int, result: int) -> dict[str, Any]:
         data = bytes(mapped)
     if job["kind"] == "probe":
         limits: Any = _limits(job["policy"])
-        return {"info": asdict(probe(data, job["modality"], limits, job["digest"]))}
+        known, page, of_video = job["digest"], job["page"], job["of_video"]
+        return {"info": asdict(probe(data, job["modality"], limits, known, page, of_video))}
+    if job["kind"] == "pages":
+        policy: Any = _limits(job["policy"])
+        infos = probe_pages(data, job["pages"], job["most"], policy)
+        return {"pages": [(info.page, info.width, info.height) for info in infos]}
     info = MediumInfo(**job["info"])
+    if job["kind"] == "frames":
+        found = find_frames(data, info, job["sampling"], job["timestamps"])
+        pairs = [[[one.index, one.nominal] for one in some] for some in (found.frames, found.spare)]
+        return {"frames": pairs[0], "spare": pairs[1]}
     # Memory of an earlier result: its pages are mapped at once, and not by a fault each.
     populate = mmap.MAP_POPULATE if os.fstat(result).st_blocks else 0
     buffer = mmap.mmap(result, job["result_bytes"], flags=mmap.MAP_SHARED | populate)

@@ -17,9 +17,9 @@ import httpx
 import pybase64
 
 from mmd_api.contract.errors import FetchError
-from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.lookup import lookup
+from mmd_workers.media.medium import MediumKind
 from mmd_workers.media.probe import FIELD
 
 MAX_REDIRECTS = 3
@@ -49,8 +49,8 @@ Reserve = Callable[[int], Awaitable[None]]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-async def fetch(url: str, policy: MediaPolicy, modality: Modality, reserve: Reserve) -> bytes:
-    """Bytes behind a `data:`, `http:` or `https:` URL, never more than the modality's `maxBytes`.
+async def fetch(url: str, policy: MediaPolicy, kind: MediumKind, reserve: Reserve) -> bytes:
+    """Bytes behind a `data:`, `http:` or `https:` URL, never more than the `maxBytes` of its kind.
 
     A download calls `reserve(more_bytes)` before it holds more; the time that this takes does not count against the deadline, and
     what it raises ends the download.
@@ -59,8 +59,8 @@ async def fetch(url: str, policy: MediaPolicy, modality: Modality, reserve: Rese
         FetchError: malformed or refused URL or address, status, size or time; names the field that decides.
         OverloadedError: too many host names are being resolved.
     """
-    limit = int(getattr(policy, modality).max_bytes)
-    field = f"{FIELD}.{modality}.maxBytes"
+    limit = int(getattr(policy, kind).max_bytes)
+    field = f"{FIELD}.{kind}.maxBytes"
     if url[:5].lower() == "data:":
         return await asyncio.to_thread(_data_url, url, limit, field)
     if not policy.allow_http:

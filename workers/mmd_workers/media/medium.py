@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mmd_api.contract.pools import Modality
+
+MediumKind = Modality | Literal["document"]
+"""What a file is: a medium, or a document, whose pages are images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,8 @@ class MediumInfo:
     """Facts read from headers and packet tables, without decoding a pixel or a sample.
 
     `width`, `height`: pixels as displayed (EXIF orientation and rotation applied). `num_frames`, `fps`: video.
-    `num_samples`, `sample_rate_hz`: audio, of the mono waveform after resampling to `sample_rate_hz` as stored in the file;
+    `has_sound`: a video's file has a sound track that can be decoded. `of_video`: it is the sound track of the video before it among the media
+    of a prompt, out of the same file. `page`: of a PDF, counted from 1, of which it is the image. `num_samples`, `sample_rate_hz`: audio, of the mono waveform after resampling to `sample_rate_hz` as stored in the file;
     the decoder pads or trims to exactly this count.
     """
 
@@ -30,6 +35,9 @@ class MediumInfo:
     duration_seconds: float = 0.0
     num_samples: int = 0
     sample_rate_hz: int = 0
+    page: int = 0
+    has_sound: bool = False
+    of_video: bool = False
 
     def decoded_bytes(self, num_frames: int, num_samples: int) -> int:
         """Bytes of the medium once decoded, with this many sampled frames of a video or samples of a sound."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
-from mmd_workers.media import containers
+from mmd_workers.media import containers, document
 from mmd_workers.media.identity import digest
-from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.medium import MediumInfo, MediumKind
 
 if TYPE_CHECKING:  # the decode processes import this module's neighbours and stay without pydantic
     from mmd_api.spec.media import MediaPolicy
@@ -27,9 +27,16 @@ TRUNCATION_SLACK_SECONDS = 0.1
 
 
 def probe(
-    data: bytes, modality: Modality, policy: MediaPolicy, known_digest: str | None = None
+    data: bytes,
+    modality: Modality,
+    policy: MediaPolicy,
+    known_digest: str | None = None,
+    page: int = 0,
+    of_video: bool = False,
 ) -> MediumInfo:
     """Facts of a medium; `modality` is what the request declared, and is only checked. `known_digest`: of these bytes, if computed.
+    `page`: of a document, whose image is the medium; 0: the bytes are the medium. `of_video`: a sound is that of a video, which may have as many
+    bytes as a video.
 
     Runs where it is called: bytes from outside belong into `sandbox.DecodePool.probe`.
 
@@ -38,9 +45,16 @@ def probe(
     """
     if not data:
         raise BadMediaError(f"the {modality} is empty; send the file's bytes")
-    limit_bytes = getattr(policy, modality).max_bytes
+    kind = kind_of_file(modality, page, of_video)
+    limit_bytes = getattr(policy, kind).max_bytes
     if len(data) > limit_bytes:
-        raise _over(modality, "bytes", len(data), limit_bytes, "maxBytes")
+        raise _over(kind, "bytes", len(data), limit_bytes, "maxBytes")
+    if page:
+        width, height = document.page_size(data, page, policy)
+        known = known_digest or digest(data)
+        return MediumInfo(
+            modality, known, len(data), containers.DOCUMENT, width=width, height=height, page=page
+        )
     container = containers.sniff(data)
     if container is None:
         allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
@@ -53,7 +67,36 @@ def probe(
         )
     measure = {"image": _probe_image, "video": _probe_video, "audio": _probe_audio}[modality]
     facts = measure(data, container, policy)
-    return MediumInfo(modality, known_digest or digest(data), len(data), container, **facts)
+    known = known_digest or digest(data)
+    return MediumInfo(modality, known, len(data), container, **facts, of_video=of_video)
+
+
+def kind_of_file(modality: Modality, page: int, of_video: bool) -> MediumKind:
+    """Of the file that a medium is, or is in: its limit of bytes counts."""
+    if page:
+        return "document"
+    return "video" if of_video else modality
+
+
+def probe_pages(data: bytes, pages: str, most: int, policy: MediaPolicy) -> list[MediumInfo]:
+    """Facts of the images that the chosen pages of a document are; see `document.page_sizes`. Runs where it is called.
+
+    Raises:
+        BadMediaError: the bytes are no document, are broken, or exceed a limit of the policy.
+    """
+    if not data:
+        raise BadMediaError("the document is empty; send the file's bytes")
+    limit_bytes = policy.document.max_bytes
+    if len(data) > limit_bytes:
+        raise _over("document", "bytes", len(data), limit_bytes, "maxBytes")
+    if (container := containers.sniff(data)) != containers.DOCUMENT:
+        raise BadMediaError(
+            f"declared as document, but the bytes are {container or 'of an unknown format'}; send a PDF"
+        )
+    return [
+        MediumInfo("image", "", len(data), containers.DOCUMENT, width=width, height=height, page=number)
+        for number, width, height in document.page_sizes(data, pages, most, policy)
+    ]
 
 
 def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> int:
@@ -62,7 +105,7 @@ def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> i
 
 
 def _over(
-    modality: Modality, what: str, value: float, limit: float, field: str, of: str | None = None
+    modality: MediumKind, what: str, value: float, limit: float, field: str, of: str | None = None
 ) -> BadMediaError:
     return BadMediaError(
         f"the {modality} has {value:g} {what}, more than the limit of {limit:g}; send less, or raise {FIELD}.{of or modality}.{field}"
@@ -75,7 +118,12 @@ def _probe_image(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
     image = containers.open_image(data, container)
     width, height = image.size
     _check_pixels("image", width, height, policy)
-    if containers.orientation(image) >= 5:
+    if image.mode not in containers.PIXEL_MODES:
+        raise BadMediaError(
+            f"the {container} image has pixels of mode {image.mode}, which have no defined colours in 8 bits; send 8 or 16 bits a channel, "
+            "grey, RGB or CMYK"
+        )
+    if containers.orientation(image, data) >= 5 and not containers.turned_by_pillow(image):
         width, height = height, width
     return {"width": width, "height": height}
 
@@ -98,6 +146,7 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
     limit_seconds = policy.video.max_duration_seconds
     with containers.open_av(data, container, packets_only=True) as opened:
         stream = containers.video_stream(opened)
+        has_sound = containers.has_audio_stream(opened)
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_pixels("video", width, height, policy)
         if stream.duration and (declared := float(stream.duration * stream.time_base)) > limit_seconds:
@@ -114,10 +163,10 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
         if num_frames == 0:
             raise BadMediaError("the video has no frames; send one with at least one frame")
         fps, duration = _timing(stream, table)
-        turns = containers.clockwise_quarter_turns(data, container, stream.id)
+        orientation = containers.track_orientation(data, container, stream.id)
     if duration > limit_seconds:
         raise _over("video", "seconds", duration, limit_seconds, "maxDurationSeconds")
-    if turns % 2:
+    if orientation >= 5:
         width, height = height, width
     return {
         "width": width,
@@ -125,6 +174,7 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
         "num_frames": num_frames,
         "fps": fps,
         "duration_seconds": duration,
+        "has_sound": has_sound,
     }
 
 

@@ -29,11 +29,12 @@ import numpy.typing as npt
 from mmd_api.contract.errors import BadMediaError, OverloadedError
 from mmd_api.contract.pools import Modality
 from mmd_workers.media import decode, probe
+from mmd_workers.media.choice import FoundFrame, FoundFrames, SamplingChoice
 from mmd_workers.media.confinement import LAYERS
-from mmd_workers.media.containers import CONTAINERS
+from mmd_workers.media.containers import CONTAINERS, DOCUMENT
 from mmd_workers.media.decode_process import MAX_MESSAGE_BYTES
 from mmd_workers.media.identity import digest
-from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
+from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo, MediumKind
 
 if TYPE_CHECKING:
     from mmd_api.spec.media import MediaPolicy
@@ -48,6 +49,7 @@ SMALLEST_RESULT_BYTES = 1 << 16
 EXIT_SECONDS = 5.0
 STOPPING = "this worker is stopping; the decode can be done elsewhere"
 PROGRAM = ("-I", "-B", "-m", "mmd_workers.media.decode_process")
+_LIMITED = {"image", "video", "audio", "document"}
 MEMORY_BYTES = 2 << 30  # of one decode, unless its pool sets another
 
 
@@ -245,24 +247,69 @@ class DecodePool:
         """Ids of the processes that decode."""
         return [slot.decoder.pid for slot in self._slots if slot.decoder is not None]
 
-    async def probe(self, data: bytes, modality: Modality, policy: MediaPolicy) -> MediumInfo:
+    async def probe(
+        self, data: bytes, modality: Modality, policy: MediaPolicy, page: int = 0, of_video: bool = False
+    ) -> MediumInfo:
         """`media.probe.probe` in a decode process. Raises BadMediaError, OverloadedError.
 
         Identity and length come from the bytes themselves, computed here: a decoder that was taken over cannot pass one medium off
         as another.
         """
-        if not data or len(data) > getattr(policy, modality).max_bytes:
-            return probe.probe(data, modality, policy)  # refuses without opening it
+        kind = probe.kind_of_file(modality, page, of_video)
+        if not data or len(data) > getattr(policy, kind).max_bytes:
+            return probe.probe(data, modality, policy, page=page, of_video=of_video)  # without opening it
         sha256 = await asyncio.to_thread(digest, data)
-        limits = policy.model_dump(include={"image", "video", "audio"})
-        job = {"kind": "probe", "modality": modality, "policy": limits, "digest": sha256}
+        limits = policy.model_dump(include=_LIMITED)
+        job = {"kind": "probe", "modality": modality, "policy": limits, "digest": sha256, "page": page}
+        job["of_video"] = of_video
         reply, _ = await self._run(job, data, 1)
-        info = replace(MediumInfo(**reply["info"]), modality=modality, digest=sha256, num_bytes=len(data))
-        if not _possible(info, policy):
-            raise BadMediaError(
-                f"the decoder returned inconsistent data about this {modality}; re-encode the file"
-            )
+        info = replace(
+            MediumInfo(**reply["info"]),
+            modality=modality,
+            digest=sha256,
+            num_bytes=len(data),
+            of_video=of_video,
+        )
+        if info.page != page or not _possible(info, policy):
+            raise _inconsistent(kind)
         return info
+
+    async def find_frames(self, data: bytes, info: MediumInfo, choice: SamplingChoice) -> FoundFrames:
+        """`media.frames.find_frames` in a decode process. Raises BadMediaError, OverloadedError."""
+        job = {
+            "kind": "frames",
+            "info": asdict(info),
+            "sampling": choice.sampling,
+            "timestamps": choice.timestamps,
+        }
+        reply, _ = await self._run(job, data, 1)
+        found = _found(reply["frames"], info), _found(reply["spare"], info)
+        if found[0] is None or found[1] is None:
+            raise BadMediaError("the decoder returned inconsistent frames of this video; re-encode the file")
+        return FoundFrames(found[0], found[1])
+
+    async def probe_pages(self, data: bytes, pages: str, policy: MediaPolicy) -> list[MediumInfo]:
+        """`media.probe.probe_pages` in a decode process, for as many pages as a request may have. Raises BadMediaError, OverloadedError.
+
+        Identity comes from the bytes, as in `probe`.
+        """
+        most = min(policy.max_items_per_request, policy.document.max_pages)
+        if not data or len(data) > policy.document.max_bytes:
+            return probe.probe_pages(data, pages, most, policy)  # refuses without opening it
+        sha256 = await asyncio.to_thread(digest, data)
+        limits = policy.model_dump(include=_LIMITED)
+        reply, _ = await self._run({"kind": "pages", "pages": pages, "most": most, "policy": limits}, data, 1)
+        infos = [
+            MediumInfo("image", sha256, len(data), DOCUMENT, width=width, height=height, page=page)
+            for page, width, height in reply["pages"]
+        ]
+        numbers = [info.page for info in infos]
+        ascending = all(type(number) is int and number > 0 for number in numbers) and numbers == sorted(
+            set(numbers)
+        )
+        if not (0 < len(infos) <= most and ascending and all(_possible(info, policy) for info in infos)):
+            raise _inconsistent("document")
+        return infos
 
     async def decode_image(self, data: bytes, info: MediumInfo) -> DecodedImage:
         """`media.decode.decode_image` in a decode process. Raises BadMediaError, OverloadedError."""
@@ -418,15 +465,20 @@ class DecodePool:
         return decoder
 
 
+def _inconsistent(kind: MediumKind) -> BadMediaError:
+    return BadMediaError(f"the decoder returned inconsistent data about this {kind}; re-encode the file")
+
+
 def _possible(info: MediumInfo, policy: MediaPolicy) -> bool:
     """Whether facts from a decode process are of the right types and within the limits that it was given."""
     counts = (info.width, info.height, info.num_frames, info.num_samples, info.sample_rate_hz)
     figures = (info.fps, info.duration_seconds)
-    if not all(type(n) is int and n >= 0 for n in counts):
+    if not all(type(n) is int and n >= 0 for n in counts) or type(info.has_sound) is not bool:
         return False
     if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in figures):
         return False
-    if info.container not in CONTAINERS[info.modality]:
+    containers = frozenset({DOCUMENT}) if info.page else CONTAINERS[info.modality]
+    if info.container not in containers:
         return False
     if info.modality == "audio":
         seconds = policy.audio.max_duration_seconds
@@ -436,6 +488,18 @@ def _possible(info: MediumInfo, policy: MediaPolicy) -> bool:
     return info.modality == "image" or (
         info.num_frames > 0 and info.fps > 0 and info.duration_seconds <= policy.video.max_duration_seconds
     )
+
+
+def _found(pairs: Any, info: MediumInfo) -> tuple[FoundFrame, ...] | None:
+    """Frames from a decode process; None where they are not of this video, or out of order."""
+    before = (-1, 0)
+    for pair in pairs:
+        if not (len(pair) == 2 and all(type(n) is int and n < info.num_frames for n in pair)):
+            return None
+        if pair[0] <= before[0] or pair[1] < before[1]:
+            return None
+        before = (pair[0], pair[1])
+    return tuple(FoundFrame(index, nominal) for index, nominal in pairs)
 
 
 def _how(status: int) -> str:
