@@ -38,7 +38,7 @@ class Layout(Protocol):
 
 def num_pieces(layout: Layout, num_tokens: int) -> int:
     """How many pieces, and so how many tags, a range of `num_tokens` takes."""
-    total = sum(prod(shape) for shape in _shapes(layout, num_tokens)) * _dtype(layout).itemsize
+    total = sum(prod(shape) for shape in _shapes(layout, num_tokens)) * dtype_of(layout).itemsize
     return -(-total // PIECE_BYTES)
 
 
@@ -107,7 +107,7 @@ def _empty(layout: Layout, num_tokens: int, device: torch.device) -> tuple[torch
     """One flat buffer, and the layers' tensors as views of it."""
     shapes = _shapes(layout, num_tokens)
     sizes = [prod(shape) for shape in shapes]
-    buffer = torch.empty(sum(sizes), dtype=_dtype(layout), device=device)
+    buffer = torch.empty(sum(sizes), dtype=dtype_of(layout), device=device)
     return buffer, [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
 
 
@@ -147,7 +147,8 @@ def _shapes(layout: Layout, num_tokens: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _dtype(layout: Layout) -> torch.dtype:
+def dtype_of(layout: Layout) -> torch.dtype:
+    """Element type of a layout. Raises LinkError for one that torch does not have."""
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise LinkError(

@@ -59,14 +59,24 @@ class Subscription:
 
 
 class Bus(Connection):
-    """Messages over a NATS connection. Use it on the event loop that connected it."""
+    """Messages over a NATS connection. Use it on the event loop that connected it.
+
+    `stream_replicas`: how many servers keep a copy of each stream that is created over it.
+    """
 
     def __init__(
-        self, url: str, client_name: str, subjects: Subjects, inbox: str, login: Login | None = None
+        self,
+        url: str,
+        client_name: str,
+        subjects: Subjects,
+        inbox: str,
+        login: Login | None = None,
+        stream_replicas: int = 1,
     ) -> None:
         super().__init__(url, client_name, inbox, login)
         self.subjects = subjects
         self.bad_messages = 0
+        self.stream_replicas = stream_replicas
         self._serving: set[asyncio.Task[None]] = set()
         self._bulk: Bulk[Bus] | None = None
         self._bulk_lock = asyncio.Lock()
@@ -81,6 +91,7 @@ class Bus(Connection):
         timeout: float = 30.0,  # noqa: ASYNC109 - the one deadline of connecting
         *,
         login: Login | None = None,
+        stream_replicas: int = 1,
     ) -> Bus:
         """Connect, waiting up to `timeout` seconds for a server. `inbox`: prefix of the subjects on which replies come.
 
@@ -88,7 +99,7 @@ class Bus(Connection):
             PeerLostError: no server took the connection in time.
             ValueError: the URL contains credentials.
         """
-        bus = cls(url, client_name, subjects, inbox, login)
+        bus = cls(url, client_name, subjects, inbox, login, stream_replicas)
         await bus.open(timeout)
         return bus
 
@@ -97,7 +108,14 @@ class Bus(Connection):
         async with self._bulk_lock:
             if self._bulk is None:
                 name = f"{self.client_name}-bulk"
-                connecting = Bus.connect(self.url, name, self.subjects, self._inbox, login=self._login)
+                connecting = Bus.connect(
+                    self.url,
+                    name,
+                    self.subjects,
+                    self._inbox,
+                    login=self._login,
+                    stream_replicas=self.stream_replicas,
+                )
                 self._bulk = await Bulk.start(name, connecting)
             return self._bulk
 
@@ -158,7 +176,7 @@ class Bus(Connection):
             except WireError as error:
                 self._bad(subject, error)
                 return
-            await self.guarded(subject, handler(decoded))
+            await self.guarded(subject, handler, decoded)
 
         return Subscription(await self.listen(subject, receive), set())
 
@@ -177,7 +195,7 @@ class Bus(Connection):
             except WireError as error:
                 self._bad(subject, error)
                 return
-            await self.guarded(subject, handler(header, payload, message.reply))
+            await self.guarded(subject, handler, header, payload, message.reply)
 
         return Subscription(await self.listen(subject, receive, pending_bytes), set())
 
@@ -224,9 +242,9 @@ class Bus(Connection):
                     await self._refuse(message, error)
                     return
             if data is None:
-                await self.guarded(subject, self.send(message.reply, b""))
+                await self.guarded(subject, self.send, message.reply, b"")
                 return
-            task = asyncio.create_task(self.guarded(subject, answer(message, data)))
+            task = asyncio.create_task(self.guarded(subject, answer, message, data))
             for group in (tasks, self._serving):
                 group.add(task)
                 task.add_done_callback(group.discard)

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import random
 import weakref
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec
 
 from nats import errors as nats_errors
 from nats.aio.client import Server
@@ -25,13 +25,16 @@ from mmd_workers.wire.login import Login, refuse_credentials_in
 PENDING_MESSAGES = 65_536
 PENDING_BYTES = 64 << 20
 RECONNECT_SECONDS = (0.05, 0.5)
+OTHER_SERVER_SECONDS = (0.0, 0.05)
 _BUFFER_FULL = "the message bus (NATS) is unreachable and the send buffer is full; retry once it is back"
+
+P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
 
 class Connection:
-    """Use it on the event loop that opened it."""
+    """Use it on the event loop that opened it. `url`: of one server, or those of a cluster separated by commas."""
 
     def __init__(self, url: str, client_name: str, inbox: str, login: Login | None = None) -> None:
         refuse_credentials_in(url)
@@ -41,6 +44,7 @@ class Connection:
         self.handler_errors = 0
         self._login = login
         self._attempts = 0  # logins since the last that was accepted
+        self._server = ""  # host and port of the last that accepted one
         self._inbox = inbox
         self._log = RateLimitedLog(_log)
         self._client = NatsClient()
@@ -151,10 +155,12 @@ class Connection:
         """A unique subject."""
         return str(self._client.new_inbox())
 
-    async def guarded(self, subject: str, work: Awaitable[None]) -> None:
-        """Await what a handler does; its error is counted and logged, not raised."""
+    async def guarded(
+        self, subject: str, handler: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Run a handler; its error is counted and logged, not raised. Cancelled before its turn, it does not begin."""
         try:
-            await work
+            await handler(*args, **kwargs)
         except (MmdError, nats_errors.Error) as error:
             self.handler_errors += 1
             self._log.warning(subject, f"handler of {subject}: {type(error).__name__}: {error}")
@@ -204,15 +210,15 @@ class Connection:
                 )
 
         async def reconnected() -> None:
-            self._attempts = 0
+            self._connected()
             _log.info("%s reconnected to NATS", self.client_name)
             for hook in self._reconnect_hooks:
-                task = asyncio.create_task(self.guarded("on_reconnect", hook()))
+                task = asyncio.create_task(self.guarded("on_reconnect", hook))
                 self._hook_tasks.add(task)
                 task.add_done_callback(self._hook_tasks.discard)
 
         def choose(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
-            return random.choice(servers), random.uniform(*RECONNECT_SECONDS)  # noqa: S311
+            return next_server(servers, self._server)
 
         def user() -> str:
             assert self._login is not None
@@ -225,7 +231,7 @@ class Connection:
             return given
 
         await self._client.connect(
-            self.url,
+            self.url.split(","),
             user=None if self._login is None else user,
             password=None if self._login is None else password,
             name=self.client_name,
@@ -241,4 +247,20 @@ class Connection:
             flush_timeout=5.0,
             inbox_prefix=self._inbox,
         )
+        self._connected()
+
+    def _connected(self) -> None:
         self._attempts = 0
+        url = self._client.connected_url
+        self._server = url.netloc if url is not None else ""
+
+
+def next_server(servers: Sequence[Server], lost: str) -> tuple[Server, float]:
+    """Where to connect now that the server at `lost` (host:port) is gone, and after how many seconds: to another one almost at once; to one
+    that has failed since, or the lost one, after a moment.
+    """
+    fewest = min(server.reconnects for server in servers)
+    best = [server for server in servers if server.reconnects == fewest]
+    others = [server for server in best if server.uri.netloc != lost]
+    pause = RECONNECT_SECONDS if fewest or not others else OTHER_SERVER_SECONDS
+    return random.choice(others or best), random.uniform(*pause)  # noqa: S311

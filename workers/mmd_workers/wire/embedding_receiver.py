@@ -53,6 +53,7 @@ class _Incoming:
     offer: EmbeddingOffer
     inbox: str
     buffer: memoryview
+    granted: float  # time.monotonic
     last_activity: float
     received: int = 0
     credited: int = 0
@@ -83,10 +84,10 @@ class _Incoming:
 
 
 class EmbeddingReceiver:
-    """Takes features in on one pod, within a budget of bytes in flight.
+    """Takes features in on one pod, within a budget of bytes in flight. A feature of up to `largest_bytes` that exceeds it comes alone.
 
     `wants(feature_id, num_bytes)` answers an offer; `on_feature(feature_id, headers, data, timings)` gets the verified bytes of
-    all tensors one after the other, owns them from then on (the budget here covers transfers in flight), and is done when
+    all tensors one after the other, and the sender's timings with `wire_seconds` from the grant to the last byte. It owns the bytes from then on (the budget here covers transfers in flight), and is done when
     it returns: only then is the encode job acknowledged. Both run on the bus's loop and must be quick.
     """
 
@@ -100,10 +101,15 @@ class EmbeddingReceiver:
         window_bytes: int = 8 << 20,
         chunk_bytes: int = 512 << 10,
         timeout_seconds: float = 2.0,
+        subject: str = "",
+        largest_bytes: int = 0,
     ) -> None:
+        """`subject`: where offers come, if not where those of features come that were requested. `largest_bytes`: 0: the budget."""
         self._bus = bus
         self._pod = pod
+        self._subject = subject or bus.subjects.embedding(pod)
         self._budget = budget_bytes
+        self._largest = max(budget_bytes, largest_bytes)
         self._wants = wants
         self._on_feature = on_feature
         self._chunk = min(chunk_bytes, MAX_CHUNK_BYTES)
@@ -119,6 +125,10 @@ class EmbeddingReceiver:
     def reserved_bytes(self) -> int:
         """Bytes of the budget that transfers in flight hold."""
         return self._reserved
+
+    def receives(self, feature_id: str) -> bool:
+        """Whether a transfer of this feature is in flight."""
+        return feature_id in self._transfers
 
     async def start(self) -> None:
         """Take offers from now on."""
@@ -136,7 +146,7 @@ class EmbeddingReceiver:
             self._bulk.post(self._cancel, feature_id)
 
     async def _start(self, bus: Bus) -> None:
-        self._offers = await bus.serve(bus.subjects.embedding(self._pod), EmbeddingOffer, self._offered)
+        self._offers = await bus.serve(self._subject, EmbeddingOffer, self._offered)
         await bus.flush()
 
     async def _close(self) -> None:
@@ -157,9 +167,9 @@ class EmbeddingReceiver:
         if bulk is None:
             raise OverloadedError("this receiver has not started; offer again")
         _check(offer)
-        if offer.total_bytes > self._budget:
+        if offer.total_bytes > self._largest:
             raise CapacityError(
-                f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._budget}; send fewer "
+                f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._largest}; send fewer "
                 f"frames or pixels, or raise the feature budget of the pool"
             )
         verdict: OfferDecision
@@ -176,15 +186,14 @@ class EmbeddingReceiver:
         earlier = self._transfers.get(offer.feature_id)
         if earlier is not None and earlier.offer.transfer_id == offer.transfer_id and not earlier.storing:
             self._end(earlier, "its sender offered it again")
-        full = self._reserved + offer.total_bytes > self._budget or len(self._transfers) >= _MAX_TRANSFERS
+        too_much = self._reserved > 0 and self._reserved + offer.total_bytes > self._budget
+        full = too_much or len(self._transfers) >= _MAX_TRANSFERS
         if full or offer.feature_id in self._transfers:
             reason = "no capacity now" if full else "another sender is already sending it"
             return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=RETRY_SECONDS, reason=reason)
+        now = time.monotonic()
         incoming = _Incoming(
-            offer,
-            bulk.bus.new_inbox(),
-            np.empty(offer.total_bytes, dtype=np.uint8).data,
-            time.monotonic(),
+            offer, bulk.bus.new_inbox(), np.empty(offer.total_bytes, dtype=np.uint8).data, now, now
         )
         self._transfers[offer.feature_id] = incoming
         self._reserved += offer.total_bytes
@@ -223,7 +232,7 @@ class EmbeddingReceiver:
             await self._credit(incoming)
 
     async def _hand_over(self, incoming: _Incoming) -> str:
-        offer = incoming.offer
+        offer, wire_seconds = incoming.offer, time.monotonic() - incoming.granted
         if incoming.digest.hexdigest() != offer.digest:
             return "the bytes do not match the digest in the offer"
         incoming.storing = True
@@ -236,7 +245,8 @@ class EmbeddingReceiver:
             await bulk.home(
                 self._timeout,
                 self._on_feature,
-                *(offer.feature_id, offer.tensors, incoming.buffer, dict(offer.timings)),
+                *(offer.feature_id, offer.tensors, incoming.buffer),
+                {**offer.timings, "wire_seconds": wire_seconds},
             )
         except TimeoutError:
             return f"the receiver did not store the feature within {self._timeout} s"

@@ -54,7 +54,23 @@ class EmbeddingSender:
         timings: dict[str, float] | None = None,
         spans: list[tuple[float, float]] | None = None,
     ) -> Sent:
-        """Send a feature to the pod that requested it. `sent` and `have`: it is there; `refused`: it is no longer needed.
+        """Send the feature of a job to the pod that requested it; see `send_to`."""
+        return await self.send_to(
+            job.receiver, job.feature.feature_id, job.deadline, tensors, timings=timings, spans=spans
+        )
+
+    async def send_to(
+        self,
+        receiver: str,
+        feature_id: str,
+        deadline: float,
+        tensors: Sequence[tuple[TensorHeader, memoryview]],
+        timings: dict[str, float] | None = None,
+        spans: list[tuple[float, float]] | None = None,
+        subject: str = "",
+    ) -> Sent:
+        """Send a feature to a pod by `deadline`. `sent` and `have`: it is there; `refused`: it is not or no longer needed. `subject`: where the pod
+        takes the offer, if not where it takes those of features that it requested.
 
         `spans` gets the begin and end (time.monotonic) of the transfer itself, without the wait for the receiver's room.
         Waits while the receiver has no room. The memory of `tensors` must not change meanwhile.
@@ -62,7 +78,7 @@ class EmbeddingSender:
         Raises:
             PeerLostError: the receiver is lost.
             LinkError: several transfers failed (lost chunks, silence beyond `timeout_seconds`).
-            DeadlineError: the job's deadline passed.
+            DeadlineError: the deadline passed.
             CapacityError: the feature exceeds the receiver's whole budget.
         """
         views = [view.cast("B") if view.nbytes else memoryview(b"") for _, view in tensors]
@@ -73,7 +89,7 @@ class EmbeddingSender:
                 )
         offer = EmbeddingOffer(
             transfer_id=uuid.uuid4().hex,
-            feature_id=job.feature.feature_id,
+            feature_id=feature_id,
             sender=self._bus.client_name,
             tensors=[header for header, _ in tensors],
             total_bytes=sum(view.nbytes for view in views),
@@ -82,15 +98,15 @@ class EmbeddingSender:
         )
         abandoned = threading.Event()  # besides cancelling: the client's publish can swallow a cancellation
         try:
-            left = max(0.0, job.deadline - time.time())
+            left = max(0.0, deadline - time.time())
             async with asyncio.timeout(left):
                 bulk = await self._bus.bulk()  # the first use connects, which waits for an absent server
                 return await bulk.run(
-                    self._send(bulk.bus, job.receiver, offer, views, abandoned, spans), timeout=left
+                    self._send(bulk.bus, receiver, subject, offer, views, abandoned, spans), timeout=left
                 )
         except TimeoutError as error:
             raise DeadlineError(
-                f"feature {offer.feature_id[:16]} did not reach {job.receiver} before its job's deadline"
+                f"feature {offer.feature_id[:16]} did not reach {receiver} before its deadline"
             ) from error
         finally:
             abandoned.set()
@@ -99,6 +115,7 @@ class EmbeddingSender:
         self,
         bus: Bus,
         receiver: str,
+        subject: str,
         offer: EmbeddingOffer,
         views: list[memoryview],
         abandoned: threading.Event,
@@ -108,7 +125,7 @@ class EmbeddingSender:
         while not abandoned.is_set():
             try:
                 grant = await bus.request(
-                    bus.subjects.embedding(receiver), offer, EmbeddingGrant, timeout=_OFFER_SECONDS
+                    subject or bus.subjects.embedding(receiver), offer, EmbeddingGrant, timeout=_OFFER_SECONDS
                 )
                 if grant.verdict == "have":
                     return "have"

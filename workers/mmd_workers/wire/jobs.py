@@ -240,6 +240,7 @@ class EncodeQueue:
             max_age=limits.max_age_seconds,
             duplicate_window=min(120.0, limits.max_age_seconds),
             storage=api.StorageType.MEMORY if limits.memory_storage else api.StorageType.FILE,
+            num_replicas=self._bus.stream_replicas,
         )
         try:
             try:
@@ -263,7 +264,8 @@ class EncodeQueue:
                 )
         except (nats_errors.Error, TimeoutError) as error:
             raise PeerLostError(
-                f"cannot set up the encode queue {self._stream} ({error}); check that JetStream is enabled on the NATS server"
+                f"cannot set up the encode queue {self._stream} ({error}); check that JetStream is enabled on the NATS server, and, of a "
+                "cluster, that a majority of its servers is Ready and spec.nats.replicas is at most their number"
             ) from error
 
     async def publish(self, job: EncodeJob) -> None:

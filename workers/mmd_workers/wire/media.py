@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from mmd_api.contract.errors import DeadlineError, LinkError, MediaGoneError, MmdError, OverloadedError
 from mmd_workers.backoff import Backoff
@@ -88,6 +89,48 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
             f"the bytes {gateway} sent for medium {digest[:16]} do not match its digest; read them again"
         )
     return data
+
+
+class SharedReads:
+    """Reads of media, each in flight once for all who want its bytes at the same time: every page of a document is a medium of the same bytes."""
+
+    def __init__(self, read: Callable[[str, str, int, float], Coroutine[Any, Any, bytes]]) -> None:
+        """`read(gateway, digest, num_bytes, deadline)` reads one, as `read_medium` does."""
+        self._read = read
+        self._reading: dict[tuple[str, str], tuple[asyncio.Task[bytes], list[None]]] = {}
+
+    async def read(self, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:
+        """All bytes of a medium.
+
+        Raises:
+            MediaGoneError, PeerLostError, LinkError, DeadlineError: as `read_medium`.
+        """
+        while True:
+            try:
+                return await self._joined(gateway, digest, num_bytes, deadline)
+            except DeadlineError:
+                if time.time() >= deadline:  # else it was that of whoever began
+                    raise
+
+    async def _joined(self, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:
+        key = gateway, digest
+        if key not in self._reading:
+            task = asyncio.create_task(self._read(gateway, digest, num_bytes, deadline))
+            self._reading[key] = task, []
+        task, waiting = self._reading[key]
+        waiting.append(None)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.time())):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"medium {digest[:16]} was not read from {gateway} before the job deadline"
+            ) from error
+        finally:
+            waiting.pop()
+            if (task.done() or not waiting) and self._reading.get(key, (None,))[0] is task:
+                task.cancel()
+                del self._reading[key]
 
 
 async def _read_all(bus: Bus, gateway: str, digest: str, num_bytes: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmd_api.contract.answers import FinishReason, Grammar
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Modality, Role
-from mmd_api.contract.sampling import LogitRules
+from mmd_api.contract.sampling import Guidance, LogitRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class FeatureRef:
     from dimensions before decoding; the encoder must arrive at the same.
     `work` is what the encoder will do, in the units of its calibrated throughput (patches for pixels, frames for sound).
     `host_bytes`: host memory of what it is decoded to and of the tower's inputs made of that, without the file's `num_bytes`.
+    `size`: to which the model's processor resizes an image, in its own terms; empty: as it is set up.
     """
 
     feature_id: str
@@ -55,6 +56,7 @@ class FeatureRef:
     sampling: dict[str, Any]
     work: int
     host_bytes: int = 0
+    size: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,43 @@ class EmbeddingCredit:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTaken:
-    """Reply to an `EncodeJob` that was sent to the encoder that has the feature in its cache, past the queue. Not `taken`: it no
-    longer has it, or is busy; queue the job.
+    """Reply to an `EncodeJob` that was sent to an encoder that reports the feature, past the queue; it is sent again twice a second until the
+    feature arrives. Not `taken`: the encoder neither has the feature nor is making it; ask another one, or queue the job. `making`: it is not
+    complete yet; otherwise it is being sent, or waits for its turn.
     """
 
     job_id: str
     taken: bool
+    making: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GivenFeature:
+    """A feature in the cache of an encoder that drains. `heat_seconds`: how often and recently it was used, see `features/cache.py`."""
+
+    feature_id: str
+    modality: Modality
+    num_bytes: int
+    heat_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesGiven:
+    """An encoder that drains to each that remains, as a request: what it has, hottest first, and for how long it can send it."""
+
+    sender: str
+    features: list[GivenFeature]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesWanted:
+    """Reply to `FeaturesGiven`, by feature id: what is `held` already, and what is `wanted`, because there is room or only colder features
+    would have to go. What the other encoder does not offer in its seconds is forgotten.
+    """
+
+    held: list[str]
+    wanted: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +226,8 @@ class Sampling:
 
     A seeded draw depends on (seed, index of the output token) alone, so it survives migration. So do the `rules`, which depend on the tokens
     so far. `stop_token_ids` end the answer, as end-of-sequence tokens do unless `ignore_eos`; neither is sampled before `min_tokens` others.
-    `grammar`: what the answer must match; each pod follows it from the output tokens.
+    `grammar`: what the answer must match; each pod follows it from the output tokens. `prompt_logprobs`: the first token brings log probabilities of
+    the prompt's tokens, as many of each as `logprobs` has.
     """
 
     max_tokens: int
@@ -208,6 +242,7 @@ class Sampling:
     stop_token_ids: list[int] = field(default_factory=list)
     rules: LogitRules | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +253,11 @@ class GenerateRequest:
     client has already been sent (not empty after a migration): generation goes on at index `len(output_token_ids)`.
     `decode_pods` are candidates in the router's order of preference; empty: the pod that gets the prompt decodes itself.
     `adapter`: name of the LoRA adapter that computes it; empty: the model alone. `engine_failures`: attempts that ended because the
-    engine failed in a step that ran it (`SuspectError`); others do not count.
+    engine failed in a step that ran it (`SuspectError`); others do not count. `cached_tokens`: leading tokens of the prompt that the
+    router knows to be in the pod's prefix cache; they are no load of the pod until its engine's figures show the prompt, for a second at most.
+    `first_attempt`: of those with this prompt: after a medium could not be encoded the same request has another one.
+    `encode_here`: the pod's own tower encodes the media, although there are encoder pods. `cache_salt`: its prefix is shared with requests of
+    the same one. `guidance`: each pod that runs it computes the companion's prompt itself.
     """
 
     request_id: str
@@ -234,6 +273,16 @@ class GenerateRequest:
     trace: dict[str, str] = field(default_factory=dict)
     adapter: str = ""
     engine_failures: int = 0
+    cached_tokens: int = 0
+    encode_here: bool = False
+    cache_salt: str = ""
+    first_attempt: int = 0
+    guidance: Guidance | None = None
+
+    @property
+    def companion_tokens(self) -> int:
+        """Of its companion's prompt, with what has been generated; 0: it has none."""
+        return 0 if self.guidance is None else len(self.guidance.token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +315,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """Of a token of a prompt, after those before it: the natural-log probability that the model gives it, and those of the likeliest ones."""
+
+    logprob: float
+    top_logprobs: list[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenItem:
-    """Token number `index` of a request's output (0 is the first, made by prefill)."""
+    """Token number `index` of a request's output (0 is the first, made by prefill). `prompt_logprobs`: of the prompt's tokens from the second one on,
+    with the first token of a request that wants them.
+    """
 
     request_id: str
     attempt: int
@@ -276,6 +335,7 @@ class TokenItem:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +349,9 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A worker gives a request up. `retryable`: the gateway may place it again, tokens so far included."""
+    """A worker gives a request up. `retryable`: the gateway may place it again, tokens so far included. `feature_id`: of the medium that all
+    encoders failed on, or did not finish within the timeout of its job; empty: the failure is about no medium.
+    """
 
     request_id: str
     attempt: int
@@ -297,6 +359,7 @@ class RequestFailed:
     code: str
     message: str
     retryable: bool
+    feature_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +399,8 @@ class SequenceReceipt:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One interval of a request's life on one pod, Unix seconds. Names: queue, encode, embedding_transfer, prefill,
-    kv_transfer, decode; `detail` carries sizes (tokens, bytes) and identities.
+    kv_transfer, decode; `detail` carries sizes (tokens, bytes) and identities, and of a transfer `wire_seconds`: how long its bytes travelled,
+    by the receiver's clock alone.
     """
 
     name: str
@@ -347,7 +411,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """Phases a pod has finished for a request; the gateway joins them into the request's timeline."""
+    """Phases a pod has finished for a request, each reported once; the gateway joins them into the request's timeline."""
 
     request_id: str
     attempt: int
@@ -366,7 +430,8 @@ class KvOffer:
     `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
     what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
     seconds) get room first. `prefix`: identities of the leading whole blocks. An offer of 0 prompt tokens is for the link alone,
-    before a request needs it: it is granted without a lease.
+    before a request needs it: it is granted without a lease. `companion_tokens`: of a companion, whose KV does not travel, but takes room; 0:
+    it has none.
     """
 
     request_id: str
@@ -382,6 +447,7 @@ class KvOffer:
     arrived: float
     failed_epoch: int = -1
     prefix: list[bytes] = field(default_factory=list)
+    companion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +521,60 @@ class KvRelease:
     lease_id: str = ""
 
 
+# --- answers with an idempotency key -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerClaim:
+    """Gateway to the gateway that keeps the claims of this name: `gateway` is about to make the answer of that request, under the new `claim`.
+    Without one it only looks for the answer, or gives its own claim up, which is `lost`. `name`: the digest of tenant, path and key. `lost`: the
+    claim whose gateway does not have the answer after all.
+    """
+
+    name: str
+    tenant: str
+    gateway: str
+    claim: str = ""
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerClaimed:
+    """Reply to `AnswerClaim`: the gateway whose answer it is now, and under which claim; empty: none has it."""
+
+    holder: str
+    claim: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRead:
+    """Gateway to the holder of an answer: at most `most_bytes` of it from byte `skip` of block `at` on. The reply is a frame with an
+    `AnswerPiece`. `body`: the digest of the request's body. `reader` names the one who reads from one message to the next. `run`: of the
+    answer that it has begun to read; empty: none yet.
+    """
+
+    name: str
+    body: str
+    reader: str
+    run: str
+    at: int
+    skip: int
+    most_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """Header of the reply to `AnswerRead`; blocks of `lengths` bytes follow. `status` 0: the answer has not begun. `cut`: the last block goes
+    on. `end`: of the answer, behind these blocks; `unknown`: this gateway does not have it; `beyond`: it has not come to block `at`.
+    """
+
+    status: int
+    headers: list[list[str]]
+    lengths: list[int]
+    cut: bool
+    end: Literal["", "complete", "failed", "broken", "unknown", "beyond"]
+
+
 # --- pods -----------------------------------------------------------------------------------------------------
 
 
@@ -465,8 +585,10 @@ class Heartbeat:
     `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing compared with another clock.
     `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository,
     `adapter_commits` those of the adapters from the hub, by name.
-    `prefix_blocks` and `features` are bounded samples of what the pod has cached, for locality in routing. `takes_prompts`: a decode pod
-    that also computes prompts which need no media.
+    `prefix_number`, `feature_number`: of its newest `CacheReport` of its prefix cache, and of its features; 0: none yet.
+    `node`: the same for all pods of one machine; empty: unknown. `takes_prompts`: a decode pod that also computes prompts which need no media.
+    `encodes_small_media`: a prefill pod that takes requests with `encode_here`.
+    `api_endpoint`: where a gateway serves clients (`ip:port`); empty: it does not now. `requests`: that run there, of `max_requests` that may.
     """
 
     pod: str
@@ -482,9 +604,40 @@ class Heartbeat:
     identity: str = ""
     commit: str = ""
     adapter_commits: dict[str, str] = field(default_factory=dict)
-    prefix_blocks: list[str] = field(default_factory=list)
-    features: list[str] = field(default_factory=list)
+    prefix_number: int = 0
+    feature_number: int = 0
+    node: str = ""
     takes_prompts: bool = False
+    encodes_small_media: bool = False
+    api_endpoint: str = ""
+    requests: int = 0
+    max_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Identities that a pod's cache has gained and lost since its report before: of KV blocks of `block_tokens` tokens, or of features (1).
+
+    `number` counts from 1 in each incarnation, without gaps: who has missed one asks for all with `CacheWanted`. `begins`: what was reported
+    before is void once a report is `complete`; from there on, reports are changes again. None names more than 4096 identities.
+    """
+
+    pod: str
+    incarnation: str
+    number: int
+    block_tokens: int
+    added: list[bytes]
+    evicted: list[bytes]
+    begins: bool = False
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWanted:
+    """Somebody to a pod, as a request: report all that it has cached again, because reports of this incarnation were missed."""
+
+    by: str
+    incarnation: str
 
 
 MESSAGES: tuple[type, ...] = tuple(

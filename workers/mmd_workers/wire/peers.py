@@ -57,6 +57,8 @@ class PeerTable:
         self.timeout_seconds = timeout_seconds
         self.refused = 0
         self._peers: dict[str, _Peer] = {}
+        self._places: dict[str, int] = {}  # in `_beats`, by pod; empty: to be made anew
+        self._beats: list[Heartbeat] = []
         self._last_tick: float | None = None
 
     def record(self, heartbeat: Heartbeat, now: float) -> list[PeerEvent]:
@@ -67,6 +69,7 @@ class PeerTable:
                 self.refused += 1
                 return []
             self._peers[heartbeat.pod] = _Peer(heartbeat, now)
+            self._places.clear()
             return [PeerEvent("appeared", heartbeat, None)]
         if heartbeat.incarnation in peer.retired:
             return []
@@ -74,6 +77,8 @@ class PeerTable:
         if heartbeat.incarnation == before.incarnation and heartbeat.sent < before.sent:
             return []
         peer.heartbeat, peer.last_seen = heartbeat, now
+        if (place := self._places.get(heartbeat.pod)) is not None:
+            self._beats[place] = heartbeat
         if heartbeat.incarnation != before.incarnation:
             peer.retired.append(before.incarnation)
             return [PeerEvent("reborn", heartbeat, before)]
@@ -87,6 +92,8 @@ class PeerTable:
             self.forgive(now)
             return []
         lost = [pod for pod, peer in self._peers.items() if now - peer.last_seen > self.timeout_seconds]
+        if lost:
+            self._places.clear()
         return [PeerEvent("lost", gone.heartbeat, gone.heartbeat) for gone in map(self._peers.pop, lost)]
 
     def forgive(self, now: float) -> None:
@@ -95,8 +102,11 @@ class PeerTable:
             peer.last_seen = now
 
     def heartbeats(self) -> list[Heartbeat]:
-        """The newest heartbeat of everybody, by pod name."""
-        return [self._peers[pod].heartbeat for pod in sorted(self._peers)]
+        """The newest heartbeat of everybody, by pod name. Every request asks: names are sorted when pods come or go."""
+        if not self._places:
+            self._beats = [self._peers[pod].heartbeat for pod in sorted(self._peers)]
+            self._places = {beat.pod: place for place, beat in enumerate(self._beats)}
+        return self._beats.copy()
 
     def get(self, pod: str) -> Heartbeat | None:
         """The newest heartbeat of a pod, None if it is unknown or lost."""
@@ -149,6 +159,8 @@ class PeerDirectory:
 
     def pods(self, role: Role | None = None, state: WorkerState | None = "ready") -> list[Heartbeat]:
         """Newest heartbeats of the pods that hold `role` and are in `state` (None: any), by pod name."""
+        if role is None and state is None:
+            return self._table.heartbeats()
         return [
             beat
             for beat in self._table.heartbeats()
