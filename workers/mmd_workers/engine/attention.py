@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library as cpu_library
-from mmd_workers.engine.cpu.library import Library, PoolStruct
+from mmd_workers.engine.cpu.library import Library
 from mmd_workers.model.prompt import KvLayout
 
 NAME = "mmd_paged"
@@ -83,9 +83,7 @@ def paged_attention(
         )
     batch, kernel = _running.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    pool = batch.pool
-    pool.keys[layer].flatten(0, 1).index_copy_(0, batch.write_slots, key[0].transpose(0, 1))
-    pool.values[layer].flatten(0, 1).index_copy_(0, batch.write_slots, value[0].transpose(0, 1))
+    batch.pool.put(layer, batch.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rows = query[0].transpose(0, 1)
     return kernel(batch, layer, rows, scale, sliding_window, softcap)[None], None
@@ -121,17 +119,14 @@ def torch_kernel(
     batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
     """Exact on any device and dtype: single rows as one padded batch, each chunk on its own."""
-    keys = batch.pool.keys[layer].flatten(0, 1)
-    values = batch.pool.values[layer].flatten(0, 1)
-    heads, dim = query.shape[1], query.shape[2]
-    out = torch.empty(query.shape[0], heads, values.shape[-1], dtype=query.dtype, device=query.device)
+    pool, heads, dim = batch.pool, query.shape[1], query.shape[2]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if batch.num_single:
         slots = batch.single_slots()
-        grouped = query[: batch.num_single].reshape(batch.num_single, keys.shape[1], -1, dim)
+        keys, values = (pool.at(tensor[layer], slots, query.dtype) for tensor in (pool.keys, pool.values))
+        grouped = query[: batch.num_single].reshape(batch.num_single, keys.shape[2], -1, dim)
         mask = batch.single_mask(window)[:, None, None]
-        result = attend(
-            grouped, keys[slots].transpose(1, 2), values[slots].transpose(1, 2), mask, scale, softcap
-        )
+        result = attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, softcap)
         out[: batch.num_single] = result.reshape(batch.num_single, heads, -1)
     _attend_chunks(batch, layer, query, scale, window, softcap, out)
     return out
@@ -146,13 +141,16 @@ def _attend_chunks(
     softcap: float | None,
     out: torch.Tensor,
 ) -> None:
-    keys = batch.pool.keys[layer].flatten(0, 1)
-    values = batch.pool.values[layer].flatten(0, 1)
-    groups = query.shape[1] // keys.shape[1]
+    pool = batch.pool
+    groups = query.shape[1] // pool.layout.num_kv_heads[layer]
     for number, chunk in enumerate(batch.chunks()):
         mask = batch.chunk_mask(number, window)
-        context_keys = keys[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
-        context_values = values[chunk.slots].transpose(0, 1).repeat_interleave(groups, 0)[None]
+        context_keys, context_values = (
+            pool.at(tensor[layer], chunk.slots, query.dtype)
+            .transpose(0, 1)
+            .repeat_interleave(groups, 0)[None]
+            for tensor in (pool.keys, pool.values)
+        )
         rows = query[chunk.start : chunk.end].transpose(0, 1)[None]
         if mask is None and softcap is None:
             result = functional.scaled_dot_product_attention(
@@ -167,28 +165,24 @@ def _attend_chunks(
 
 
 def compiled_kernel(library: Library) -> Kernel:
-    """The CPU kernel (float32): every row reads its context from the pool, none is copied."""
+    """The CPU kernel (of models in float32): every row reads its context from the pool, none is copied."""
 
     def kernel(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
-        pool = PoolStruct.of(batch.pool.keys[layer], batch.pool.values[layer])
-        return library.attend(query, pool, batch.step(), batch.visible(window), scale, softcap)
+        return library.attend(
+            query, batch.pool.struct(layer), batch.step(), batch.visible(window), scale, softcap
+        )
 
     return kernel
 
 
 def select_kernel(layout: KvLayout, device: torch.device) -> Kernel:
-    """The fastest kernel that can serve this layout here."""
-    library = cpu_kernels(device, getattr(torch, layout.dtype))
+    """The fastest kernel that can serve a model of this layout here."""
+    library = cpu_library.kernels(device, getattr(torch, layout.dtype))
     if library is not None and all(dim % 16 == 0 for dim in layout.head_dim):
         return compiled_kernel(library)
     return torch_kernel
-
-
-def cpu_kernels(device: torch.device, dtype: torch.dtype) -> Library | None:
-    """The CPU kernels, where they apply (float32) and could be built."""
-    return cpu_library.load() if device.type == "cpu" and dtype is torch.float32 else None
 
 
 def install(decoder: torch.nn.Module) -> None:

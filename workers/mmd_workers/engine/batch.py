@@ -9,7 +9,7 @@ import torch
 
 from mmd_workers.engine.cpu.library import StepStruct
 from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.pieces import Work
 
 
 def _to(device: torch.device, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
@@ -76,6 +76,13 @@ class Batch:
                 self.write_slots.data_ptr(),
             )
         return self._step
+
+    @property
+    def window(self) -> int | None:
+        """The largest window that a layer has asked for; None: one sees its whole context, or none has asked."""
+        asked = {*self._visible, *self._single_masks, *(window for _, window in self._chunk_masks)}
+        known = [window for window in asked if window is not None]
+        return max(known) if known and len(known) == len(asked) else None
 
     def visible(self, window: int | None) -> torch.Tensor:
         """Which positions of its sequence's context each row sees: int32 [rows, 2], the first and the one after the last.

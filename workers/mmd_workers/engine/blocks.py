@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 
 from mmd_api.contract.errors import OverloadedError
+from mmd_workers.engine.cache_changes import CacheChanges
 from mmd_workers.engine.room import blocks_for
 
-MAX_NAMED_BLOCKS = 1024  # of one prompt; to hash them takes about 10 ms
+MAX_NAMED_BLOCKS = (
+    1 << 14
+)  # of one prompt: a message of 300 KB names them, and to hash them takes about 20 ms
+HASHED_AT_ONCE = 64
 MediaSpan = tuple[int, int, str]  # start, length, feature id
 
 
@@ -21,8 +28,7 @@ def block_hash(
     `start` is the position of the block's first token. A span is hashed with its offset to the block, so the same placeholder ids
     over another medium, or another part of the same medium, never meet.
     """
-    digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(b"".join(token.to_bytes(8, "little", signed=True) for token in token_ids))
+    digest = hashlib.blake2b(parent + _packed(len(token_ids))(*token_ids), digest_size=16)
     end = start + len(token_ids)
     for span_start, length, feature_id in media_spans:
         if span_start < end and span_start + length > start:
@@ -30,9 +36,19 @@ def block_hash(
     return digest.digest()
 
 
-def root_of(adapter: str) -> bytes:
-    """The parent of a prompt's first block: blocks that different adapters computed never meet. Empty: the model alone."""
-    return hashlib.blake2b(f"adapter {adapter}".encode(), digest_size=16).digest() if adapter else b""
+@lru_cache(maxsize=16)
+def _packed(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}q").pack
+
+
+def root_of(adapter: str, salt: str) -> bytes:
+    """The parent of a prompt's first block: blocks that different adapters computed never meet, nor do those of different salts. Empty: the
+    model alone computed them, for everybody.
+    """
+    if not (adapter or salt):
+        return b""
+    words = f"adapter {adapter}" if not salt else f"salt {len(salt)} {salt} adapter {adapter}"
+    return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
 def extend_identities(
@@ -44,20 +60,54 @@ def extend_identities(
     root: bytes = b"",
 ) -> None:
     """Append the identities of the following full blocks of `token_ids`, until there are `full_blocks`. `root`: see `root_of`."""
-    while len(identities) < full_blocks:
-        start = len(identities) * block_tokens
+    spans_of: dict[int, list[MediaSpan]] = {}
+    for span in media_spans:
+        first, last = span[0] // block_tokens, (span[0] + span[1] - 1) // block_tokens
+        for block in range(max(first, len(identities)), min(last + 1, full_blocks)):
+            spans_of.setdefault(block, []).append(span)
+    for block in range(len(identities), full_blocks):
+        start = block * block_tokens
         parent = identities[-1] if identities else root
-        identities.append(block_hash(parent, token_ids[start : start + block_tokens], start, media_spans))
+        tokens = token_ids[start : start + block_tokens]
+        identities.append(block_hash(parent, tokens, start, spans_of.get(block, ())))
+
+
+class LeadingIdentities(Iterable[bytes]):
+    """Identities of a prompt's first whole blocks, `MAX_NAMED_BLOCKS` at most; computed as far as they are read, and once. `root`: see
+    `root_of`.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], media_spans: Sequence[MediaSpan], root: bytes, block_tokens: int
+    ) -> None:
+        self._token_ids = token_ids
+        self._media_spans = media_spans
+        self._root = root
+        self._block_tokens = block_tokens
+        self._whole = min(len(token_ids) // block_tokens, MAX_NAMED_BLOCKS)
+        self._identities: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[list[bytes]]:
+        done = 0
+        while done < self._whole:
+            if done == len(self._identities):
+                end = min(self._whole, done + HASHED_AT_ONCE)
+                extend_identities(
+                    self._identities, self._token_ids, self._media_spans, self._block_tokens, end, self._root
+                )
+            part = self._identities[done:]
+            yield part
+            done += len(part)
 
 
 def leading_identities(
-    token_ids: Sequence[int], media_spans: Sequence[MediaSpan], adapter: str, block_tokens: int
+    token_ids: Sequence[int], media_spans: Sequence[MediaSpan], root: bytes, block_tokens: int
 ) -> list[bytes]:
-    """Identities of a prompt's first whole blocks as an adapter computes them, of as many as a message may name."""
-    identities: list[bytes] = []
-    whole = min(len(token_ids) // block_tokens, MAX_NAMED_BLOCKS)
-    extend_identities(identities, token_ids, media_spans, block_tokens, whole, root_of(adapter))
-    return identities
+    """All of `LeadingIdentities`, as many as a message may name."""
+    return list(LeadingIdentities(token_ids, media_spans, root, block_tokens))
 
 
 class BlockPool:
@@ -69,6 +119,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.changes = CacheChanges()
         self._free: deque[int] = deque(range(num_blocks))
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -104,8 +155,12 @@ class BlockPool:
         if self._free:
             return self._free.popleft()
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        self._lose(self._hash_of.pop(block))
         return block
+
+    def _lose(self, identity: bytes) -> None:
+        del self._block_of[identity]
+        self.changes.remove(identity)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block. Later blocks of a sequence become the first to be evicted."""
@@ -119,18 +174,31 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Remove referenced blocks from the prefix cache, so that their content is not reused."""
-        for block in blocks:
-            identity = self._hash_of.pop(block, None)
-            if identity is not None:
-                del self._block_of[identity]
+    def touch(self, identities: Sequence[bytes]) -> None:
+        """Evict the cached ones of these leading blocks of a sequence last, the first of them after all others."""
+        for identity in reversed(identities):
+            block = self._block_of.get(identity)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block)
+
+    def forget(self, identities: Iterable[bytes]) -> None:
+        """Remove the blocks of these identities from the prefix cache, so that their content is not reused."""
+        for identity in identities:
+            block = self._block_of.get(identity)
+            if block is None:
+                continue
+            del self._hash_of[block]
+            self._lose(identity)
+            if not self._references[block]:
+                del self._cached[block]
+                self._free.append(block)
 
     def register(self, block: int, identity: bytes) -> None:
         """Make a referenced, fully written block findable. A second block of the same identity stays private."""
         if identity not in self._block_of and block not in self._hash_of:
             self._block_of[identity] = block
             self._hash_of[block] = identity
+            self.changes.add(identity)
 
     def find(self, identities: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix of `identities`. Changes nothing: neither references nor the order of eviction."""
@@ -142,8 +210,8 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def available_beside(self, found: Sequence[int]) -> int:
-        """What `available` would be once these found blocks are shared."""
+    def available_beside(self, found: Iterable[int]) -> int:
+        """What `available` would be once these found blocks, each given once, are shared."""
         return self.available - sum(1 for block in found if block in self._cached)
 
     def share(self, found: Sequence[int]) -> None:
@@ -151,8 +219,3 @@ class BlockPool:
         for block in found:
             self._cached.pop(block, None)
             self._references[block] += 1
-
-    def sample_identities(self, limit: int) -> list[str]:
-        """Hex identities of up to `limit` of the most recently registered blocks, for prefix locality in routing."""
-        newest = list(self._block_of)[-limit:] if limit else []
-        return [identity.hex() for identity in reversed(newest)]

@@ -8,24 +8,33 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.errors import (
     BadLogitsError,
+    CapacityError,
     CountMismatchError,
     GrammarFailedError,
     MmdError,
     OverloadedError,
     StepFailedError,
 )
+from mmd_api.contract.sampling import Guidance
+from mmd_api.contract.steps import StepBound
+from mmd_api.contract.text_share import TextShare
+from mmd_api.spec.engine import KvDtype
 from mmd_workers.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
+from mmd_workers.engine.cache_changes import CacheChanges
+from mmd_workers.engine.drafts import Drafts, PromptLookup
 from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.fusion import prepare
+from mmd_workers.engine.guidance import guide
 from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
@@ -37,9 +46,11 @@ from mmd_workers.engine.interface import (
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import RuleState, rule_state
 from mmd_workers.engine.masks import Masks
+from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.room import check_fits, check_spare, preempted
-from mmd_workers.engine.sampler import Draw, Sampled, sample
-from mmd_workers.engine.scheduler import Scheduler, Work
+from mmd_workers.engine.sampler import Draw, Sampled, logprobs_of, sample
+from mmd_workers.engine.scheduler import Scheduler
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.interfaces import LanguageModel
@@ -55,6 +66,12 @@ class _Reservation:
     kv_tokens: int  # at most this many may be written
     shared: int  # leading blocks, of the prefix cache
     written: int  # with what these hold
+    companion_blocks: list[int]  # in which nothing is written: its prompt is computed here
+
+    @property
+    def places(self) -> int:
+        """Rows that it will have in a step."""
+        return 2 if self.companion_blocks else 1
 
 
 class Engine:
@@ -71,9 +88,16 @@ class Engine:
         prefix_cache: bool,
         max_model_len: int,
         fused_layers: bool = True,
+        step_seconds: float | None = None,
+        text_share_percent: int | None = None,
+        draft_tokens: int = 0,
+        kv_dtype: KvDtype = "Model",
     ) -> None:
         """Allocate the pool and take over the decoder's attention. `fused_layers`: the CPU kernels compute whole decoder layers, where
-        they can; without it only their linear layers, norms and attention.
+        they can; without it only their linear layers, norms and attention. `step_seconds`: how long a step with media may take; None: as
+        long as `chunk_tokens` take. `text_share_percent`: of the prompt tokens of a step that has texts and media too; None: the order of prompts
+        decides. `draft_tokens`: of a sequence that a step may compute in addition to its next one; 0: none.
+        `kv_dtype`: of the pool.
 
         Raises:
             UnsupportedModelError: the decoder cannot be served from a paged KV pool.
@@ -82,14 +106,26 @@ class Engine:
         prepare(model, fused_layers=fused_layers)
         self.model = model
         self.max_model_len = max_model_len
-        self.kv = KvPool.of_bytes(model.kv_layout, kv_cache_bytes, block_tokens, model.device)
+        self.kv = KvPool.of_bytes(
+            model.kv_layout.packed_as(kv_dtype), kv_cache_bytes, block_tokens, model.device
+        )
         self.kernel = attention.select_kernel(model.kv_layout, model.device)
         self.blocks = BlockPool(self.kv.num_blocks, block_tokens)
+        self._pace = None if step_seconds is None else Pace(StepBound.of_chunks(step_seconds, chunk_tokens))
         self.scheduler = Scheduler(
-            self.blocks, max_sequences=max_sequences, chunk_tokens=chunk_tokens, prefix_cache=prefix_cache
+            self.blocks,
+            max_sequences=max_sequences,
+            chunk_tokens=chunk_tokens,
+            prefix_cache=prefix_cache,
+            pace=self._pace,
+            text_share=None if text_share_percent is None else TextShare(text_share_percent),
+            drafts=Drafts(draft_tokens, model.vocab_size, model.suppress_token_ids) if draft_tokens else None,
+            max_model_len=max_model_len,
         )
         self._sequences: dict[str, Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
+        self._runs = 0  # of the model
+        self._launched = False  # kernels that nothing has waited for
         self._arrivals = 0
         self._estimates = Estimates()
 
@@ -114,7 +150,11 @@ class Engine:
             raise ValueError(
                 f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} have already been generated"
             )
-        self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left)
+        companion = self._companion(
+            item.sequence_id, item.guidance, item.output_token_ids, sampling, item.root
+        )
+        beside = 0 if companion is None else companion.num_tokens
+        self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left, beside)
         sequence = Sequence(
             sequence_id=item.sequence_id,
             arrival=self._next_arrival(),
@@ -130,14 +170,22 @@ class Engine:
                 sampling, prompt.token_ids[: len(prompt.token_ids) - len(item.output_token_ids)]
             ),
             stop_after_prefill=item.stop_after_prefill,
+            root=item.root,
             identities=list(item.identities),
             constraint=item.constraint,
+            prompt_logprobs={} if sampling.prompt_logprobs and not item.output_token_ids else None,
+            guidance_scale=1.0 if item.guidance is None else item.guidance.scale,
+            companion=companion,
         )
+        self._follow(sequence)
         self._sequences[item.sequence_id] = sequence
         self.scheduler.add(sequence)
 
-    def prefix(self, token_ids: Items[int], media_spans: Items[MediaSpan]) -> tuple[list[bytes], int]:
-        """Identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now. Changes nothing.
+    def prefix(
+        self, token_ids: Items[int], media_spans: Items[MediaSpan], root: bytes = b""
+    ) -> tuple[list[bytes], int]:
+        """Identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now. Changes nothing. `root`: as of
+        `SequenceInput`.
 
         The last token is never cached: it must be computed. Cached blocks may be evicted before the prompt is added and admitted:
         `StepOutput.admitted` says what was there then.
@@ -145,7 +193,7 @@ class Engine:
         if not self.scheduler.prefix_cache:
             return [], 0
         size, identities = self.blocks.block_tokens, list[bytes]()
-        extend_identities(identities, token_ids, media_spans, size, (len(token_ids) - 1) // size)
+        extend_identities(identities, token_ids, media_spans, size, (len(token_ids) - 1) // size, root)
         return identities, len(self.blocks.find(identities)) * size
 
     def fill(self, sequence_id: str, medium: int, feature: Feature) -> bool:
@@ -157,15 +205,14 @@ class Engine:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.prompt is None or medium not in sequence.prompt.missing:
             return False
-        with torch.inference_mode():
-            self.model.fill(sequence.prompt, medium, feature)
+        self.model.fill(sequence.prompt, medium, feature)
         return True
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence or a reservation in any state and free its blocks; unknown ids are ignored."""
         reservation = self._reservations.pop(sequence_id, None)
         if reservation is not None:
-            self.blocks.release(reservation.blocks)
+            self.blocks.release([*reservation.blocks, *reservation.companion_blocks])
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self.scheduler.remove(sequence)
@@ -177,13 +224,19 @@ class Engine:
     # --- moving KV ------------------------------------------------------------------------------------------------
 
     def read_kv(self, sequence_id: str, start: int, end: int) -> list[torch.Tensor]:
-        """KV of the tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim].
+        """KV of the tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim] of the pool's layout.
 
         Raises:
             KeyError: unknown sequence.
-            CountMismatchError: not all of these tokens have KV yet.
+            CountMismatchError: not all of these tokens have KV yet, or their blocks have been given back.
         """
         sequence = self._sequences[sequence_id]
+        kept = sequence.dropped * self.blocks.block_tokens
+        if start < kept:
+            raise CountMismatchError(
+                f"KV of tokens [{start}, {end}) was requested, but the first {kept} left the model's window; only a sequence that is "
+                "handed over keeps them"
+            )
         if not 0 <= start <= end <= sequence.computed:
             raise CountMismatchError(
                 f"KV of tokens [{start}, {end}) was requested, but only {sequence.computed} tokens are computed; wait for KvReady"
@@ -192,10 +245,16 @@ class Engine:
             return self.kv.read(sequence.blocks, start, end)
 
     def reserve(
-        self, sequence_id: str, prompt_tokens: int, max_tokens: int, prefix: Items[bytes] = ()
+        self,
+        sequence_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        prefix: Items[bytes] = (),
+        companion_tokens: int = 0,
     ) -> int:
         """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv` and the first of `max_tokens` more; the rest
         grows block by block, so an unlimited answer reserves no more than a short one. `prefix`: identities of the leading whole blocks.
+        `companion_tokens`: of its companion, for which blocks are held too and no KV arrives; 0: it has none.
         Returns how many tokens have their KV in the prefix cache: what is written begins there.
 
         Raises:
@@ -203,26 +262,32 @@ class Engine:
             OverloadedError: no blocks or no place for a sequence now.
         """
         self._check_new(sequence_id)
-        self._check_fits(prompt_tokens, max_tokens)
-        places = self.scheduler.max_sequences - len(self.scheduler.running) - len(self._reservations)
-        if places < 1:
+        self._check_fits(prompt_tokens, max_tokens, companion_tokens)
+        there = self.scheduler.places + self._reserved_places
+        if there + (2 if companion_tokens else 1) > self.scheduler.max_sequences:
             raise OverloadedError(
-                f"all {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
+                f"{there} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         size, pool = self.blocks.block_tokens, self.blocks
         found = pool.find(prefix[: prompt_tokens // size]) if self.scheduler.prefix_cache else []
-        needed = pool.blocks_for(prompt_tokens + 1) - len(found)
-        growing = len(self.scheduler.running) + len(self._reservations)
-        check_spare(needed, growing, pool.available_beside(found), pool.num_blocks)
+        own = pool.blocks_for(prompt_tokens + 1) - len(found)
+        beside = pool.blocks_for(companion_tokens + 1) if companion_tokens else 0
+        check_spare(own + beside, there, pool.available_beside(found), pool.num_blocks)
         pool.share(found)
         try:
-            blocks = [*found, *pool.allocate(needed)]
+            blocks = pool.allocate(own + beside)
         except OverloadedError:
             pool.release(found)
             raise
         cached = len(found) * size
-        self._reservations[sequence_id] = _Reservation(blocks, prompt_tokens, len(found), cached)
+        self._reservations[sequence_id] = _Reservation(
+            [*found, *blocks[:own]], prompt_tokens, len(found), cached, blocks[own:]
+        )
         return cached
+
+    @property
+    def _reserved_places(self) -> int:
+        return sum(reservation.places for reservation in self._reservations.values())
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write KV of the tokens from `start` on (the layout of `read_kv`) to reserved blocks; ranges come in order.
@@ -252,11 +317,14 @@ class Engine:
         media_spans: Items[MediaSpan],
         arrived: float = 0.0,
         constraint: Constraint | None = None,
+        root: bytes = b"",
+        guidance: Guidance | None = None,
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
         `token_ids` is the prompt without outputs; `output_token_ids` ends with the one token that has no KV yet, whose rotary
-        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it). `constraint`: as of `SequenceInput`.
+        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it). `constraint`, `root`, `guidance`: as of
+        `SequenceInput`. The companion's prompt is computed first.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -268,6 +336,15 @@ class Engine:
             raise CountMismatchError(
                 f"{len(known) - 1} tokens need KV, but only {reservation.written} have it; send the rest before committing"
             )
+        companion = self._companion(sequence_id, guidance, output_token_ids, sampling, root)
+        lacking = 0 if companion is None else self.blocks.blocks_for(companion.num_tokens)
+        held = len(reservation.companion_blocks)
+        if lacking > held or bool(lacking) != bool(held):
+            raise CountMismatchError(
+                f"the companion needs {lacking} KV blocks, but {held} are reserved for it; offer the sequence with its companion's tokens"
+            )
+        if companion is not None:
+            companion.blocks = reservation.companion_blocks
         del self._reservations[sequence_id]
         sequence = Sequence(
             sequence_id=sequence_id,
@@ -284,7 +361,11 @@ class Engine:
             blocks=reservation.blocks,
             registered=reservation.shared,
             constraint=constraint,
+            root=root,
+            guidance_scale=1.0 if guidance is None else guidance.scale,
+            companion=companion,
         )
+        self._follow(sequence)
         self._sequences[sequence_id] = sequence
         self.scheduler.start(sequence)
         self.scheduler.finish_chunk(Work(sequence, 0, len(known) - 1))
@@ -302,13 +383,13 @@ class Engine:
             DeviceLostError: the accelerator is broken; the engine is then unusable.
         """
         started = time.perf_counter()
-        schedule = self.scheduler.schedule(len(self._reservations))
-        chunks = schedule.prefills
-        work = schedule.decodes + sorted(chunks, key=lambda item: item.end - item.start > 1)
+        schedule = self.scheduler.schedule(self._reserved_places)
+        work = schedule.decodes + schedule.prefills
         output = StepOutput(
-            sequences=len(work),
-            prefill_tokens=sum(item.end - item.start for item in chunks),
-            decode_sequences=len(schedule.decodes),
+            sequences=sum(item.sequence.places for item in work),
+            prefill_tokens=sum(item.tokens for item in schedule.prefills),
+            decode_sequences=sum(item.sequence.places for item in schedule.decodes),
+            draft_tokens=sum(len(item.drafts) for item in schedule.decodes),
         )
         for sequence in self._take_preempted():
             error = preempted(self.blocks.num_blocks, sequence.num_outputs)
@@ -316,17 +397,22 @@ class Engine:
         output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if not work:
             return output
+        runs, launched = self._runs, self._launched
         # Running rows again is safe: they write the same KV to the same slots, and nothing is sampled before all have run.
-        results = run_isolating(work, self._run, self.model.device, STEP_ERRORS)
+        run = partial(self._run, waits=schedule.bounded)
+        results = run_isolating(work, run, self.model.device, STEP_ERRORS)
         for item, result in zip(work, results, strict=True):
             if isinstance(result, Exception):
                 self.abort(item.sequence.sequence_id)
                 output.failed.append((item.sequence.sequence_id, _failure(result, item.sequence, item)))
                 continue
-            self.scheduler.finish_chunk(item)
-            self._report(item, result, output)
+            self._finish(item, result, output)
+        waited = schedule.bounded or any(item.samples for item in work)
+        self._launched = self.model.device.type == "cuda" and not waited
+        output.timed = self._runs - runs == 1 and not (launched or self._launched)
         output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
+        self.scheduler.finish_step(output)
         return output
 
     def warm_up(self) -> None:
@@ -340,8 +426,7 @@ class Engine:
         tokens = max(1, min(WARM_UP_TOKENS, self.scheduler.chunk_tokens, most - 1))
         blocks = self.blocks.allocate(self.blocks.blocks_for(min(tokens + 1, most)))
         try:
-            with torch.inference_mode():
-                prompt = self.model.lower([0] * tokens, [])
+            prompt = self.model.lower([0] * tokens, [])
             drawn = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
             sequence = Sequence("", 0, [0] * tokens, tokens, prompt.next_position, drawn, [], prompt)
             sequence.blocks = blocks
@@ -360,38 +445,112 @@ class Engine:
             del self._sequences[sequence.sequence_id]
         return preempted
 
-    def _run(self, work: Items[Work]) -> list[Sampled | None]:
-        """Compute the rows of `work`; returns a sample for each item, None if none was due or possible."""
-        batch = Batch(self.kv, work)
-        sampled: list[Sampled | None] = [None] * len(work)
+    def _follow(self, sequence: Sequence) -> None:
+        """Have drafts for it. Rules and grammars depend on the tokens before, so with them the next token must be known first; with a companion
+        each would be two rows."""
+        free = sequence.rules is None and sequence.constraint is None and sequence.companion is None
+        if self.scheduler.drafts is not None and free:
+            sequence.lookup = PromptLookup()
+
+    def _companion(
+        self,
+        sequence_id: str,
+        guidance: Guidance | None,
+        output_token_ids: list[int],
+        sampling: SamplingParams,
+        root: bytes,
+    ) -> Sequence | None:
+        """What a sequence is guided away from: another prompt, of text, with its output tokens."""
+        if guidance is None:
+            return None
+        prompt = self.model.lower(guidance.token_ids, [], output_token_ids)
+        return Sequence(
+            sequence_id=sequence_id,
+            arrival=0,
+            token_ids=list(prompt.token_ids),
+            prompt_length=len(prompt.token_ids),
+            next_position=prompt.next_position,
+            sampling=sampling,
+            media_spans=[],
+            prompt=prompt,
+            num_outputs=len(output_token_ids),
+            root=root,
+        )
+
+    def _run(self, work: Items[Work], *, waits: bool = False) -> list[list[Sampled | None]]:
+        """Compute the rows of `work`; returns for each item the samples of its last known token and of its drafts, if they were due; None for one that
+        was not possible. Sampling waits for a GPU's kernels; `waits`: so does a run without: what comes next would wait for them too."""
+        self._runs += 1
+        pieces = sorted(
+            (piece for item in work for piece in item.in_rows()), key=lambda p: p.end - p.start > 1
+        )
+        batch = Batch(self.kv, pieces)
+        last_row = {id(piece): row for piece, row in zip(pieces, batch.last_rows, strict=True)}
+        sampled: list[list[Sampled | None]] = [[] for _ in work]
         with torch.inference_mode():
-            embeds, positions, extras = self._inputs(work)
+            embeds, positions, extras = self._inputs(pieces)
             with attention.running(batch, self.kernel):
                 hidden = self.model.forward(embeds, positions, extras)
-            sampling = [number for number, item in enumerate(work) if item.samples]
-            if not sampling:
+            self.scheduler.window = batch.window
+            self._note_prompts(pieces, batch, hidden)
+            due = [
+                (number, draft)
+                for number, item in enumerate(work)
+                if item.samples
+                for draft in range(1 + len(item.drafts))
+            ]
+            if not due:
+                if waits and hidden.is_cuda:
+                    torch.cuda.current_stream(hidden.device).synchronize()
                 return sampled
             constraints = {
                 row: constraint
-                for row, number in enumerate(sampling)
+                for row, (number, _) in enumerate(due)
                 if (constraint := work[number].sequence.constraint) is not None
             }
             masks = Masks.of(constraints, hidden.device) if constraints else None  # before what waits for it
-            rows = torch.tensor([batch.last_rows[number] for number in sampling], device=hidden.device)
-            draws = [self._draw(work[number].sequence) for number in sampling]
-            logits = self.model.logits(hidden[rows])
-            for number, result in zip(sampling, sample(logits, draws, masks), strict=True):
-                sampled[number] = result
+            rows = [last_row[id(work[number])] - len(work[number].drafts) + draft for number, draft in due]
+            draws = [self._draw(work[number].sequence, draft) for number, draft in due]
+            guided = {
+                row: companion
+                for row, (number, _) in enumerate(due)
+                if (companion := work[number].companion) is not None
+            }
+            rows += [last_row[id(companion)] for companion in guided.values()]
+            logits = self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+            if guided:
+                scales = [work[due[row][0]].sequence.guidance_scale for row in guided]
+                logits, companions = logits[: len(due)], logits[len(due) :]
+                guide(logits, list(guided), companions, scales)
+            for (number, _), result in zip(due, sample(logits, draws, masks), strict=True):
+                sampled[number].append(result)
         return sampled
 
-    def _draw(self, sequence: Sequence) -> Draw:
-        """How to sample a sequence's next token."""
+    def _note_prompts(self, work: Items[Work], batch: Batch, hidden: torch.Tensor) -> None:
+        """Keep the log probabilities of the tokens that the rows of prompts come before, where they are wanted. A few rows at a time: memory is measured
+        for the logits of `max_sequences`."""
+        most = self.scheduler.max_sequences
+        for item, last in zip(work, batch.last_rows, strict=True):
+            sequence = item.sequence
+            if sequence.prompt_logprobs is None:
+                continue
+            end = min(item.end, sequence.prompt_length - 1)
+            for start in range(item.start, end, most):
+                some = range(start, min(start + most, end))
+                rows = hidden[last + 1 - item.end + some.start :][: len(some)]
+                tokens = sequence.token_ids[some.start + 1 : some.stop + 1]
+                found = logprobs_of(self.model.logits(rows), tokens, sequence.sampling.logprobs or 0)
+                sequence.prompt_logprobs.update(zip(some, found, strict=True))
+
+    def _draw(self, sequence: Sequence, draft: int) -> Draw:
+        """How to sample a sequence's next token, or the one after so many drafts."""
         if sequence.rules is not None:
             sequence.rules.follow(sequence.output_token_ids)
-        return Draw(sequence.sampling, sequence.num_outputs, self.model.suppress_token_ids, sequence.rules)
+        index = sequence.num_outputs + draft
+        return Draw(sequence.sampling, index, self.model.suppress_token_ids, sequence.rules)
 
     def _inputs(self, work: Items[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: prompt rows as lowered, the others embedded."""
+        """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: of prompts, made for this step, and of generated tokens."""
         model, device = self.model, self.model.device
         generated: list[int] = []
         generated_positions: list[int] = []
@@ -403,7 +562,7 @@ class Engine:
                 segments.append((sequence, item.start, cut))
             if cut < item.end:
                 first = len(generated)
-                generated += sequence.token_ids[cut : item.end]
+                generated += [*sequence.token_ids[cut : item.end], *item.drafts]
                 generated_positions += [sequence.position(index) for index in range(cut, item.end)]
                 segments.append((None, first, len(generated)))
         own_embeds, own_positions = torch.empty(0), torch.empty(0)
@@ -416,19 +575,12 @@ class Engine:
         parts: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
         for owner, start, end in segments:
             if owner is None:
-                source = own_embeds, own_positions, own_extras
+                embeds, positions = own_embeds[start:end], own_positions[:, start:end]
+                extras = {name: tensor[start:end] for name, tensor in own_extras.items()}
             else:
                 assert owner.prompt is not None
-                source = owner.prompt.embeds, owner.prompt.positions, owner.prompt.extras
-            embeds, positions, extras = source
-            rows = {name: tensor[start:end].to(device, non_blocking=True) for name, tensor in extras.items()}
-            parts.append(
-                (
-                    embeds[start:end].to(device=device, dtype=model.dtype, non_blocking=True),
-                    positions[:, start:end].to(device, non_blocking=True).expand(model.position_axes, -1),
-                    rows,
-                )
-            )
+                embeds, positions, extras = model.rows(owner.prompt, start, end)
+            parts.append((embeds, positions.expand(model.position_axes, -1), extras))
         joined: dict[str, torch.Tensor] = {}
         samples = {name: tensor for _, _, extras in parts for name, tensor in extras.items()}
         for name, like in samples.items():
@@ -440,6 +592,20 @@ class Engine:
             )
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1), joined
 
+    def _finish(self, item: Work, results: list[Sampled | None], output: StepOutput) -> None:
+        """Report what an item gave: of its drafts those that were sampled too, and the token after them. The KV of the others is overwritten."""
+        sequence, known, accepted = item.sequence, item.end - len(item.drafts), 0
+        self.scheduler.finish_chunk(Work(sequence, item.start, known, companion=item.companion))
+        self._report(Work(sequence, item.start, known), results[0] if results else None, output)
+        for draft, result in zip(item.drafts, results[1:], strict=True):
+            if sequence.sequence_id not in self._sequences or sequence.token_ids[-1] != draft:
+                break
+            accepted += 1
+            self.scheduler.finish_chunk(Work(sequence, known, known + 1))
+            self._report(Work(sequence, known, known + 1), result, output)
+            known += 1
+        self.scheduler.finish_drafts(item, accepted)
+
     def _report(self, item: Work, result: Sampled | None, output: StepOutput) -> None:
         sequence = item.sequence
         computed, samples = sequence.computed, item.samples  # as of this step, before the new token
@@ -449,9 +615,8 @@ class Engine:
                 output.failed.append((sequence.sequence_id, failure))
                 return
             if result is None:
-                self.blocks.forget(
-                    sequence.blocks
-                )  # what broke its logits may be in their KV: nobody must find it
+                # What broke its logits may be in their KV: nobody must find it.
+                self.scheduler.forget(sequence)
                 self.abort(sequence.sequence_id)
                 output.failed.append(
                     (
@@ -462,9 +627,9 @@ class Engine:
                     )
                 )
                 return
-            sequence.token_ids.append(result.token_id)
-            sequence.num_outputs += 1
+            sequence.append(result.token_id)
             reason = self._finish_reason(sequence)
+            noted, sequence.prompt_logprobs = sequence.prompt_logprobs or {}, None
             output.tokens.append(
                 SampledToken(
                     sequence_id=sequence.sequence_id,
@@ -473,6 +638,7 @@ class Engine:
                     finish_reason=reason,
                     logprob=result.logprob,
                     top_logprobs=result.top_logprobs,
+                    prompt_logprobs=tuple(noted[place] for place in sorted(noted)),
                 )
             )
             if sequence.stop_after_prefill:
@@ -498,7 +664,8 @@ class Engine:
             return "stop"
         if sequence.constraint is not None and sequence.constraint.complete:
             return "stop"
-        if sequence.num_outputs >= sampling.max_tokens or sequence.num_tokens >= self.max_model_len:
+        longest = max(part.num_tokens for part in sequence.parts)
+        if sequence.num_outputs >= sampling.max_tokens or longest >= self.max_model_len:
             return "length"
         return None
 
@@ -513,30 +680,37 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The load as of now."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting, drafts = self.scheduler.running, self.scheduler.waiting, self.scheduler.drafts
         prefilling = [s for s in (*waiting, *running) if not s.decoding]
         return EngineStats(
             blocks_total=self.blocks.num_blocks,
             blocks_free=self.blocks.available,
-            blocks_reserved=sum(len(r.blocks) - r.shared for r in self._reservations.values()),
+            blocks_reserved=sum(
+                len(r.blocks) - r.shared + len(r.companion_blocks) for r in self._reservations.values()
+            ),
             block_tokens=self.blocks.block_tokens,
-            waiting_sequences=len(waiting),
-            running_sequences=len(running),
+            waiting_sequences=sum(s.places for s in waiting),
+            running_sequences=self.scheduler.places,
             held_sequences=len(self._sequences) - len(running) - len(waiting),
-            reserved_sequences=len(self._reservations),
+            reserved_sequences=self._reserved_places,
             max_sequences=self.scheduler.max_sequences,
-            waiting_tokens=sum(s.remaining for s in prefilling),
+            waiting_tokens=sum(s.to_compute for s in prefilling),
             blocked_tokens=sum(s.blocked for s in prefilling),
             preemptions=self.scheduler.preemptions,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             prefix_miss_tokens=self.scheduler.prefix_miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
             itl_seconds=self._estimates.itl_seconds,
+            somebody_waits=self.scheduler.somebody_waits,
+            draft_tokens=drafts.drafted if drafts is not None else 0,
+            accepted_tokens=drafts.accepted if drafts is not None else 0,
+            media_step_tokens=0 if self._pace is None else self._pace.tokens(),
         )
 
-    def prefix_blocks(self, limit: int) -> list[str]:
-        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
-        return self.blocks.sample_identities(limit)
+    @property
+    def prefix_changes(self) -> CacheChanges:
+        """What the prefix cache has gained and lost, for locality in routing."""
+        return self.blocks.changes
 
     def _next_arrival(self) -> int:
         self._arrivals += 1
@@ -546,13 +720,18 @@ class Engine:
         if sequence_id in self._sequences or sequence_id in self._reservations:
             raise ValueError(f"sequence {sequence_id} already exists")
 
-    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_fits(self, prompt_tokens: int, max_tokens: int, companion_tokens: int = 0) -> None:
+        if companion_tokens and self.scheduler.max_sequences < 2:
+            raise CapacityError(
+                "guidance_scale takes a second place in each step, and this pod has one; omit it, or raise spec.decode.maxSequences"
+            )
         check_fits(
             prompt_tokens,
             max_tokens,
             max_model_len=self.max_model_len,
             blocks=self.blocks.num_blocks,
             block_tokens=self.blocks.block_tokens,
+            companion_tokens=companion_tokens,
         )
 
 

@@ -22,12 +22,13 @@ import torch
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayers, UnsuitedLayerError
 from mmd_workers.engine.cpu.library import Library, PoolStruct
 from mmd_workers.engine.cpu.modules import PackedLinear, fuse_norms, pack_linears
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 
@@ -86,7 +87,7 @@ class FusedForward:
         batch = attention.current()
         if self._of is None or self._of() is not batch.pool:
             self._of = weakref.ref(batch.pool)
-            structs = (PoolStruct.of(batch.pool.keys[i], batch.pool.values[i]) for i in self.indices)
+            structs = (batch.pool.struct(i) for i in self.indices)
             self._pools = (PoolStruct * len(self.indices))(*structs)
         cos, sin = position_embeddings
         rows = hidden_states[0]
@@ -147,7 +148,7 @@ def prepare(model: LanguageModel, *, fused_layers: bool = True) -> None:
         UnsupportedModelError: the decoder cannot be served from a paged KV pool.
     """
     attention.install(model.decoder)
-    library = attention.cpu_kernels(model.device, model.dtype)
+    library = cpu_library.kernels(model.device, model.dtype)
     if library is not None and fused_layers:
         fuse_layers(model, library)
     if library is not None:

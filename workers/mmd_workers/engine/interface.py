@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
-from mmd_api.contract.sampling import LogitRules
+from mmd_api.contract.sampling import Guidance, LogitRules
 from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import LoweredPrompt
 
@@ -15,7 +15,8 @@ class SamplingParams:
     """How to choose tokens. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit.
 
     The draw for output token i depends on (seed, i) and the logits alone, and the `rules` on the tokens before it. Of the first `min_tokens`
-    output tokens none is one that ends the answer: those of `stop_token_ids`, and of `eos_token_ids` unless `ignore_eos`.
+    output tokens none is one that ends the answer: those of `stop_token_ids`, and of `eos_token_ids` unless `ignore_eos`. `prompt_logprobs`: the
+    first output token brings log probabilities of the prompt's tokens, of which none may come from the prefix cache.
     """
 
     max_tokens: int
@@ -31,6 +32,7 @@ class SamplingParams:
     rules: LogitRules | None = None
     eos_token_ids: frozenset[int] = frozenset()
     suppress_token_ids: tuple[int, ...] = ()  # placeholders must never be sampled
+    prompt_logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class SequenceInput:
     `KvReady`.
     `output_token_ids`: already generated elsewhere; they are part of what has to be prefilled (`prompt` covers them too).
     `constraint`: what the answer must match; it has advanced over `output_token_ids`, and is the engine's from now on.
+    `root`: of the identities of its blocks (`blocks.root_of`).
+    `guidance`: a companion runs with it, whose prompt has the output tokens too; it counts as a second sequence.
     """
 
     sequence_id: str
@@ -56,11 +60,19 @@ class SequenceInput:
         default_factory=list
     )  # of the leading blocks, where `Engine.prefix` gave them
     constraint: Constraint | None = None
+    root: bytes = b""
+    guidance: Guidance | None = None
+
+
+Logprob = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token, and of the likeliest ones in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One output token. `index` counts from 0 over the whole output, migrations included."""
+    """One output token. `index` counts from 0 over the whole output, migrations included. `prompt_logprobs`: of the prompt's tokens from the second one on,
+    with the first output token.
+    """
 
     sequence_id: str
     index: int
@@ -68,6 +80,7 @@ class SampledToken:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class KvReady:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step did. `sequences`, `prefill_tokens` and `decode_sequences` describe the batch that ran."""
+    """What one step did. `sequences`, `prefill_tokens`, `decode_sequences` and `draft_tokens` describe the batch that ran, companions included."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     kv_ready: list[KvReady] = field(default_factory=list)
@@ -91,14 +104,16 @@ class StepOutput:
     sequences: int = 0
     prefill_tokens: int = 0
     decode_sequences: int = 0
+    draft_tokens: int = 0  # computed beside those that the decoding sequences had
     duration_seconds: float = 0.0
+    timed: bool = True  # the duration is its own: the model ran once, after the kernels of the steps before
     changed: bool = False  # nothing ran, but the next step may: a sequence gave its blocks back
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """How loaded the engine is. `blocks_free` includes cached blocks that nobody refers to; `blocks_reserved` are granted to
-    sequences that have not been attached yet. The estimates are running averages, 0 before the first step.
+    sequences that have not been attached yet. A sequence with a companion counts as two. The estimates are running averages, 0 before the first step.
     """
 
     blocks_total: int
@@ -117,3 +132,7 @@ class EngineStats:
     prefix_miss_tokens: int
     prefill_tokens_per_second: float
     itl_seconds: float  # from one token of a sequence to its next one
+    somebody_waits: bool = False  # for the end of a step, which media could delay
+    draft_tokens: int = 0  # that were computed, and those of them that the model sampled too
+    accepted_tokens: int = 0
+    media_step_tokens: int = 0  # of prompts, that a step with media has by the engine's pace; 0: it has none

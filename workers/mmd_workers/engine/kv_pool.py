@@ -8,12 +8,15 @@ from math import prod
 import torch
 
 from mmd_api.contract.errors import CapacityError, CountMismatchError
+from mmd_workers import packing
+from mmd_workers.engine.cpu.library import PoolStruct
 from mmd_workers.engine.cpu.pages import use_huge_pages
 from mmd_workers.model.prompt import KvLayout
 
 
 class KvPool:
-    """Keys and values of every layer: `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim].
+    """Keys and values of every layer: `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim], in a packed layout
+    uint8 with the bytes of a row in the place of `head_dim`.
 
     The canonical layout, in which KV travels between pools of any block size, is a list with one contiguous
     [2, tokens, kv_heads, head_dim] tensor for each layer (keys first).
@@ -47,6 +50,26 @@ class KvPool:
                 f"kv_cache_bytes is {num_bytes}, but one block needs {block_bytes} bytes; raise it"
             )
         return cls(layout, num_bytes // block_bytes, block_tokens, device)
+
+    def put(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what a step computed for these flat slots, [slots, kv_heads, head_dim] each."""
+        for pool, given in ((self.keys[layer], keys), (self.values[layer], values)):
+            rows = given
+            if self.layout.packed != "Model":
+                rows = pool.new_empty(*given.shape[:-1], pool.shape[-1])
+                packing.pack(given, rows, self.layout.packed)
+            pool.flatten(0, 1).index_copy_(0, slots, rows)
+
+    def at(self, tensor: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What a layer's keys or values, a `tensor` of this pool, have at flat slots, copied: [*slots, kv_heads, head_dim]. `dtype`: the model's."""
+        rows = tensor.flatten(0, 1)[slots]
+        if self.layout.packed == "Model":
+            return rows
+        return packing.unpack(rows, packing.values_of(rows.shape[-1]), dtype, self.layout.packed)
+
+    def struct(self, layer: int) -> PoolStruct:
+        """A layer as the CPU kernels read it; it must not outlive the pool."""
+        return PoolStruct.of(self.keys[layer], self.values[layer], self.layout.packed)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
         """Flat token slots (block * block_tokens + offset) of the tokens [start, end) of a sequence with these blocks."""

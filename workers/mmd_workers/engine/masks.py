@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from llguidance import LLExecutor
 
-from mmd_workers.model.grammar import Constraint
+from mmd_workers.engine.cpu.library import kernels
+from mmd_workers.model.grammar import Constraint, mask_bytes
 
 FEWEST_IN_PARALLEL = 32  # a mask takes 20 to 100 µs, and threads that wait for a core hold up the step
 
@@ -40,11 +41,14 @@ class Masks:
     @classmethod
     def of_all(cls, rows: int, vocab: int) -> Masks:
         """Masks that allow everything, in every row: what takes most memory."""
-        return cls([*range(rows)], torch.full((rows, -(-vocab // 8)), 255, dtype=torch.uint8))
+        return cls([*range(rows)], torch.full((rows, mask_bytes(vocab)), 255, dtype=torch.uint8))
 
     def apply(self, logits: torch.Tensor) -> None:
         """Overwrite the logits [batch, vocab] of what is not allowed."""
         device, vocab = logits.device, logits.shape[-1]
+        if logits.is_contiguous() and (library := kernels(device, logits.dtype)) is not None:
+            library.mask(logits, self.rows, self.bits)
+            return
         bits = self.bits.to(device, non_blocking=True)
         shifts = torch.arange(8, dtype=torch.uint8, device=device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab]

@@ -19,15 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.contract.sampling import LogitRules
+from mmd_api.spec.engine import KvDtype
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.fusion import fused_heads, prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import RuleState
 from mmd_workers.engine.masks import Masks
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sampler import Draw, compute
-from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 
@@ -119,16 +121,17 @@ def activation_bytes(
     block_tokens: int,
     max_model_len: int,
     kernel: attention.Kernel | None = None,
+    kv_dtype: KvDtype = "Model",
 ) -> int:
     """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, together with `max_sequences` decoding sequences that share
-    a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own.
+    a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own. `kv_dtype`: of the pool.
 
     Raises:
         UnsupportedModelError: the decoder cannot be served from a paged KV pool, or a layer of it keeps its state elsewhere.
     """
     prepare(model)
     device = model.device
-    step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, kernel)
+    step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, kernel, kv_dtype)
     if device.type == "cuda":
         step(max_model_len)  # libraries set up their workspaces, which stay
         # PyTorch's attention copies a mask whose rows are not aligned: of two contexts that differ by one token, one has such a mask.
@@ -142,7 +145,7 @@ def activation_bytes(
     with assume_set, LiveBytes() as live:
         heads = step(max_model_len)
     scores = 0
-    if kernel is None and attention.cpu_kernels(device, model.dtype) is not None:
+    if kernel is None and cpu_library.kernels(device, model.dtype) is not None:
         # of a row alone, which every thread of the CPU kernels keeps for all heads, and never returns
         scores = torch.get_num_threads() * heads * max_model_len * torch.float32.itemsize
     return int(live.peak) + scores
@@ -164,11 +167,12 @@ def _run_largest_step(
     max_sequences: int,
     block_tokens: int,
     kernel: attention.Kernel | None,
+    kv_dtype: KvDtype,
     max_model_len: int,
 ) -> int:
     """All sequences share one block: only the amount that they read matters, not its content. Returns the most heads of a layer."""
     device = model.device
-    pool = KvPool(model.kv_layout, 1, block_tokens, device)
+    pool = KvPool(model.kv_layout.packed_as(kv_dtype), 1, block_tokens, device)
     chosen, ran = kernel or attention.select_kernel(model.kv_layout, device), dict[int, int]()
 
     def noting(

@@ -11,20 +11,30 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def check_fits(
-    prompt_tokens: int, max_tokens: int, *, max_model_len: int, blocks: int, block_tokens: int
+    prompt_tokens: int,
+    max_tokens: int,
+    *,
+    max_model_len: int,
+    blocks: int,
+    block_tokens: int,
+    companion_tokens: int = 0,
 ) -> None:
-    """Check a prompt and up to `max_tokens` more, the end of the context permitting, against a pool of `blocks`.
+    """Check a prompt and up to `max_tokens` more, the end of the context permitting, against a pool of `blocks`. `companion_tokens`: of the
+    companion's prompt, after which come as many; 0: there is none.
 
     Raises:
         CapacityError: it can never fit.
     """
-    if prompt_tokens >= max_model_len:
+    longest = max(prompt_tokens, companion_tokens)
+    if longest >= max_model_len:
+        what = "prompt" if longest == prompt_tokens else "negative prompt"
         raise CapacityError(
-            f"the prompt has {prompt_tokens} tokens, but the context length is {max_model_len}; shorten it by "
-            f"{prompt_tokens + 1 - max_model_len} tokens"
+            f"the {what} has {longest} tokens, but the context length is {max_model_len}; shorten it by "
+            f"{longest + 1 - max_model_len} tokens"
         )
-    total = min(prompt_tokens + max_tokens, max_model_len)
-    needed = blocks_for(total, block_tokens)
+    more = min(max_tokens, max_model_len - longest)
+    lengths = [prompt_tokens + more, *([companion_tokens + more] if companion_tokens else [])]
+    total, needed = sum(lengths), sum(blocks_for(length, block_tokens) for length in lengths)
     if needed > blocks:
         raise CapacityError(
             f"{total} tokens of prompt and output need {needed} KV blocks, but the pool has {blocks}; lower max_tokens, or give the "

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -72,6 +72,7 @@ class EngineRunner(Generic[E]):
         self._room = threading.BoundedSemaphore(MAX_OUTPUTS)
         self._calls_wait = False  # for room in the command queue
         self._drained = asyncio.Event()
+        self._looks = ThreadPoolExecutor(1, thread_name_prefix="looks")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.error: BaseException | None = None
@@ -122,6 +123,21 @@ class EngineRunner(Generic[E]):
             else:
                 return await asyncio.wrap_future(future)
 
+    async def look(self, read: Callable[[E], T]) -> T:
+        """The result of `read(engine)`, which only looks single entries up, on another thread beside the steps: it waits for none. That is one
+        thread for all, since Python runs one at a time, and steps shall not wait for many. If `read` meets a change it raises RuntimeError or
+        StopIteration, and is asked again between two steps.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        if not self.alive:
+            return await self.call(read)  # which says why
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._looks, _looked, read, self._engine)
+        except RuntimeError:
+            return await self.call(read)
+
     async def _until_drained(self) -> None:
         self._drained.clear()
         with self._wake:
@@ -145,6 +161,7 @@ class EngineRunner(Generic[E]):
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        self._looks.shutdown(wait=False)
         if self._thread.ident is None:
             return True
         await asyncio.to_thread(self._thread.join, timeout_seconds)
@@ -239,3 +256,10 @@ class EngineRunner(Generic[E]):
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError("the engine has stopped; place the request elsewhere"))
+
+
+def _looked(read: Callable[[E], T], engine: E) -> T:
+    try:
+        return read(engine)
+    except StopIteration as error:  # no future can hold it
+        raise RuntimeError("the engine changed meanwhile") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.interface import Logprob, SamplingParams
 from mmd_workers.engine.logit_rules import RuleState, apply_rules
 from mmd_workers.engine.masks import Masks
 
@@ -27,7 +27,7 @@ class Draw:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log: before grammars, rules
-    and temperature, as vLLM has them."""
+    and temperature, as vLLM has them, and after guidance."""
 
     token_id: int
     logprob: float | None = None
@@ -183,6 +183,17 @@ def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:].contiguous()
     target = torch.minimum(points * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def logprobs_of(logits: torch.Tensor, tokens: Items[int], count: int) -> list[Logprob]:
+    """Natural-log probabilities of given tokens by float32 logits [n, vocab], one row for each, and of the `count` likeliest ones."""
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    table = torch.log_softmax(logits, dim=-1)
+    values, ids = table.topk(min(count, table.shape[-1]), dim=-1)
+    packed = torch.cat([table.gather(-1, chosen).double(), values.double(), ids.double()], dim=1)
+    rows: list[list[float]] = packed.tolist()
+    width = values.shape[1]
+    return [(row[0], tuple(zip(map(int, row[1 + width :]), row[1 : 1 + width], strict=True))) for row in rows]
 
 
 def _logprobs(

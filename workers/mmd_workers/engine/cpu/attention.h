@@ -1,14 +1,22 @@
-// Attention over a block-paged KV pool: pools are [blocks, block_tokens, kv_heads, dim], dim a multiple of 16. Each query row sees the
-// positions [first, last) of its sequence's context; nothing outside them is read for a row alone, nothing after the last for a chunk.
+// Attention over a block-paged KV pool: pools are [blocks, block_tokens, kv_heads, dim], dim a multiple of 16, or have rows
+// of packed.h in the place of dim. Each query row sees the positions [first, last) of its sequence's context; nothing outside
+// them is read for a row alone, nothing after the last for a chunk.
 #pragma once
 
 #include <vector>
 
 #include "linear.h"
+#include "packed.h"
 
 struct Pool {
-  float *keys, *values;
-  int64_t block_tokens, kv_heads, dim;
+  uint8_t *keys, *values;
+  int64_t block_tokens, kv_heads, dim, format;
+  int64_t row() const { return format == EXACT ? dim * 4 : dim + UNIT_BYTES; }  // bytes of a head
+};
+
+struct Rows {  // of one head: successive tokens are `stride` apart
+  const float* at;
+  int64_t stride;
 };
 
 // The batch: rows of sequence s are [starts[s], starts[s + 1]), its blocks table[s * columns ...]; visible is [rows][first, last).
@@ -24,6 +32,29 @@ struct Span {  // rows [first, first + rows) of one sequence, and the groups [he
 
 constexpr int64_t QUERIES = 48;  // rows * heads of a group that are worked on at once
 constexpr int64_t TILE = 64;     // positions of a context at once
+constexpr int64_t LINE = 16;     // floats of a line of the cache
+
+static float* aligned(float* p) {  // to a line of the cache, at most LINE floats further
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+}
+
+// Keys or values of a head from a slot on: where they are, or unpacked to `room` [TILE, dim].
+static Rows rows_of(const Pool& pool, const uint8_t* base, int64_t slot, int64_t head, int64_t tokens, float* room) {
+  const uint8_t* at = base + (slot * pool.kv_heads + head) * pool.row();
+  if (pool.format == EXACT) return {reinterpret_cast<const float*>(at), pool.kv_heads * pool.dim};
+  unpack(pool.format, at, pool.kv_heads * pool.row(), pool.dim, tokens, room);
+  return {room, pool.dim};
+}
+
+// Writes all heads of one token, x [kv_heads, dim].
+static void put(const Pool& pool, uint8_t* base, int64_t slot, const float* x) {
+  uint8_t* at = base + slot * pool.kv_heads * pool.row();
+  if (pool.format == EXACT) {
+    std::memcpy(at, x, pool.kv_heads * pool.row());
+    return;
+  }
+  for (int64_t h = 0; h < pool.kv_heads; h++) pack(pool.format, x + h * pool.dim, pool.dim, at + h * pool.row());
+}
 
 // What one thread does at a time. A row alone is done for all heads at once, as they stand side by side in the pool, unless there are too
 // few rows for the threads; chunks by head, whose keys and values then stay in the cache.
@@ -40,11 +71,11 @@ static std::vector<Span> spans(const Step& step, int64_t heads, int64_t kv_heads
   return made;
 }
 
-// Calls f(position, tokens, slot) for runs of positions that are neighbours in a block.
+// Calls f(position, tokens, slot) for runs of positions that are neighbours in a block, no longer than a tile.
 template <class F>
 ALWAYS_INLINE void each_run(const int32_t* blocks, int64_t size, int64_t first, int64_t last, F f) {
   for (int64_t position = first; position < last;) {
-    int64_t offset = position % size, count = std::min(size - offset, last - position);
+    int64_t offset = position % size, count = std::min({TILE, size - offset, last - position});
     f(position, count, blocks[position / size] * size + offset);
     position += count;
   }
@@ -121,21 +152,27 @@ static void weigh(const float* p, int64_t width, int64_t groups, int64_t dim, co
 // One row, `heads` groups from `head` on: query, out [heads * groups, dim].
 static void attend_row(const float* query, const Pool& pool, const int32_t* blocks, int64_t head, int64_t heads,
                        int64_t groups, int64_t first, int64_t last, float scale, float softcap, float* out) {
-  static thread_local std::vector<float> scores;
-  int64_t dim = pool.dim, stride = pool.kv_heads * dim, count = last - first, own = groups * dim;
+  static thread_local std::vector<float> scores, unpacked;
+  int64_t dim = pool.dim, count = last - first, own = groups * dim;
   int64_t width = (count + LANES - 1) / LANES * LANES;
   scores.resize(std::max<size_t>(scores.size(), heads * groups * width));
+  unpacked.resize(std::max<size_t>(unpacked.size(), TILE * dim + LINE));
+  float* room = aligned(unpacked.data());
   each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
-    for (int64_t h = 0; h < heads; h++)
-      score(query + h * own, groups, dim, pool.keys + slot * stride + (head + h) * dim, stride, tokens, scale,
+    for (int64_t h = 0; h < heads; h++) {
+      Rows keys = rows_of(pool, pool.keys, slot, head + h, tokens, room);
+      score(query + h * own, groups, dim, keys.at, keys.stride, tokens, scale,
             scores.data() + h * groups * width + position - first, width);
+    }
   });
   for (int64_t h = 0; h < heads * groups; h++) softmax(scores.data() + h * width, count, width, softcap);
   std::fill(out, out + heads * own, 0.0f);
   each_run(blocks, pool.block_tokens, first, last, [&](int64_t position, int64_t tokens, int64_t slot) {
-    for (int64_t h = 0; h < heads; h++)
-      weigh(scores.data() + h * groups * width + position - first, width, groups, dim,
-            pool.values + slot * stride + (head + h) * dim, stride, tokens, out + h * own);
+    for (int64_t h = 0; h < heads; h++) {
+      Rows values = rows_of(pool, pool.values, slot, head + h, tokens, room);
+      weigh(scores.data() + h * groups * width + position - first, width, groups, dim, values.at, values.stride, tokens,
+            out + h * own);
+    }
   });
 }
 
@@ -164,12 +201,13 @@ static void attend_span(const float* query, int64_t ldq, int64_t rows, const int
                         int64_t ldo) {
   static thread_local std::vector<float> buffer;
   static thread_local std::vector<int32_t> limits;
-  int64_t dim = pool.dim, stride = pool.kv_heads * dim, queries = rows * groups;
+  int64_t dim = pool.dim, queries = rows * groups;
   int64_t lanes = (queries + LANES - 1) / LANES * LANES;
-  buffer.resize(std::max<size_t>(buffer.size(), lanes * (2 * dim + TILE + 3)));
+  buffer.resize(std::max<size_t>(buffer.size(), lanes * (2 * dim + TILE + 3) + TILE * dim + LINE));
   limits.assign(2 * lanes, 0);
   float *turned = buffer.data(), *scores = turned + dim * lanes, *sum_out = scores + TILE * lanes;
   float *most = sum_out + lanes * dim, *total = most + lanes, *shrink = total + lanes;
+  float* unpacked = aligned(shrink + lanes);
   int32_t *from = limits.data(), *until = from + lanes;
   int32_t begin = INT32_MAX, end = 0, all_from = 0, all_until = INT32_MAX;
   std::fill(turned, turned + dim * lanes, 0.0f);
@@ -188,10 +226,10 @@ static void attend_span(const float* query, int64_t ldq, int64_t rows, const int
   for (int64_t start = begin; start < end; start += TILE) {
     int64_t stop = std::min<int64_t>(start + TILE, end);
     each_run(blocks, pool.block_tokens, start, stop, [&](int64_t position, int64_t tokens, int64_t slot) {
-      const float* key = pool.keys + slot * stride + head * dim;
+      Rows keys = rows_of(pool, pool.keys, slot, head, tokens, unpacked);
       each_panel(lanes, [&](int64_t m, auto vectors) {
-        any_rows<vectors()>(tokens, key, stride, 1, turned + m, lanes, dim, scores + (position - start) * lanes + m,
-                            lanes, false);
+        any_rows<vectors()>(tokens, keys.at, keys.stride, 1, turned + m, lanes, dim,
+                            scores + (position - start) * lanes + m, lanes, false);
       });
     });
     bool masked = start < all_from || stop > all_until, moved = false;
@@ -225,10 +263,10 @@ static void attend_span(const float* query, int64_t ldq, int64_t rows, const int
         for (int64_t d = 0; d < dim; d += LANES)
           store(sum_out + m * dim + d, load(sum_out + m * dim + d) * shrink[m]);
     each_run(blocks, pool.block_tokens, start, stop, [&](int64_t position, int64_t tokens, int64_t slot) {
-      const float* value = pool.values + slot * stride + head * dim;
+      Rows values = rows_of(pool, pool.values, slot, head, tokens, unpacked);
       each_panel(dim, [&](int64_t d, auto vectors) {
-        any_rows<vectors()>(queries, scores + (position - start) * lanes, 1, lanes, value + d, stride, tokens,
-                            sum_out + d, dim, true);
+        any_rows<vectors()>(queries, scores + (position - start) * lanes, 1, lanes, values.at + d, values.stride,
+                            tokens, sum_out + d, dim, true);
       });
     });
   }

@@ -3,6 +3,8 @@
 
 #include "layer.h"
 
+#include <limits>
+
 extern "C" {
 
 int mmd_panel() { return PANEL; }
@@ -39,6 +41,27 @@ int64_t mmd_layers_floats(const Layer* layer, int64_t rows, int threads) { retur
 void mmd_layers(const Layer* layers, const Pool* pools, const int32_t* const* visible, int64_t count, const Step* step,
                 const float* cos, const float* sin, const float* x, float* out, float* shared, int threads) {
   run_layers(layers, pools, visible, count, *step, cos, sin, x, out, shared, threads);
+}
+
+// Of logits [batch, vocab], the rows [count] become -infinity where their bits [count, words] are 0; bit i of a row, from the lowest of its
+// first word, is of token i. On one thread: it takes microseconds a row, and threads that wait for a busy core would take longer.
+void mmd_mask(const uint32_t* bits, int64_t words, const int64_t* rows, int64_t count, float* logits, int64_t vocab) {
+  constexpr float NEVER = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < count; i++) {
+    float* row = logits + rows[i] * vocab;
+    for (int64_t start = 0; start < vocab; start += 32) {
+      uint32_t refused = ~bits[i * words + start / 32];
+      int64_t size = std::min<int64_t>(32, vocab - start);
+      if (refused == ~0u) {
+        std::fill(row + start, row + start + size, NEVER);
+        continue;
+      }
+      for (; refused != 0; refused &= refused - 1) {
+        int64_t token = __builtin_ctz(refused);
+        if (token < size) row[start + token] = NEVER;
+      }
+    }
+  }
 }
 
 }  // extern "C"

@@ -51,14 +51,14 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
 }
 
 // One row of projections [heads + 2 * kv_heads, dim]: norms, rotation, and its key and value into the pool.
-static void place(const Layer& l, float* row, const float* cos, const float* sin, float* key, float* value) {
+static void place(const Layer& l, const Pool& pool, int64_t slot, float* row, const float* cos, const float* sin) {
   for (int64_t h = 0; h < l.heads + l.kv_heads; h++) {
     const Norm& norm = h < l.heads ? l.query : l.key;
     if (norm.scale != nullptr) rms_norm(row + h * l.dim, norm, l.dim, row + h * l.dim);
     rotate(row + h * l.dim, cos, sin, l.dim);
   }
-  std::memcpy(key, row + l.heads * l.dim, l.kv_heads * l.dim * 4);
-  std::memcpy(value, row + (l.heads + l.kv_heads) * l.dim, l.kv_heads * l.dim * 4);
+  put(pool, pool.keys, slot, row + l.heads * l.dim);
+  put(pool, pool.values, slot, row + (l.heads + l.kv_heads) * l.dim);
 }
 
 // to = x + made, with the optional norm of what was made. `to` may be x.
@@ -106,8 +106,7 @@ struct Buffers {  // shared by the threads; the last three only where rows are f
 
 // `projected` of a row: rotated, and its key and value to the pool.
 static void place_row(const Layer& l, const Pool& pool, const Batch& b, float* projected, int64_t r) {
-  int64_t at = b.step.slots[r] * l.kv_heads * l.dim;
-  place(l, projected + r * l.qkv.n, b.cos + r * l.dim, b.sin + r * l.dim, pool.keys + at, pool.values + at);
+  place(l, pool, b.step.slots[r], projected + r * l.qkv.n, b.cos + r * l.dim, b.sin + r * l.dim);
 }
 
 // The functions below are called by every thread of a parallel region. x, out [rows, hidden]; `out` may be x.

@@ -19,16 +19,20 @@ from pathlib import Path
 
 import torch
 
+from mmd_api.spec.engine import KvDtype
+from mmd_workers import packing
 from mmd_workers.engine.cpu.pages import use_huge_pages
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = ("vectors.h", "linear.h", "attention.h", "layer.h")
+HEADERS = ("vectors.h", "linear.h", "packed.h", "attention.h", "layer.h")
 BUILT = Path(__file__).with_name("built")
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 BUILD_SECONDS = 120
+FORMATS: tuple[KvDtype, ...] = ("Model", "Int8", "Fp8")
+"""Of KV, by their number in packed.h."""
 AVX2 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
@@ -80,13 +84,17 @@ class PoolStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("block_tokens", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("block_tokens", "kv_heads", "dim", "format")),
     )
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> PoolStruct:
-        """Keys and values [blocks, block_tokens, kv_heads, dim], dim % 16 == 0; they must outlive the struct."""
-        return cls(keys.data_ptr(), values.data_ptr(), *keys.shape[1:])
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, kv_dtype: KvDtype = "Model") -> PoolStruct:
+        """Keys and values [blocks, block_tokens, kv_heads, dim], dim % 16 == 0, or bytes of a row in the place of dim; they must outlive the
+        struct.
+        """
+        *sizes, row = keys.shape[1:]
+        dim = row if kv_dtype == "Model" else packing.values_of(row)
+        return cls(keys.data_ptr(), values.data_ptr(), *sizes, dim, FORMATS.index(kv_dtype))
 
 
 class Library:
@@ -105,6 +113,9 @@ class Library:
         self._layers = self._library.mmd_layers
         self._layers.argtypes = [*[pointer] * 3, size, *[pointer] * 6, number]
         self._layers.restype = None
+        self._mask = self._library.mmd_mask
+        self._mask.argtypes = [pointer, size, pointer, size, pointer, size]
+        self._mask.restype = None
         self._layers_floats = self._library.mmd_layers_floats
         self._layers_floats.argtypes = [pointer, size, number]
         self._layers_floats.restype = size
@@ -125,9 +136,18 @@ class Library:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x [..., k] times a packed [n, k] transposed, plus bias [n]: float32 [..., n]."""
+        """x [..., k] times a packed [n, k] transposed, plus bias [n]: float32 [..., n].
+
+        Raises:
+            ValueError: x has another width than the weight, or another dtype.
+        """
+        k = packed.shape[1]
+        if x.shape[-1] != k or x.dtype is not torch.float32:
+            raise ValueError(
+                f"a linear layer of {k} float32 columns got {x.shape[-1]} of {x.dtype}; its model's processor or configuration does not "
+                "match its weights"
+            )
         x = x.contiguous()
-        k = x.shape[-1]
         out = torch.empty(*x.shape[:-1], n)
         if x.numel():
             self._linear(
@@ -166,6 +186,30 @@ class Library:
             torch.get_num_threads(),
         )
         return out
+
+    def mask(self, logits: torch.Tensor, rows: list[int], bits: torch.Tensor) -> None:
+        """Make rows of logits [batch, vocab] -infinity where their bits [rows, bytes] are 0, from the lowest of the first byte on; both are
+        contiguous.
+
+        Raises:
+            ValueError: the bits are no bytes, not whole words of 32 bits, or too few, or a tensor is not contiguous.
+        """
+        batch, vocab = logits.shape
+        width = bits.shape[1]
+        packed = bits.dtype is torch.uint8 and bits.is_contiguous() and logits.is_contiguous()
+        enough = width % 4 == 0 and 8 * width >= vocab and len(bits) == len(rows)
+        if not (packed and enough and all(0 <= row < batch for row in rows)):
+            raise ValueError(
+                f"{tuple(bits.shape)} bytes cannot mask rows {rows} of {batch} of {vocab} tokens"
+            )
+        self._mask(
+            bits.data_ptr(),
+            width // 4,
+            (ctypes.c_int64 * len(rows))(*rows),
+            len(rows),
+            logits.data_ptr(),
+            vocab,
+        )
 
     def layers(
         self,
@@ -225,6 +269,11 @@ def load() -> Library | None:
         return None
 
 
+def kernels(device: torch.device, dtype: torch.dtype) -> Library | None:
+    """The kernels, where they apply (float32 on a CPU) and could be built."""
+    return load() if device.type == "cpu" and dtype is torch.float32 else None
+
+
 def _loaded(path: Path) -> Library:
     """The library in a file.
 
@@ -233,9 +282,7 @@ def _loaded(path: Path) -> Library:
         AttributeError: it is of another version.
     """
     data = path.read_bytes()
-    if (
-        b"mmd_layers_floats" not in data
-    ):  # looked for here, as a library once loaded hides what replaces its file
+    if b"mmd_mask" not in data:  # looked for here, as a library once loaded hides what replaces its file
         raise OSError("it is something else")
     head = data[:64]
     if head[:5] == b"\x7fELF\x02" and len(head) == 64:

@@ -1,4 +1,4 @@
-"""Replaces what is slow in a float32 decoder on a CPU: linear layers and RMS norms. Each replacement is checked on numbers first."""
+"""Replaces what is slow in a float32 decoder or tower on a CPU: linear layers and RMS norms. Each replacement is checked on numbers first."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class PackedLinear(torch.nn.Module):
         self.register_buffer("packed", library.pack(linear.weight.detach()), persistent=False)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty: models ask a layer's weight for its dtype and device alone."""
+        return torch.empty(0)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         assert isinstance(self.packed, torch.Tensor)
@@ -29,15 +34,34 @@ class PackedLinear(torch.nn.Module):
         return self._library.linear(x, self.packed, self.out_features, self.bias)
 
 
-def pack_linears(decoder: torch.nn.Module, library: Library) -> int:
-    """Replace every plain float32 `nn.Linear` below `decoder`; returns how many."""
+def pack_linears(model: torch.nn.Module, library: Library) -> int:
+    """Replace every plain float32 `nn.Linear` below `model` that the kernels reproduce; returns how many."""
     count = 0
-    for parent in list(decoder.modules()):
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and child.weight.dtype is torch.float32:
-                setattr(parent, name, PackedLinear(child, library))
-                count += 1
+                packed = PackedLinear(child, library)
+                if _reproduces(packed, child):
+                    setattr(parent, name, packed)
+                    count += 1
     return count
+
+
+def _reproduces(packed: PackedLinear, plain: torch.nn.Linear) -> bool:
+    """Whether both give the same for two rows, up to rounding."""
+    probe = torch.linspace(-3, 5, 2 * plain.in_features).sin().view(2, -1)
+    with torch.no_grad():
+        expected = plain(probe)
+        error = (packed(probe) - expected).abs().max()
+    return bool(error <= 1e-4 * expected.abs().max())
+
+
+def own_memory(model: torch.nn.Module) -> None:
+    """Copy what has not been packed out of the mapped checkpoint, which then goes: one view of it would keep all of it in memory."""
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor is not getattr(module, "packed", None):
+                tensor.data = tensor.data.clone()
 
 
 def norm_scale(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
