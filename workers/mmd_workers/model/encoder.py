@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from mmd_api.contract.errors import (
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
+from mmd_workers.engine.cpu import library as cpu_library
+from mmd_workers.engine.cpu.modules import own_memory, pack_linears
 from mmd_workers.media.medium import Decoded, DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import requirements, source
@@ -27,6 +30,7 @@ from mmd_workers.model.frontend import HfFrontend, load_processor
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.model.roles import load_role
+from mmd_workers.model.tiles import follow_tiles
 
 
 class HfEncoderModel:
@@ -40,7 +44,9 @@ class HfEncoderModel:
         device: torch.device,
         dtype: torch.dtype,
         loaded_bytes: int,
+        pooled_frames: int = 1,
     ) -> None:
+        """`pooled_frames`: successive frames of a video that become one."""
         self.model = model
         self.loaded_bytes = loaded_bytes
         self.modalities: frozenset[Modality] = adapter.modalities(processor)
@@ -48,6 +54,7 @@ class HfEncoderModel:
         self.dtype = dtype
         self._adapter = adapter
         self._processor = processor
+        self._pooled_frames = pooled_frames
         self._inputs = MediaInputs(processor, shapes_only=False)
         self._hidden_size = int(adapter.config.get_text_config().hidden_size)
         self._placeholder = {
@@ -65,6 +72,7 @@ class HfEncoderModel:
             policy or MediaPolicy(),
             frozenset(),
             0,
+            self._pooled_frames,
         )
 
     def feature_headers(self, modality: Modality, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
@@ -74,7 +82,7 @@ class HfEncoderModel:
         return {name: (dtype, [num_tokens, self._hidden_size]) for name in names}
 
     def process(self, medium: Decoded, layout: MediumLayout) -> ProcessedMedium:
-        """CPU preprocessing with the model's own processor; safe in a thread.
+        """CPU preprocessing with the model's own processor, of a medium or one of its `frame_pooling.clips`; safe in a thread.
 
         Raises:
             UnsupportedInputError: the medium is of another modality than the layout.
@@ -95,12 +103,13 @@ class HfEncoderModel:
         if layout.modality == "audio":
             silence = np.broadcast_to(np.float32(0), (sampling.num_samples,))
             return self._adapter.audio(shapes, silence)
-        count = len(sampling.frame_indices)
+        count = len(sampling.timed_indices)
         size = [count] * (layout.modality == "video") + [3, info.height, info.width]
         pixels = torch.empty(size, dtype=torch.uint8, device="meta")
         if layout.modality == "image":
-            return self._adapter.image(shapes, pixels)
-        return self._adapter.video(shapes, pixels, sampling.frame_indices, info.fps, info.num_frames)
+            return self._adapter.image(shapes, pixels, sampling.size)
+        frames, fps, total = sampling.timed_indices, info.fps, info.num_frames
+        return self._adapter.video(shapes, pixels, frames, fps, total, sampling.size)
 
     def _processed(self, made: media_inputs.Processed, layout: MediumLayout) -> ProcessedMedium:
         count = made.replacement.count(self._placeholder[layout.modality])
@@ -112,14 +121,29 @@ class HfEncoderModel:
                 f"{count} with {facts}; the decoded size differs from its header"
             )
         tensors = media_inputs.tensors(made.outputs)
-        shapes = tuple(sorted((name, tuple(t.shape)) for name, t in tensors.items()))
-        return ProcessedMedium(layout.modality, tensors, facts, count, (layout.modality, count, shapes))
+        run = self._adapter.tower_run(layout.modality)
+        return ProcessedMedium(
+            layout.modality,
+            tensors,
+            facts,
+            count,
+            (layout.modality, run.key(tensors, count)),
+            run.part_tokens(tensors, count),
+        )
+
+    def part(self, medium: ProcessedMedium, first: int, last: int) -> ProcessedMedium:
+        """The parts [first, last) of a medium, to be run without the others: their rows are those of the medium at that place."""
+        if (first, last) == (0, medium.parts):
+            return medium
+        tensors = self._adapter.tower_run(medium.modality).part(medium.tensors, first, last)
+        tokens = medium.part_tokens[first:last]
+        return replace(medium, tensors=tensors, num_tokens=sum(tokens), part_tokens=tokens)
 
     def encode(self, batch: Sequence[ProcessedMedium]) -> list[Feature]:
         """Run the tower and projector on media of one `shape_key`. Features are contiguous and in CPU memory.
 
         Raises:
-            ValueError: the media are of different shapes.
+            ValueError: the media cannot share a run.
             CountMismatchError: the tower returned another number of rows than was laid out.
             BadLogitsError: it returned values that are not finite. An engine would find out at the logits, and its prefix cache would have KV
                 of them until then.
@@ -127,12 +151,9 @@ class HfEncoderModel:
         if len({medium.shape_key for medium in batch}) != 1:
             raise ValueError("all media of a batch must have the same shape_key")
         modality = batch[0].modality
-        joined = {name: torch.cat([m.tensors[name] for m in batch]) for name in batch[0].tensors}
+        joined = self._adapter.tower_run(modality).join([medium.tensors for medium in batch])
         with self._lock, torch.no_grad():
-            moved = {
-                name: t.to(self.device, self.dtype if t.is_floating_point() else None)
-                for name, t in joined.items()
-            }
+            moved = {name: self._moved(tensor) for name, tensor in joined.items()}
             output = self._adapter.features(self.model, modality, moved)
             rows = {EMBEDDINGS: self._adapter.scale_features(_rows(_main(output)))}
             for level, extra in enumerate(getattr(output, "deepstack_features", None) or []):
@@ -166,13 +187,20 @@ class HfEncoderModel:
             for i in range(len(batch))
         ]
 
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
     def _run_processor(self, medium: Decoded, layout: MediumLayout) -> media_inputs.Processed:
         if isinstance(medium, DecodedImage) and layout.modality == "image":
-            return self._adapter.image(self._inputs, torch.from_numpy(medium.pixels).permute(2, 0, 1))
+            pixels = torch.from_numpy(medium.pixels).permute(2, 0, 1)
+            return self._adapter.image(self._inputs, pixels, layout.sampling.size)
         if isinstance(medium, DecodedVideo) and layout.modality == "video":
             frames = torch.from_numpy(medium.frames).permute(0, 3, 1, 2)
             fps, total = layout.geometry["source_fps"], layout.geometry["source_num_frames"]
-            return self._adapter.video(self._inputs, frames, layout.sampling.frame_indices, fps, total)
+            sampling = layout.sampling
+            return self._adapter.video(
+                self._inputs, frames, sampling.timed_indices, fps, total, sampling.size
+            )
         if isinstance(medium, DecodedAudio) and layout.modality == "audio":
             return self._adapter.audio(self._inputs, medium.waveform)
         raise UnsupportedInputError(
@@ -196,8 +224,8 @@ def _rows(value: Any) -> torch.Tensor:
 
 
 def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
-    """Load the towers and projectors of a model. From then on cuDNN's convolutions in this process compute float32 without TF32, whose
-    errors are larger than rounding and differ between batches.
+    """Load the towers and projectors of a model. On a CPU their float32 linear layers run on packed weights. From then on cuDNN's convolutions
+    in this process compute float32 without TF32, whose errors are larger than rounding and differ between batches.
 
     Raises:
         UnsupportedModelError: the model is missing, takes no media, or lacks weights; names the field and the remedy.
@@ -205,13 +233,17 @@ def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
     folder = source.resolve(model, weights=True)
     config = source.load_config(folder)
     adapter = adapter_for(config)
-    _, processor = load_processor(folder, adapter)
+    _, processor = load_processor(folder, adapter, model)
     if processor is None or not adapter.modalities(processor):
         raise UnsupportedModelError(
             f"spec.encoder: {model.id!r} accepts text only and needs no encoder; remove the pool or choose a multimodal model"
         )
+    follow_tiles(config, processor)
     dtype = source.resolve_dtype(model, config)
     loaded, loaded_bytes = load_role(folder, config, "encoder", dtype, device)
     requirements.check(loaded, adapter)
+    if (kernels := cpu_library.kernels(device, dtype)) is not None:
+        pack_linears(loaded, kernels)
+        own_memory(loaded)
     torch.backends.cudnn.allow_tf32 = False
-    return HfEncoderModel(loaded, processor, adapter, device, dtype, loaded_bytes)
+    return HfEncoderModel(loaded, processor, adapter, device, dtype, loaded_bytes, model.pooled_video_frames)

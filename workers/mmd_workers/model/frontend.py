@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,27 +21,36 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
-from transformers.utils.chat_template_utils import mark_control_tokens
 from transformers.video_utils import VideoMetadata
 
 from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
+from mmd_workers.media.amount import MediaAmount
+from mmd_workers.media.choice import NO_CHOICE, FoundFrame, SamplingChoice, thinned
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.model import inputs as media_inputs
+from mmd_workers.model import reasoning as reasoning_forms
 from mmd_workers.model import source, tool_calls
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.control_tokens import ControlTokens
+from mmd_workers.model.frame_pooling import check_pooling, grouped
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
+from mmd_workers.model.reasoning import Reasoning
+from mmd_workers.model.tiles import bound_tiles
 from mmd_workers.model.tool_calls import Spelling
 
 PROBES_BYTES = 64 << 20  # for media of sizes seen before
-_WRITTEN = frozenset({"content", "tool_calls", "tool_call_id", "name"})
+_WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
 """Fields of a message with text of the user's."""
+LOW_DETAIL_SIDE = 512  # of an image, as OpenAI documents it
+_ROUNDED_UP = 1 + 1e-9
+"""Processors cut the product of a rate and a duration off to a number of frames."""
 PROCESSOR_ERRORS = (
     ValueError,
     ZeroDivisionError,
@@ -67,17 +77,21 @@ class HfFrontend:
         policy: MediaPolicy,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        pooled_frames: int = 1,
     ) -> None:
+        """`pooled_frames`: successive frames of a video that become one."""
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = int(adapter.config.get_text_config().vocab_size)
         self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
         self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
+        self.takes_sound_of_videos = adapter.interleaves_sound and {"video", "audio"} <= self.modalities
         self.grammars = Grammars(lambda: tokenizer, self.vocab_size, eos_token_ids)
         self._adapter = adapter
         self._processor = processor
         self._policy = policy
+        self._pooled_frames = pooled_frames
         self._inputs = MediaInputs(processor, shapes_only=True) if processor else None
         self._placeholder: dict[Modality, str] = {}
         for modality in self.modalities:
@@ -85,7 +99,7 @@ class HfFrontend:
             self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
         self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
-        self._control_re = _any_of(tokenizer.added_tokens_encoder)
+        self._control_tokens = ControlTokens(tokenizer.added_tokens_encoder)
         tokenizer(
             ""
         )  # sets what its file has otherwise, as truncation: after this, encoding changes nothing of a fast tokenizer
@@ -99,20 +113,26 @@ class HfFrontend:
         messages: Sequence[dict[str, Any]],
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
+        reasons: bool | None = None,
+        choices: Sequence[SamplingChoice] = (),
     ) -> PromptLayout:
         """Lay out a conversation: `render` it and encode the text."""
-        return self.render(messages, media, tools).encode()
+        return self.render(messages, media, tools, reasons, choices).encode()
 
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
+        reasons: bool | None = None,
+        choices: Sequence[SamplingChoice] = (),
     ) -> RenderedPrompt:
         """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
-        Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object.
-        Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium.
+        Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object. An assistant's
+        message may have `reasoning_content`. `reasons`, `choices`: see `Frontend.render`.
+        Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium. A sound that is `of_video` has an
+        audio part behind its video's, which the template does not get: the model's processor puts its tokens among those of the video.
 
         Raises:
             UnsupportedInputError: the model cannot take this modality or size, or its template these messages; names the part and the remedy.
@@ -121,20 +141,34 @@ class HfFrontend:
         self._check_parts(messages, media)
         self._check_tool_calls(messages)
         sanitize = self._mentions_control_token(messages, tools)
+        messages = _without_sounds_of_videos(messages, media)
         if sanitize:
             messages = self._mark(messages)
             tools = self._marked(list(tools), keys=True)
+        known = self.reasoning
+        if any("reasoning_content" in message for message in messages):
+            place = "" if known is None else known.history
+            messages = [reasoning_forms.with_reasoning(message, place) for message in messages]
+        variables = {} if known is None else known.variables(reasons)
         if self._processor is None:
-            text = self._render(messages, tools)
+            text = self._render(messages, tools, variables)
+            begins = None if known is None else known.begin_after(text)
             return RenderedPrompt(
-                len(text), lambda: PromptLayout(self._encode(text, sanitize, add_special_tokens=False), [])
+                len(text),
+                begins,
+                lambda: PromptLayout(self._encode(text, sanitize, add_special_tokens=False), []),
             )
-        plans = [self._sampling(number, info) for number, info in enumerate(media)]
+        choices = choices or [NO_CHOICE] * len(media)
+        plans = [
+            self._sampling(number, info, choice)
+            for number, (info, choice) in enumerate(zip(media, choices, strict=True))
+        ]
         probes = [
             self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
         ]
-        text = self._render(messages, tools)
-        return RenderedPrompt(len(text), lambda: self._expanded(text, sanitize, media, plans, probes))
+        text = self._render(messages, tools, variables)
+        begins = None if known is None else known.begin_after(text)
+        return RenderedPrompt(len(text), begins, lambda: self._expanded(text, sanitize, media, plans, probes))
 
     def _expanded(
         self,
@@ -145,8 +179,15 @@ class HfFrontend:
         probes: Sequence[Probe],
     ) -> PromptLayout:
         replacements: dict[str, list[str]] = {}
-        for info, probe in zip(media, probes, strict=True):
-            replacements.setdefault(info.modality, []).append(probe.replacement)
+        for number, (info, probe) in enumerate(zip(media, probes, strict=True)):
+            if info.of_video:
+                continue
+            replacement = probe.replacement
+            if len(_group(media, number)) > 1:
+                assert self._inputs is not None
+                tokens = probes[number + 1].replacement.count(self._placeholder["audio"])
+                replacement = self._adapter.video_with_sound(self._inputs, probe.geometry, tokens)
+            replacements.setdefault(info.modality, []).append(replacement)
         expanded, order = self._adapter.expand(self._processor, text, replacements)
         token_ids = self._encode(expanded, sanitize)
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
@@ -244,11 +285,31 @@ class HfFrontend:
         before = self._rendered_if_possible(probed[:1])
         return tool_calls.spelling_of(self._rendered_if_possible(probed), before, tokens)
 
+    @functools.cached_property
+    def reasoning(self) -> Reasoning | None:
+        """How the model reasons before it answers; None: in no form that is known. The first look takes milliseconds."""
+        templates = [getattr(one, "chat_template", None) for one in (self._processor, self.tokenizer)]
+        sources = [
+            source
+            for found in templates
+            for source in (found.values() if isinstance(found, dict) else [found])
+            if isinstance(source, str)
+        ]
+        return reasoning_forms.found_reasoning(
+            sources,
+            self.tokenizer.added_tokens_encoder,
+            lambda messages, variables: self._rendered_if_possible(messages, variables=variables),
+            tool_calls.probed_call(),
+        )
+
     def _rendered_if_possible(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, variables)
         except UnsupportedInputError:
             return ""
 
@@ -256,11 +317,11 @@ class HfFrontend:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> bool:
         return any(
-            self._control_re.search(text)
+            self._control_tokens.appear_in(text)
             for message in messages
             for key in _WRITTEN & message.keys()
             for text in _written(message[key])
-        ) or any(map(self._control_re.search, _written(list(tools), keys=True)))
+        ) or any(map(self._control_tokens.appear_in, _written(list(tools), keys=True)))
 
     def _mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Mark control tokens that users wrote, so that they are neither replaced nor encoded as such."""
@@ -282,9 +343,14 @@ class HfFrontend:
             }
         if isinstance(value, list):
             return [self._marked(item, keys=keys) for item in value]
-        return mark_control_tokens(value, self._control_re)
+        return self._control_tokens.marked(value) if isinstance(value, str) else value
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> str:
         """The text of a conversation in which each medium is one marker.
 
         Raises:
@@ -292,10 +358,14 @@ class HfFrontend:
         """
         try:
             if self._processor is not None:
-                return self._adapter.render(self._processor, _as_parts(messages), tools)
+                return self._adapter.render(self._processor, _as_parts(messages), tools, **variables)
             return str(
                 self.tokenizer.apply_chat_template(
-                    _as_text(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                    _as_text(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,
                 )
             )
         except (TemplateError, *PROCESSOR_ERRORS) as error:
@@ -318,9 +388,19 @@ class HfFrontend:
             first = self.tokenizer("", add_special_tokens=True)["input_ids"][:1] if add_special_tokens else []
         return [int(i) for i in [*(i for i in first if i == self.tokenizer.bos_token_id), *ids]]
 
-    def _sampling(self, number: int, info: MediumInfo) -> SamplingPlan:
+    def _sampling(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
         if info.modality == "video":
-            return SamplingPlan(frame_indices=self._frame_indices(info))
+            try:
+                if choice.searches:
+                    plan = self._plan_of_found(number, choice)
+                else:
+                    plan = SamplingPlan(frame_indices=self._frame_indices(number, info, choice))
+            except PROCESSOR_ERRORS as error:
+                raise UnsupportedInputError(
+                    f"medium {number} (video, {info.num_frames} frames): this model's processor cannot sample it: {error}; request another "
+                    "number of frames"
+                ) from error
+            return self._with_frame_size(number, info, choice, grouped(plan, self._pooled_frames))
         if info.modality == "audio":
             assert self._processor is not None
             rate = int(self._processor.feature_extractor.sampling_rate)
@@ -333,8 +413,90 @@ class HfFrontend:
                         "shorter clip or several clips, or set spec.gateway.media.audio.tooLong to Truncate"
                     )
                 samples = limit
-            return SamplingPlan(sample_rate_hz=rate, num_samples=samples)
-        return SamplingPlan()
+            return SamplingPlan(sample_rate_hz=rate, num_samples=samples, of_video=info.of_video)
+        return replace(self._image_plan(number, info, choice), page=info.page)
+
+    def _image_plan(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
+        """An image that would be the same without the choice has the plan of one without."""
+        plain = SamplingPlan()
+        if choice.min_pixels is None and choice.max_pixels is None and not choice.low_detail:
+            return plain
+        assert self._processor is not None
+        images = self._processor.image_processor
+        own = {name: int(edge) for name, edge in dict(images.size).items() if edge}
+        if not self._adapter.bounds_pixels(images):
+            if choice.min_pixels is not None or choice.max_pixels is not None:
+                raise UnsupportedInputError(
+                    f"medium {number} (image): min_pixels and max_pixels: this model's processor takes no number of pixels; omit them"
+                )
+            lower = set(own) == {"longest_edge"} and own["longest_edge"] > LOW_DETAIL_SIDE
+            plan = SamplingPlan(size={"longest_edge": LOW_DETAIL_SIDE}) if lower else plain
+            same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
+            return plain if same else plan
+        for name, pixels in (("min_pixels", choice.min_pixels), ("max_pixels", choice.max_pixels)):
+            if pixels is not None and pixels > own["longest_edge"]:
+                raise UnsupportedInputError(
+                    f"medium {number} (image): {name}: {pixels} are more than this model's processor makes of an image, which is "
+                    f"{own['longest_edge']}; request fewer"
+                )
+        most = choice.max_pixels or own["longest_edge"]
+        if choice.low_detail:
+            most = min(most, LOW_DETAIL_SIDE**2)
+        least = min(most, choice.min_pixels or own["shortest_edge"])
+        plan = SamplingPlan(size={"shortest_edge": least, "longest_edge": most})
+        probe = self._probe_medium(number, info, plan)
+        if probe == self._probe_medium(number, info, plain):
+            return plain
+        if (pixels := _pixels(probe, images)) > own[
+            "longest_edge"
+        ]:  # of an image far from square, by rounding
+            raise UnsupportedInputError(
+                f"medium {number} (image): min_pixels: this model's processor would make {pixels} pixels of {info.width}x{info.height}, more "
+                f"than its maximum of {own['longest_edge']}; request fewer"
+            )
+        return plan
+
+    def amounts(self, media: Sequence[MediumInfo], choices: Sequence[SamplingChoice]) -> list[MediaAmount]:
+        """See `Frontend.amounts`."""
+        return [
+            self._amount(number, info, choice)
+            for number, (info, choice) in enumerate(zip(media, choices, strict=True))
+        ]
+
+    def _amount(self, number: int, info: MediumInfo, choice: SamplingChoice) -> MediaAmount:
+        if self._processor is None or info.modality == "audio":
+            return MediaAmount()
+        plan = self._sampling(number, info, choice)
+        frames = len(plan.frame_indices)
+        is_video = info.modality == "video"
+        resizer = self._processor.video_processor if is_video else self._processor.image_processor
+        shares_pixels = is_video and self._adapter.frames_share_pixels(resizer)
+        if not (self._adapter.bounds_pixels(resizer) or shares_pixels):
+            return MediaAmount(frames)
+        pixels = _pixels(self._probe_medium(number, info, plan), resizer)
+        side = int(resizer.patch_size) * int(getattr(resizer, "merge_size", 1))
+        return MediaAmount(frames, pixels, least_pixels=side**2)
+
+    def _with_frame_size(
+        self, number: int, info: MediumInfo, choice: SamplingChoice, plain: SamplingPlan
+    ) -> SamplingPlan:
+        """A video that would be the same without the bound of its frames has the plan of one without."""
+        assert self._processor is not None
+        assert self._inputs is not None
+        videos = self._processor.video_processor
+        shares_pixels = self._adapter.frames_share_pixels(videos)
+        if choice.max_frame_pixels is None or not (self._adapter.bounds_pixels(videos) or shares_pixels):
+            return plain
+        most, own = choice.max_frame_pixels, self._inputs.video_size
+        if shares_pixels:
+            frames, group = len(plain.frame_indices), int(getattr(videos, "temporal_patch_size", None) or 1)
+            most *= frames + -frames % group
+        if most >= own["longest_edge"]:
+            return plain
+        size = {"shortest_edge": min(most, own["shortest_edge"]), "longest_edge": most}
+        plan = replace(plain, size=size)
+        same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
+        return plain if same else plan
 
     def _samples(self, info: MediumInfo, rate: int) -> int:
         """Samples of a whole sound at the model's rate."""
@@ -345,24 +507,25 @@ class HfFrontend:
             return 0.0
         return (self._samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
 
-    def _frame_indices(self, info: MediumInfo) -> list[int]:
-        """Frames the model's own video processor would choose, thinned evenly to the policy's limit."""
+    def _frame_indices(self, number: int, info: MediumInfo, choice: SamplingChoice) -> list[int]:
+        """Frames that the model's own video processor chooses when it is asked for this, thinned evenly to the limit."""
         assert self._processor is not None
-        policy, chooser, total = self._policy.video, self._processor.video_processor, info.num_frames
+        chooser, total = self._processor.video_processor, info.num_frames
         if total < 1 or info.fps <= 0:
-            raise UnsupportedInputError("the video has no frames or no frame rate; re-encode the file")
-        group = int(getattr(chooser, "temporal_patch_size", None) or 1)
-        least = min(total, 2 * group)
+            raise UnsupportedInputError(
+                f"medium {number} (video) has no frames or no frame rate; re-encode the file"
+            )
+        group, most, limit = self._frame_limits(choice)
+        asked = choice.fps is not None or choice.num_frames is not None
+        least = min(total, group if asked else 2 * group)
         if total == least:
-            return list(range(total))
-        rate = min(max(policy.frames_per_second_milli / 1000, least * info.fps / total), info.fps)
-        own_frames = getattr(chooser, "num_frames", None)
-        wish: dict[str, Any] = {"fps": rate}
-        if own_frames is not None:
-            asks_both = "skip_secs" in inspect.signature(chooser.sample_frames).parameters
-            wish = ({"fps": rate} if asks_both else {}) | {
-                "num_frames": min(own_frames, policy.max_frames, total)
-            }
+            return thinned(range(total), limit)
+        wish = self._frames_wished(number, info, choice, group, least, most)
+        if (
+            choice.max_frames is not None
+            and "max_frames" in inspect.signature(chooser.sample_frames).parameters
+        ):
+            wish["max_frames"] = max(group, limit)
         metadata = VideoMetadata(
             total_num_frames=total,
             fps=info.fps,
@@ -370,13 +533,68 @@ class HfFrontend:
             width=info.width,
             height=info.height,
         )
-        chosen = sorted(
-            {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **wish)}
-        )
-        limit = max(1, policy.max_frames - policy.max_frames % group)
-        if len(chosen) > limit:
-            chosen = [chosen[i] for i in np.linspace(0, len(chosen) - 1, limit).round().astype(int)]
-        return chosen
+        chosen = {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **wish)}
+        return thinned(sorted(chosen), limit)
+
+    def _frame_limits(self, choice: SamplingChoice) -> tuple[int, int, int]:
+        """Frames of a temporal patch or of a group that is pooled, the most of a video, and the most in whole ones."""
+        assert self._processor is not None
+        group = int(getattr(self._processor.video_processor, "temporal_patch_size", None) or 1)
+        group = max(group, self._pooled_frames)
+        most = self._policy.video.max_frames
+        if choice.max_frames is not None:
+            most = min(most, max(group, choice.max_frames))
+        return group, most, max(1, most - most % group)
+
+    def _plan_of_found(self, number: int, choice: SamplingChoice) -> SamplingPlan:
+        """The frames that were found in the video, thinned evenly to the limit. Those of timestamps are these alone; others are filled up to what
+        the model takes: whole temporal patches, and two of them.
+        """
+        assert self._processor is not None
+        assert choice.found is not None
+        chooser, found = self._processor.video_processor, choice.found.frames
+        group, most, limit = self._frame_limits(choice)
+        if choice.timestamps is not None:
+            if len(found) > limit and choice.max_frames is None:
+                raise UnsupportedInputError(
+                    f"medium {number} (video): timestamps: {len(found)} frames are more than the {limit} that this model takes of at most {most}; "
+                    "request fewer, or raise spec.gateway.media.video.maxFrames"
+                )
+            return _plan_of(thinned(found, limit), group)
+        for own in (getattr(chooser, "num_frames", None), getattr(chooser, "max_frames", None)):
+            limit = min(limit, max(group, own - own % group)) if own else limit
+        frames = thinned(found, limit)
+        whole = -(-len(frames) // group) * group
+        return _plan_of(choice.found.filled(frames, min(limit, max(2 * group, whole))), group)
+
+    def _frames_wished(
+        self, number: int, info: MediumInfo, choice: SamplingChoice, group: int, least: int, most: int
+    ) -> dict[str, Any]:
+        """How the model's video processor is asked for frames. `group`: frames of a temporal patch; `least`, `most`: frames of this video.
+
+        A processor with a number of frames of its own goes by that and not by a rate, unless it takes both; a requested rate becomes the number
+        that it would make of it otherwise.
+        """
+        assert self._processor is not None
+        chooser, total = self._processor.video_processor, info.num_frames
+        takes = inspect.signature(chooser.sample_frames).parameters
+        whole = total - total % group
+        if choice.num_frames is not None:
+            if "num_frames" not in takes:
+                raise UnsupportedInputError(
+                    f"medium {number} (video): num_frames: this model's processor samples by rate alone; use fps"
+                )
+            return {"num_frames": min(max(choice.num_frames, group), whole)}
+        rate = choice.fps or self._policy.video.frames_per_second_milli / 1000
+        rate = min(max(rate, _ROUNDED_UP * least * info.fps / total), info.fps)
+        own_frames = getattr(chooser, "num_frames", None)
+        if own_frames is None:
+            return {"fps": rate}
+        if "skip_secs" in takes:
+            return {"fps": rate, "num_frames": min(own_frames, most)}
+        if choice.fps is not None:
+            return {"num_frames": min(max(least, int(total / info.fps * rate)), whole)}
+        return {"num_frames": min(own_frames, most, total)}
 
     def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> Probe:
         try:
@@ -384,10 +602,11 @@ class HfFrontend:
                 info.modality,
                 info.width,
                 info.height,
-                tuple(plan.frame_indices),
+                tuple(plan.timed_indices),
                 info.fps,
                 info.num_frames,
                 plan.num_samples,
+                tuple(sorted(plan.size.items())),
             )
         except PROCESSOR_ERRORS as error:
             what = (
@@ -419,6 +638,7 @@ class HfFrontend:
         fps: float,
         num_frames: int,
         num_samples: int,
+        size: tuple[tuple[str, int], ...],
     ) -> Probe:
         assert self._inputs is not None
         if modality == "audio":
@@ -429,10 +649,10 @@ class HfFrontend:
             raise ValueError("it has no pixels")
         elif modality == "image":
             pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-            made = self._adapter.image(self._inputs, pixels)
+            made = self._adapter.image(self._inputs, pixels, dict(size))
         else:
             frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
-            made = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames)
+            made = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames, dict(size))
         facts = media_inputs.geometry(made.outputs)
         inputs = media_inputs.tensors(made.outputs)
         work = self._adapter.work(inputs, facts)
@@ -455,34 +675,82 @@ class HfFrontend:
             p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True)
         )
         found = sum(1 for token in token_ids if token in self._placeholder_ids)
-        if total != found or len(order) != len(media):
+        if total != found or len(order) != sum(not info.of_video for info in media):
             raise CountMismatchError(
                 f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {found} of "
                 f"{len(order)}; the checkpoint's chat template and tokenizer disagree"
             )
-        queues = {m: iter([n for n, info in enumerate(media) if info.modality == m]) for m in MODALITIES}
+        queues = {
+            modality: iter([n for n, m in enumerate(media) if m.modality == modality and not m.of_video])
+            for modality in MODALITIES
+        }
         placed: dict[int, MediumLayout] = {}
         for modality in order:
-            number = next(queues[modality])
-            probe, plan = probes[number], plans[number]
-            decoded = media[number].decoded_bytes(len(plan.frame_indices), plan.num_samples)
-            count = probe.replacement.count(self._placeholder[modality])
-            placed[number] = MediumLayout(
-                modality=modality,
-                num_tokens=count,
-                ranges=_runs([next(positions) for _ in range(count)]),
-                geometry=probe.geometry,
-                sampling=plan,
-                work=probe.work,
-                host_bytes=decoded + probe.input_bytes,
-                truncated_seconds=self._truncated_seconds(media[number], plan),
-            )
+            group = _group(media, next(queues[modality]))
+            counts = {n: probes[n].replacement.count(self._placeholder[media[n].modality]) for n in group}
+            taken = [next(positions) for _ in range(sum(counts.values()))]
+            for number in group:
+                own = taken
+                if len(group) > 1:
+                    token = self._adapter.placeholder_id(media[number].modality)
+                    own = [position for position in taken if token_ids[position] == token]
+                if len(own) != counts[number]:
+                    raise CountMismatchError(
+                        f"medium {number} ({media[number].modality}) has {counts[number]} placeholders, but {len(own)} beside those of the same "
+                        "file; the checkpoint's processor disagrees with itself"
+                    )
+                placed[number] = self._placed(media[number], plans[number], probes[number], own)
         return [placed[n] for n in range(len(media))]
 
+    def _placed(
+        self, info: MediumInfo, plan: SamplingPlan, probe: Probe, positions: Sequence[int]
+    ) -> MediumLayout:
+        decoded = info.decoded_bytes(len(plan.frame_indices), plan.num_samples)
+        return MediumLayout(
+            modality=info.modality,
+            num_tokens=len(positions),
+            ranges=_runs(positions),
+            geometry=probe.geometry,
+            sampling=plan,
+            work=probe.work * plan.pooled_frames,
+            host_bytes=decoded + probe.input_bytes * plan.pooled_frames,
+            truncated_seconds=self._truncated_seconds(info, plan),
+        )
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, longer ones first."""
-    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+def _group(media: Sequence[MediumInfo], number: int) -> list[int]:
+    """The numbers of the media that one marker stands for: a video and its sound, or another medium alone."""
+    following = number + 1
+    return [number, following] if following < len(media) and media[following].of_video else [number]
+
+
+def _without_sounds_of_videos(
+    messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]
+) -> Sequence[dict[str, Any]]:
+    """The messages without the parts of such sounds, for which there is no marker."""
+    if not any(info.of_video for info in media):
+        return messages
+    left = iter(media)
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [p for p in content if p.get("type") not in MODALITIES or not next(left).of_video]
+        kept.append({**message, "content": content})
+    return kept
+
+
+def _plan_of(found: Sequence[FoundFrame], group: int) -> SamplingPlan:
+    """Fewer than a temporal patch are this one, with the last frame repeated, as processors do where they take them."""
+    frames = [*found, *[found[-1]] * (group - len(found))]
+    indices, nominal = [one.index for one in frames], [one.nominal for one in frames]
+    return SamplingPlan(frame_indices=indices, nominal_indices=[] if nominal == indices else nominal)
+
+
+def _pixels(probe: Probe, processor: Any) -> int:
+    """Of an image, or of each frame of a video, that such a processor has resized."""
+    (grid,) = next(value for name, value in probe.geometry.items() if name.endswith("grid_thw"))
+    return int(grid[-2] * grid[-1] * int(processor.patch_size) ** 2)
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -512,7 +780,7 @@ def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
 
 
 def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Only type and text of each part: templates of multimodal models read content as a list of parts, and the result of a tool as text."""
+    """Only type and text of each part, or its reasoning: templates of multimodal models read content as a list of parts, and the result of a tool as text."""
     normal = []
     for message in messages:
         content = message.get("content")
@@ -520,7 +788,7 @@ def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             normal.extend(_as_text([message]))
             continue
         if isinstance(content, list):
-            parts = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
+            parts = [{k: v for k, v in part.items() if k in ("type", "text", "thinking")} for part in content]
         else:
             parts = [{"type": "text", "text": content or ""}]
         normal.append({**message, "content": parts})
@@ -528,25 +796,27 @@ def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as one string: templates of text models read it so."""
+    """Content as one string: templates of text models read it so, but for parts where one is the reasoning."""
     normal = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list) and not any("thinking" in part for part in content):
             content = "".join(part.get("text", "") for part in content)
         normal.append({**message, "content": content or ""})
     return normal
 
 
-def load_processor(folder: Path, adapter: Adapter) -> tuple[Any, Any | None]:
-    """Tokenizer and, for multimodal models, the processor.
+def load_processor(folder: Path, adapter: Adapter, model: ModelSpec) -> tuple[Any, Any | None]:
+    """Tokenizer and, for multimodal models, the processor, with the tiles that `model` allows.
 
     Raises:
-        UnsupportedModelError: the folder has no usable tokenizer or processor.
+        UnsupportedModelError: the folder has no usable tokenizer or processor, its images cannot have so many tiles, or frames of its videos
+            cannot be pooled.
     """
     try:
         loaded = AutoProcessor.from_pretrained(folder, local_files_only=True)
         if not isinstance(loaded, ProcessorMixin):
+            check_pooling(adapter, None, model.pooled_video_frames)
             return AutoTokenizer.from_pretrained(folder, local_files_only=True), None
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(
@@ -554,6 +824,9 @@ def load_processor(folder: Path, adapter: Adapter) -> tuple[Any, Any | None]:
             "tokenizer.json and, for multimodal models, preprocessor_config.json or processor_config.json"
         ) from error
     processor = adapter.prepare_processor(loaded, folder)
+    if model.max_image_tiles is not None:
+        bound_tiles(processor, model.max_image_tiles)
+    check_pooling(adapter, processor, model.pooled_video_frames)
     return processor.tokenizer, processor
 
 
@@ -566,7 +839,7 @@ def load_frontend(model: ModelSpec, media: MediaPolicy) -> HfFrontend:
     folder = source.resolve(model, weights=False)
     config = source.load_config(folder)
     adapter = adapter_for(config)
-    tokenizer, processor = load_processor(folder, adapter)
+    tokenizer, processor = load_processor(folder, adapter, model)
     if not getattr(processor, "chat_template", None) and not getattr(tokenizer, "chat_template", None):
         raise UnsupportedModelError(
             f"spec.model.id: {model.id!r} has no chat template; add chat_template.jinja to its folder"
@@ -578,4 +851,5 @@ def load_frontend(model: ModelSpec, media: MediaPolicy) -> HfFrontend:
         media,
         source.eos_token_ids(folder, config),
         source.resolve_max_model_len(model, config),
+        model.pooled_video_frames,
     )

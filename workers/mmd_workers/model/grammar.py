@@ -153,7 +153,7 @@ class Grammars:
         return matcher
 
     def _at(self, compiled: LLMatcher, output_token_ids: Iterable[int]) -> Constraint:
-        constraint = Constraint(compiled.deep_copy(), -(-self._loaded().vocab_size // 32) * 4)
+        constraint = Constraint(compiled.deep_copy(), mask_bytes(self._loaded().vocab_size))
         constraint.advance(output_token_ids)
         return constraint
 
@@ -190,6 +190,11 @@ class Grammars:
                         f"this model's tokenizer cannot follow a grammar ({on_one_line(str(error))})"
                     ) from error
             return self._tokenizer
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Of a mask with one bit for each token, in whole words of 32."""
+    return -(-vocab_size // 32) * 4
 
 
 def load_tokenizer(folder: Path) -> Any:

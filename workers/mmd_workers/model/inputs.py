@@ -7,6 +7,7 @@ are no pixels. So the counts of the gateway and those of the encoder come out of
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +102,30 @@ class MediaInputs:
                 self.processor.feature_extractor = _WhisperShapes(processor.feature_extractor)
         self._settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
 
-    def image(self, pixels: torch.Tensor) -> Processed:
-        """Process uint8 pixels [3, height, width]."""
-        outputs, texts = self.processor._process_images(
-            [pixels], **self._settings["images_kwargs"] | CHANNELS_FIRST
-        )
+    def image(self, pixels: torch.Tensor, size: Mapping[str, int] | None = None) -> Processed:
+        """Process uint8 pixels [3, height, width]. `size`: in place of the processor's own setting."""
+        settings = self._settings["images_kwargs"] | CHANNELS_FIRST
+        if size:
+            settings["size"] = dict(size)
+        outputs, texts = self.processor._process_images([pixels], **settings)
         return Processed(texts[0], dict(outputs))
 
-    def video(self, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int) -> Processed:
-        """Process uint8 frames [frames, 3, height, width] that are `indices` of a source of `num_frames` at `fps`."""
+    @property
+    def video_size(self) -> dict[str, int]:
+        """The setting by which frames are resized."""
+        own = self._settings["videos_kwargs"].get("size") or self.processor.video_processor.size
+        return {name: int(edge) for name, edge in dict(own).items() if edge}
+
+    def video(
+        self,
+        frames: torch.Tensor,
+        indices: list[int],
+        fps: float,
+        num_frames: int,
+        size: Mapping[str, int] | None = None,
+    ) -> Processed:
+        """Process uint8 frames [frames, 3, height, width] that are `indices` of a source of `num_frames` at `fps`. `size`: in place of the
+        processor's own setting."""
         metadata = VideoMetadata(
             total_num_frames=num_frames,
             fps=fps,
@@ -120,6 +136,8 @@ class MediaInputs:
         )
         videos = self._settings["videos_kwargs"] | CHANNELS_FIRST
         videos |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
+        if size:
+            videos["size"] = dict(size)
         if isinstance(
             self.processor, OmniModalProcessorMixin
         ):  # these ask for the rate instead of the metadata
@@ -130,6 +148,12 @@ class MediaInputs:
         outputs, texts = self.processor._process_videos([frames], **settings)
         outputs.pop("video_metadata", None)
         return Processed(texts[0], dict(outputs))
+
+    def video_with_sound(self, video: Mapping[str, Any], audio_tokens: int) -> str:
+        """What stands for a video and its sound, by the facts of the processed video (`geometry`) and the number of tokens of the sound."""
+        facts = {name: np.asarray(value) for name, value in video.items() if isinstance(value, list)}
+        sound = {"num_audio_tokens": [audio_tokens]}
+        return str(self.processor.replace_video_with_audio_token(facts, 0, sound, 0, **self._settings))
 
     def audio(self, waveform: npt.NDArray[np.float32]) -> Processed:
         """Process a mono waveform [samples] at the processor's own rate."""

@@ -17,6 +17,8 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
+from mmd_workers.media.amount import MediaAmount
+from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import Decoded, MediumInfo
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import (
@@ -28,6 +30,7 @@ from mmd_workers.model.prompt import (
     PromptLayout,
     RenderedPrompt,
 )
+from mmd_workers.model.reasoning import Reasoning
 from mmd_workers.model.tool_calls import Spelling
 
 
@@ -39,6 +42,7 @@ class Frontend(Protocol):
     longest_token_characters: int
     max_model_len: int
     modalities: frozenset[Modality]
+    takes_sound_of_videos: bool
     placeholder_ids: frozenset[int]
     grammars: Grammars
 
@@ -52,11 +56,18 @@ class Frontend(Protocol):
         """How the model writes calls of tools; None: in no form that is known."""
         ...
 
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """How the model reasons before it answers; None: in no form that is known."""
+        ...
+
     def layout(
         self,
         messages: Sequence[dict[str, Any]],
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
+        reasons: bool | None = None,
+        choices: Sequence[SamplingChoice] = (),
     ) -> PromptLayout:
         """Lay out a conversation: `render` it and encode the text."""
         ...
@@ -66,11 +77,23 @@ class Frontend(Protocol):
         messages: Sequence[dict[str, Any]],
         media: Sequence[MediumInfo],
         tools: Sequence[dict[str, Any]] = (),
+        reasons: bool | None = None,
+        choices: Sequence[SamplingChoice] = (),
     ) -> RenderedPrompt:
-        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
+        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use. `reasons`: whether the
+        answer begins with reasoning, where the template has a switch for it; None: as the template has it. `choices`: how each of the media is
+        sampled, as far as the request chooses; empty: it chooses nothing.
 
         Raises:
             UnsupportedInputError: the model cannot take this modality or size; names the part and the remedy.
+        """
+        ...
+
+    def amounts(self, media: Sequence[MediumInfo], choices: Sequence[SamplingChoice]) -> list[MediaAmount]:
+        """How much of each of the media a prompt has with these choices. Fast: no text is laid out.
+
+        Raises:
+            UnsupportedInputError: as `render`.
         """
         ...
 
@@ -109,7 +132,7 @@ class EncoderModel(Protocol):
         ...
 
     def process(self, medium: Decoded, layout: MediumLayout) -> ProcessedMedium:
-        """CPU preprocessing with the model's own processor; safe in a thread.
+        """CPU preprocessing with the model's own processor, of a medium or one of its `frame_pooling.clips`; safe in a thread.
 
         Raises:
             CountMismatchError: processing arrived at other numbers than the layout.
@@ -118,6 +141,10 @@ class EncoderModel(Protocol):
 
     def blank(self, info: MediumInfo, layout: MediumLayout) -> ProcessedMedium:
         """What `process` makes of a medium of these dimensions, without content: for measuring."""
+        ...
+
+    def part(self, medium: ProcessedMedium, first: int, last: int) -> ProcessedMedium:
+        """The parts [first, last) of a medium, to be run without the others."""
         ...
 
     def encode(self, batch: Sequence[ProcessedMedium]) -> list[Feature]:
@@ -146,11 +173,18 @@ class LanguageModel(Protocol):
     def lower(
         self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
     ) -> LoweredPrompt:
-        """Token embeddings, positions and extras of a prompt (plus tokens already generated elsewhere), features missing."""
+        """Tokens and positions of a prompt (plus tokens already generated elsewhere), features missing. Nothing of it is on the device."""
         ...
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
-        """Scatter a feature into the prompt's rows and mark it no longer missing. Raises CountMismatchError."""
+        """Keep a feature with the prompt and mark it no longer missing. Raises CountMismatchError."""
+        ...
+
+    def rows(
+        self, prompt: LoweredPrompt, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden], with the
+        features that are here; rows of a missing one are zero."""
         ...
 
     def feature_bytes(self, modality: str, num_tokens: int) -> int:

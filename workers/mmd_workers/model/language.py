@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class HfLanguageModel:
     def lower(
         self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
     ) -> LoweredPrompt:
-        """Token embeddings, positions and extras of a prompt (plus tokens already generated elsewhere), features missing.
+        """Tokens and positions of a prompt (plus tokens already generated elsewhere), features missing. Nothing of it is on the device.
 
         Positions of `output_token_ids` go on as `generate` would: one more each, from the last column's largest axis.
         """
@@ -70,22 +71,17 @@ class HfLanguageModel:
             more = torch.arange(following, following + len(outputs)).expand(positions.shape[0], -1)
             positions = torch.cat([positions, more], dim=1)
             following += len(outputs)
-        rows = torch.cat([prompt.masked_fill(types != 0, 0), outputs])
-        embeds, extras = self.embed(rows.to(self.device))
-        embeds[torch.nonzero(types).flatten().to(self.device)] = 0
         return LoweredPrompt(
             token_ids=[*token_ids, *output_token_ids],
-            positions=positions.to(self.device),
+            positions=positions.cpu(),
             next_position=following,
-            embeds=embeds,
-            extras=extras,
             missing={n: (m.ranges[0][0], sum(m.ranges[-1])) for n, m in enumerate(media)},
             atomic_ranges=self._adapter.atomic_ranges(len(prompt), in_order),
             ranges={n: list(m.ranges) for n, m in enumerate(media)},
         )
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
-        """Scatter a feature into the prompt's rows and mark it no longer missing.
+        """Keep a feature with the prompt and mark it no longer missing.
 
         Raises:
             CountMismatchError: the feature has other rows or tensors than the placeholders ask for; nothing is changed.
@@ -94,18 +90,36 @@ class HfLanguageModel:
         tokens = sum(length for _, length in ranges)
         expected = (tokens, self.hidden_size)
         wrong = [name for name, t in feature.tensors.items() if tuple(t.shape) != expected]
-        wrong += [name for name in feature.tensors if name != EMBEDDINGS and name not in prompt.extras]
+        wrong += [name for name in feature.tensors if name not in (EMBEDDINGS, *self._extra_names)]
         if EMBEDDINGS not in feature.tensors or wrong:
             shapes = {name: list(t.shape) for name, t in feature.tensors.items()}
             raise CountMismatchError(
                 f"medium {medium} has {tokens} placeholders of width {self.hidden_size}, its feature {shapes}; "
                 "encoder and language model serve different models or settings"
             )
-        rows = torch.cat([torch.arange(start, start + length) for start, length in ranges]).to(self.device)
-        for name, tensor in feature.tensors.items():
-            target = prompt.embeds if name == EMBEDDINGS else prompt.extras[name]
-            target[rows] = tensor.to(self.device, self.dtype)
+        prompt.features[medium] = feature
         prompt.missing.pop(medium, None)
+
+    def rows(
+        self, prompt: LoweredPrompt, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden], with the
+        features that are here; rows of a missing one are zero."""
+        ids = torch.tensor(prompt.token_ids[start:end], dtype=torch.long)
+        pieces = [
+            piece for medium, runs in prompt.ranges.items() for piece in _pieces(medium, runs, start, end)
+        ]
+        for piece in pieces:
+            ids[piece.target] = 0  # placeholders may be no rows of the table
+        embeds, extras = self.embed(ids.to(self.device))
+        for piece in pieces:
+            if (feature := prompt.features.get(piece.medium)) is None:
+                embeds[piece.target] = 0
+                continue
+            for name, tensor in feature.tensors.items():
+                target = embeds if name == EMBEDDINGS else extras[name]
+                target[piece.target] = tensor[piece.source].to(self.device, self.dtype)
+        return embeds, prompt.positions[:, start:end].to(self.device, non_blocking=True), extras
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Embeddings [n, hidden] and extras of generated tokens [n]."""
@@ -152,6 +166,26 @@ class HfLanguageModel:
             if self._softcap:
                 scores = torch.tanh(scores / self._softcap) * self._softcap
         return scores.float()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows `source` of a medium's feature, which are rows `target` of a chunk."""
+
+    medium: int
+    source: slice
+    target: slice
+
+
+def _pieces(medium: int, runs: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[_Piece]:
+    """What a medium with these [start, length] runs has of the tokens [start, end)."""
+    before = 0
+    for first, length in runs:
+        begin, stop = max(start, first), min(end, first + length)
+        if begin < stop:
+            source = slice(before + begin - first, before + stop - first)
+            yield _Piece(medium, source, slice(begin - start, stop - start))
+        before += length
 
 
 def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLayout:

@@ -35,6 +35,41 @@ class Absent(nn.Module):
         return torch.float32
 
 
+FEATURE_LAYER_MODELS = frozenset({"llava", "llava_next", "video_llava"})
+"""Model types whose features are nothing but the hidden states that `vision_feature_layer` names, by default not those of the last layer."""
+
+
+def drop_unread_layers(model: Any, config: Any) -> None:
+    """Replace layers of vision towers behind the last one whose output a feature is made of.
+
+    What replaces them is of the layer's class, for transformers collects the outputs of that class by their index, and passes its input on.
+    """
+    if config.model_type not in FEATURE_LAYER_MODELS:
+        return
+    depth = getattr(config.vision_config, "num_hidden_layers", 0)  # timm's towers have none
+    given = config.vision_feature_layer
+    read = max(
+        index % (depth + 1)  # the first hidden state is the first layer's input
+        for index in ([given] if isinstance(given, int) else given)
+    )
+    for name, tower in model.named_children():
+        for layers in tower.modules() if name.endswith("_tower") else ():
+            if isinstance(layers, nn.ModuleList) and len(layers) == depth:
+                for position in range(read, depth):
+                    layers[position] = _unread(type(layers[position]))
+
+
+def _unread(layer: type[nn.Module]) -> nn.Module:
+    class Unread(layer):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            return hidden_states
+
+    return Unread()
+
+
 def architecture_class(config: Any) -> type[Any]:
     """The Hugging Face class of a configuration.
 
@@ -76,6 +111,7 @@ def sliced_class(cls: type[Any], role: ModelPart) -> type[Any]:
                 if (child is decoder) == (role == "encoder"):
                     setattr(base, name, Absent())
             if role == "encoder":
+                drop_unread_layers(base, config)
                 for name, child in list(self.named_children()):
                     if child is not base:
                         setattr(self, name, Absent())

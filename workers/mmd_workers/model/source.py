@@ -23,6 +23,8 @@ from transformers import AutoConfig, GenerationConfig
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.spec.adapters import AdapterSpec
 from mmd_api.spec.model import ModelSpec
+from mmd_api.weights import url_of
+from mmd_workers.weights import cache
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BUILTIN = {"builtin/demo": "demo"}
@@ -42,6 +44,10 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
     """
     if spec.id in BUILTIN:
         return _checked(Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id], spec.id)
+    if spec.storage.url is not None and _cached(spec, "spec.model") is None:
+        raise UnsupportedModelError(
+            f"spec.model.storage.url: {spec.storage.url} has not been downloaded; run `mmd prefetch -f FILE`"
+        )
     patterns = WEIGHT_PATTERNS if weights else SETTINGS_PATTERNS
     return _checked(_folder(spec, "spec.model", patterns), spec.id)
 
@@ -67,7 +73,26 @@ def commit_of(folder: Path, spec: ModelSpec | AdapterSpec) -> str | None:
     return folder.name if is_snapshot else None
 
 
+def _cached(spec: ModelSpec | AdapterSpec, field: str) -> Path | None:
+    """The folder of a complete download, if the cache has it."""
+    url = url_of(spec)
+    try:
+        folder = cache.found(url) if url is not None else None
+    except OSError as error:
+        raise UnsupportedModelError(
+            f"{field}: the cache ({cache.root()}) cannot be read ({error}); check its volume and that volume's server"
+        ) from error
+    if url is not None and folder is None and cache.is_required():
+        raise UnsupportedModelError(
+            f"{field}: {url} is not in the cache ({cache.root()}), although its Job is complete; delete that Job "
+            "(`kubectl delete job -l app.kubernetes.io/component=weights`), and the operator downloads the files again"
+        )
+    return folder
+
+
 def _folder(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) -> Path:
+    if (cached := _cached(spec, field)) is not None:
+        return cached
     local = Path(spec.id)
     if local.is_absolute() or local.is_dir():
         return local

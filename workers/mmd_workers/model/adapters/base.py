@@ -7,6 +7,7 @@ question it answers differently.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_workers.model.inputs import MediaInputs, Processed, processor_modalities
 from mmd_workers.model.prompt import MediumLayout
+from mmd_workers.model.runs import TowerRun
 
 TOKEN_TYPES: dict[str, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers them
 EMBEDDINGS = "embeddings"
@@ -28,6 +30,8 @@ class Adapter:
     bidirectional: Literal["nothing", "media", "prompt"] = (
         "nothing"  # in which `atomic_ranges` lets tokens see later ones
     )
+
+    interleaves_sound = False  # of a video, by time, with the tokens of its frames
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -57,12 +61,20 @@ class Adapter:
         return tuple(sorted(i for i in ids if i is not None and i < vocab_size))
 
     def render(
-        self, processor: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+        self,
+        processor: Any,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        **variables: Any,
     ) -> str:
-        """Chat messages and tools to text in which each medium is one marker."""
+        """Chat messages and tools to text in which each medium is one marker. `variables`: others of the template."""
         return str(
             processor.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         )
 
@@ -78,15 +90,37 @@ class Adapter:
         )
         return texts[0], [span["type"] for span in (spans[0] if spans else [])]
 
-    def image(self, inputs: MediaInputs, pixels: torch.Tensor) -> Processed:
-        """Process one image."""
-        return inputs.image(pixels)
+    def image(
+        self, inputs: MediaInputs, pixels: torch.Tensor, size: Mapping[str, int] | None = None
+    ) -> Processed:
+        """Process one image. `size`: in place of the processor's own setting."""
+        return inputs.image(pixels, size)
+
+    def bounds_pixels(self, processor: Any) -> bool:
+        """Whether the size of an image or video processor is the least and the most pixels, as `shortest_edge` and `longest_edge`."""
+        options = getattr(processor, "valid_kwargs", None)
+        return "min_pixels" in getattr(options, "__annotations__", {})
 
     def video(
-        self, inputs: MediaInputs, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int
+        self,
+        inputs: MediaInputs,
+        frames: torch.Tensor,
+        indices: list[int],
+        fps: float,
+        num_frames: int,
+        size: Mapping[str, int] | None = None,
     ) -> Processed:
-        """Process the sampled frames of one video."""
-        return inputs.video(frames, indices, fps, num_frames)
+        """Process the sampled frames of one video. `size`: in place of the processor's own setting."""
+        return inputs.video(frames, indices, fps, num_frames, size)
+
+    def frames_share_pixels(self, video_processor: Any) -> bool:
+        """Whether a video processor bounds the pixels of all frames together, and not of each, by its `shortest_edge` and `longest_edge`."""
+        resize = getattr(sys.modules[type(video_processor).__module__], "smart_resize", None)
+        return resize is not None and "num_frames" in inspect.signature(resize).parameters
+
+    def video_with_sound(self, inputs: MediaInputs, video: Mapping[str, Any], audio_tokens: int) -> str:
+        """What stands for a video and its sound, where `interleaves_sound`; see `MediaInputs.video_with_sound`."""
+        return inputs.video_with_sound(video, audio_tokens)
 
     def audio(self, inputs: MediaInputs, waveform: Any) -> Processed:
         """Process one waveform."""
@@ -121,8 +155,13 @@ class Adapter:
 
     # Encoder
 
-    def features(self, model: Any, modality: Modality, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Run tower and projector on a batch; returns what transformers' `get_*_features` returns."""
+    def tower_run(self, modality: Modality) -> TowerRun:
+        """Which media of a modality may share a run, and how one is divided between runs."""
+        del modality
+        return TowerRun()
+
+    def features(self, model: Any, modality: Modality, batch: Mapping[str, Any]) -> Any:
+        """Run tower and projector on what `tower_run` joined; returns what transformers' `get_*_features` returns."""
         method = getattr(model.base_model, f"get_{modality}_features", None)
         inputs = dict(batch)
         if method is None and modality == "video":  # frames are images to this model
@@ -170,10 +209,12 @@ class Adapter:
             "second_per_grid_ts": facts.get("second_per_grid_ts"),
             "second_per_grids": facts.get("video_second_per_grid"),
             "audio_seqlens": facts.get("audio_feature_lengths"),
+            "use_audio_in_video": any(medium.sampling.of_video for medium in media),
         }
         names = inspect.signature(index).parameters
         positions, _ = index(**{k: v for k, v in offered.items() if k in names and v is not None})
-        return positions[:, 0].to(torch.long)  # type: ignore[no-any-return]
+        # Whole numbers that were computed in float32, as 20.999998, are no less than these.
+        return positions[:, 0].round().to(torch.long)  # type: ignore[no-any-return]
 
     def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
         """[start, end) token ranges in which attention runs both ways."""

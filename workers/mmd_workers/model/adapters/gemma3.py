@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import MediumLayout
+from mmd_workers.model.runs import Along, TowerRun
 
 
 class Gemma3Adapter(Adapter):
@@ -17,3 +19,7 @@ class Gemma3Adapter(Adapter):
         """Each unbroken run of image tokens."""
         del prompt_tokens
         return [(start, start + length) for medium in media for start, length in medium.ranges]
+
+    def tower_run(self, modality: Modality) -> TowerRun:
+        """Any number of crops of an image."""
+        return Along({"pixel_values": 0}) if modality == "image" else super().tower_run(modality)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mmd_api.contract.pools import Modality
-from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.adapters.packed import PackedAdapter
 
 
-class Glm4vAdapter(Adapter):
+class Glm4vAdapter(PackedAdapter):
     """The configuration names a token for videos, which only the chat template uses."""
 
     def placeholder_id(self, modality: Modality) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from mmd_workers.model.adapters.base import Adapter
@@ -9,15 +11,20 @@ from mmd_workers.model.inputs import MediaInputs, Processed
 
 
 class Mistral3Adapter(Adapter):
-    """transformers squeezes the rows of a one-token image away and fails; such an image is refused before it travels."""
+    """transformers squeezes the rows of a one-token image away and fails; such an image is refused before it travels. Images of different sizes share
+    no run, though Pixtral could pack them: its attention computes a mask over all patches of a run, so that eight images would take seven times as
+    long together.
+    """
 
-    def image(self, inputs: MediaInputs, pixels: torch.Tensor) -> Processed:
+    def image(
+        self, inputs: MediaInputs, pixels: torch.Tensor, size: Mapping[str, int] | None = None
+    ) -> Processed:
         """Process one image.
 
         Raises:
             ValueError: the image becomes a single token.
         """
-        made = super().image(inputs, pixels)
+        made = super().image(inputs, pixels, size)
         if made.replacement.count(inputs.processor.image_token) < 2:
             raise ValueError(
                 "an image this small becomes a single token, which this model's projector does not accept"

@@ -9,10 +9,16 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.runs import Along, TowerRun
 
 
 class Qwen2AudioAdapter(Adapter):
     """The tower pads every sound to its full window; rows beyond the sound's own length are dropped."""
+
+    def tower_run(self, modality: Modality) -> TowerRun:
+        """Sounds of any lengths, each in its window."""
+        del modality
+        return Along({})
 
     def features(self, model: Any, modality: Modality, batch: Mapping[str, torch.Tensor]) -> Any:
         """Rows of each sound, as `Qwen2AudioModel.forward` selects them."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.adapters.packed import PackedAdapter
 from mmd_workers.model.inputs import MediaInputs, Processed
 
 
-class VideoLlama3Adapter(Adapter):
+class VideoLlama3Adapter(PackedAdapter):
     """Keeps every token of a video, as the processor does with `use_token_compression` off: their number is known without a pixel."""
 
     def prepare_processor(self, processor: Any, folder: Path) -> Any:
@@ -21,10 +22,16 @@ class VideoLlama3Adapter(Adapter):
         return processor
 
     def video(
-        self, inputs: MediaInputs, frames: torch.Tensor, indices: list[int], fps: float, num_frames: int
+        self,
+        inputs: MediaInputs,
+        frames: torch.Tensor,
+        indices: list[int],
+        fps: float,
+        num_frames: int,
+        size: Mapping[str, int] | None = None,
     ) -> Processed:
         """Each frame's time and tokens. The processor counts them in a mask, which has no data where only shapes are processed."""
-        made = super().video(inputs, frames, indices, fps, num_frames)
+        made = super().video(inputs, frames, indices, fps, num_frames, size)
         outputs = {name: value for name, value in made.outputs.items() if name != "video_compression_mask"}
         _, rows, columns = outputs["video_grid_thw"][0].tolist()
         tokens = rows * columns // int(outputs["video_merge_sizes"][0]) ** 2

@@ -12,6 +12,7 @@ from mmd_api.contract.pools import Modality
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.inputs import MediaInputs, Processed
 from mmd_workers.model.prompt import MediumLayout
+from mmd_workers.model.runs import Along, TowerRun
 
 
 class VoxtralAdapter(Adapter):
@@ -23,12 +24,20 @@ class VoxtralAdapter(Adapter):
         return frozenset({"audio"})
 
     def render(
-        self, processor: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+        self,
+        processor: Any,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        **variables: Any,
     ) -> str:
         """By the tokenizer's template: the processor's own method insists on decoding sound itself."""
         return str(
             processor.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         )
 
@@ -56,6 +65,11 @@ class VoxtralAdapter(Adapter):
         audio = self.config.audio_config
         rows = windows.shape[0] * audio.max_source_positions * audio.hidden_size // audio.intermediate_size
         return Processed(processor.audio_token * rows, {"input_features": windows})
+
+    def tower_run(self, modality: Modality) -> TowerRun:
+        """Windows of any number of sounds."""
+        del modality
+        return Along({"input_features": 0}, divided=True)
 
     def unsplit_inputs(
         self, processor: Any, given: Mapping[str, Any], media: Sequence[MediumLayout]
