@@ -15,10 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError
+from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError, UnknownTenantError
 from mmd_api.tenants import MAX_FILE_BYTES, InvalidKeysError, Tenant, digest, digest_of, parse_tenants
 from mmd_workers.gateway.limits import TenantUsage
-from mmd_workers.live import LiveFile
+from mmd_workers.live import LiveSecret
+from mmd_workers.observe.logs import RepeatedWarning
 from mmd_workers.observe.metrics import Metrics
 
 REMOVED = "(removed)"
@@ -26,6 +27,7 @@ REMOVED = "(removed)"
 _HOW = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 _log = logging.getLogger(__name__)
+_warn = RepeatedWarning(_log)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,8 @@ class Access:
             known.tenant = tenant
             by_digest |= {digest_of(key): (known, key.expires) for key in tenant.keys}
         for gone in self._known.keys() - known_now.keys():
-            self._metrics.tenant_requests.remove_by_labels({"tenant": gone})
+            for counter in (self._metrics.tenant_requests, self._metrics.tenant_work):
+                counter.remove_by_labels({"tenant": gone})
         now = time.monotonic()
         self._removed = {
             name: known
@@ -85,11 +88,17 @@ class Access:
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> KnownTenant:
         """The tenant whose key a request has. `headers`: raw names and values.
 
-        A key is hashed before it is compared with anything: how long that takes depends on its length alone, and the time of the look-up
-        on a hash, which nobody can choose.
-
         Raises:
             InvalidApiKeyError: no key, several, or one that is not valid.
+            KeysUnavailableError: no file of keys could be read since the start.
+        """
+        return self.holder(self.credential(headers))
+
+    def credential(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """What a request has to show who sends it, which nobody has looked at yet. `headers`: raw names and values.
+
+        Raises:
+            InvalidApiKeyError: there is nothing, or several things that differ.
             KeysUnavailableError: no file of keys could be read since the start.
         """
         if self._by_digest is None:
@@ -102,7 +111,18 @@ class Access:
             raise self._refused("malformed", str(error)) from None
         if key is None:
             raise self._refused("missing", f"this gateway needs an API key; {_HOW}")
-        found = self._by_digest.get(digest(key))
+        return key
+
+    def holder(self, key: bytes) -> KnownTenant:
+        """The tenant that a key stands for.
+
+        A key is hashed before it is compared with anything: how long that takes depends on its length alone, and the time of the look-up
+        on a hash, which nobody can choose.
+
+        Raises:
+            InvalidApiKeyError: it is not valid.
+        """
+        found = (self._by_digest or {}).get(digest(key))
         if found is None:
             raise self._refused(
                 "unknown", "the API key is not valid; check that it is complete, or use another"
@@ -112,9 +132,48 @@ class Access:
             raise self._refused("expired", f"the API key has expired ({expires.isoformat()}); use a new one")
         return known
 
+    def named(self, name: str, default: str | None) -> KnownTenant:
+        """The tenant that a valid token names, else that of `spec.gateway.auth.oidc.defaultTenant`.
+
+        Raises:
+            UnknownTenantError: there is none.
+        """
+        for one in (name, default):
+            if one and (known := self._known.get(one)):
+                return known
+        self._metrics.refused_keys.labels("tenant").inc()
+        if default:
+            _warn(
+                "default tenant",
+                "keys.yaml has no tenant %s, and tokens that name no other are refused; add it, or change spec.gateway.auth.oidc.defaultTenant",
+                default,
+            )
+            raise UnknownTenantError(
+                "the token names no tenant of this gateway, and keys.yaml lacks that of spec.gateway.auth.oidc.defaultTenant; have either added to it"
+            )
+        raise UnknownTenantError(
+            "the token names no tenant of this gateway; have its tenant added to keys.yaml, or use another token"
+        )
+
+    def lacks(self, name: str) -> bool:
+        """Whether a file of keys is in force that has no tenant of this name."""
+        return self._by_digest is not None and name not in self._known
+
+    def refused_token(self) -> None:
+        """Count a request whose token is not valid."""
+        self._metrics.refused_keys.labels("token").inc()
+
     def _refused(self, reason: str, message: str) -> InvalidApiKeyError:
         self._metrics.refused_keys.labels(reason).inc()
         return InvalidApiKeyError(message)
+
+    def check_limits(self, known: KnownTenant) -> None:
+        """Check whether a tenant may have one more request, as `admitted` does, without counting it.
+
+        Raises:
+            RateLimitError: it may not.
+        """
+        known.usage.check(known.name, known.tenant.limits, self._gateways(), time.monotonic())
 
     @contextlib.contextmanager
     def admitted(self, known: KnownTenant) -> Iterator[None]:
@@ -130,10 +189,21 @@ class Access:
         finally:
             known.usage.end(time.monotonic() - began)
 
+    def tenants(self) -> list[KnownTenant]:
+        """Those in force."""
+        return list(self._known.values())
+
+    def gateways(self) -> int:
+        """How many share a tenant's requests, this one included."""
+        return self._gateways()
+
+    def label_of(self, known: KnownTenant) -> str:
+        """A tenant in metrics."""
+        return known.name if self._known.get(known.name) is known else REMOVED
+
     def count(self, known: KnownTenant, status: int) -> None:
         """A request of a tenant has ended."""
-        name = known.name if self._known.get(known.name) is known else REMOVED
-        self._metrics.tenant_requests.labels(name, str(status)).inc()
+        self._metrics.tenant_requests.labels(self.label_of(known), str(status)).inc()
 
     def sample(self) -> None:
         """Set the gauge of requests in flight, at a scrape."""
@@ -146,21 +216,12 @@ class Access:
         return {"enabled": True, "tenants": len(self._known), "fault": self.fault}
 
 
-class LiveKeys(LiveFile):
+class LiveKeys(LiveSecret):
     """Follows the file of keys. Where it is missing or invalid, the last valid one stays in force; without one nobody is let in."""
 
     def __init__(self, file: Path, access: Access, metrics: Metrics) -> None:
         super().__init__(file, MAX_FILE_BYTES)
         self._access, self._metrics = access, metrics
-        self._seen: str | None = None  # at the last check; None: this is the first
-
-    def _is_settled(self, text: str) -> bool:
-        """A file that is being written in place may be valid, with fewer restrictions, before it is complete.
-
-        So it must be the same at two checks, except at the start, where nothing is in force that it could replace.
-        """
-        seen, self._seen = self._seen, text
-        return seen is None or text == seen
 
     async def _take(self, text: str) -> None:
         try:
@@ -172,11 +233,6 @@ class LiveKeys(LiveFile):
         self._access.take(tenants)
         keys = sum(len(tenant.keys) for tenant in tenants)
         _log.info("API keys in force: %d of %d tenants, from %s", keys, len(tenants), self._file)
-
-    def _unreadable(self, error: OSError) -> None:
-        self._text = None  # what comes next is new, even if it is what was there before
-        self._seen = ""
-        self._rejected(error.strerror or type(error).__name__)
 
     def _rejected(self, reason: str) -> None:
         if reason != self._access.fault:

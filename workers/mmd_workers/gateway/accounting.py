@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmd_api.contract.errors import TooManyRequestsError
+from mmd_api.contract.errors import DeadlineError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
-from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.gateway.timeline import Attempt, Timeline
 from mmd_workers.observe.metrics import Metrics, exemplar
 from mmd_workers.observe.tracing import Root, Tracing
 
@@ -39,7 +39,7 @@ def end_trace(tracing: Tracing, timeline: Timeline, root: Root) -> None:
     own = [phase for pod, _, _, phase in timeline.phases if pod == "gateway"]
     tracing.record(root.carrier, own)
     for attempt in timeline.attempts:
-        root.event("placed", attempt.placed, pod=attempt.prefill_pod, attempt=attempt.number)
+        root.event("placed", attempt.placed, **_facts_of(attempt))
     if timeline.first_token:
         root.event("first token", timeline.first_token)
     facts: dict[str, str | float] = {"modality": timeline.modality(), "status": timeline.status}
@@ -50,14 +50,25 @@ def end_trace(tracing: Tracing, timeline: Timeline, root: Root) -> None:
     root.end(timeline.finished, "" if timeline.code == "ok" else timeline.code, **facts)
 
 
+def _facts_of(attempt: Attempt) -> dict[str, str | float]:
+    facts: dict[str, str | float] = {"pod": attempt.prefill_pod, "attempt": attempt.number}
+    facts |= {f"estimated_{term}_seconds": seconds for term, seconds in attempt.estimated.items()}
+    return facts | ({"ttft_seconds": attempt.ttft_seconds} if attempt.ttft_seconds else {})
+
+
 def kept_promises(timeline: Timeline, slo: SloSpec) -> dict[str, bool]:
     """Whether a finished request kept each promise of `slo` that there is: `ttft`, and `itl` as the mean over its tokens.
 
-    Failures that the client caused (a bad request, more than its limits allow, hanging up) are not counted; a request that failed otherwise kept none.
+    Failures that the client caused (a bad request, more than its limits allow, hanging up, a deadline of its own) are not counted; a request that
+    failed otherwise kept none.
     """
     if 400 <= timeline.status < 500 and timeline.code != TooManyRequestsError.code:
         return {}
     failed = timeline.code != "ok"
+    # A pod whose clock is ahead ends the request before this clock is there.
+    at_deadline = timeline.code == DeadlineError.code or timeline.finished >= timeline.own_deadline
+    if failed and timeline.own_deadline and at_deadline:
+        return {}
     kept = {}
     if slo.ttft_milliseconds is not None:
         waited = timeline.first_token - timeline.arrived

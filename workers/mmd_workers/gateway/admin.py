@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, get_args
 
 from starlette.applications import Starlette
@@ -75,9 +75,17 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
                     "max_body_bytes": gateway.max_body_bytes,
                     "max_concurrent_requests": gateway.max_concurrent_requests,
                 },
-                "auth": gateway.access.summary() if gateway.access is not None else {"enabled": False},
+                "retained": {
+                    "answers": len(gateway.repeats.answers),
+                    "bytes": gateway.repeats.answers.used_bytes,
+                },
+                "auth": _auth(gateway),
+                "tls": gateway.certificate.summary()
+                if gateway.certificate is not None
+                else {"enabled": False},
+                "media_tier": gateway.intake.tiers.number if gateway.intake.tiers is not None else None,
                 "num_pods": len(workers),
-                "pods": [_pod_json(beat) for beat in workers[:SHOWN_PODS]],
+                "pods": [asdict(beat) for beat in workers[:SHOWN_PODS]],
             }
         )
 
@@ -85,8 +93,21 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         beat = heartbeat()
         held = gateway.dispatcher.held_by_role()
         report = gateway.demand.report(beat.pod, beat.revision, held)
+        faults = {}
         if gateway.access is not None:
-            report = report.model_copy(update={"keys_fault": gateway.access.fault[:MAX_FAULT_CHARACTERS]})
+            faults["keys_fault"] = gateway.access.fault[:MAX_FAULT_CHARACTERS]
+            default = gateway.tokens.default_tenant if gateway.tokens is not None else None
+            if default and gateway.access.lacks(default):
+                faults["missing_tenant"] = default
+        if gateway.certificate is not None:
+            faults["tls_fault"] = gateway.certificate.fault[:MAX_FAULT_CHARACTERS]
+        if gateway.tokens is not None:
+            faults["issuer_fault"] = gateway.tokens.keys.fault[:MAX_FAULT_CHARACTERS]
+        if gateway.picker is not None:
+            faults["picker_fault"] = gateway.picker.fault[:MAX_FAULT_CHARACTERS]
+        report = report.model_copy(update=faults)
+        if gateway.admissions is not None:
+            report = report.model_copy(update={"waiting": gateway.admissions.demand()})
         return JSONResponse(report.model_dump(mode="json"))
 
     async def targets(_request: Request) -> Response:
@@ -113,9 +134,11 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
     ]
 
 
-def _pod_json(beat: Heartbeat) -> dict[str, Any]:
-    """A heartbeat without its samples of cached contents, which are long and unreadable."""
-    return asdict(replace(beat, prefix_blocks=[], features=[]))
+def _auth(gateway: Gateway) -> dict[str, Any]:
+    if gateway.access is None:
+        return {"enabled": False}
+    tokens = {"issuer_fault": gateway.tokens.keys.fault} if gateway.tokens is not None else {}
+    return {**gateway.access.summary(), **tokens}
 
 
 def _sample(gateway: Gateway) -> None:
@@ -128,6 +151,8 @@ def _sample(gateway: Gateway) -> None:
     metrics.gateway_pods.clear()
     if gateway.access is not None:
         gateway.access.sample()
+    if gateway.admissions is not None:
+        gateway.admissions.sample()
     for role in ROLES:
         metrics.gateway_held.labels(role).set(held.get(role, 0))
         metrics.gateway_pods.labels(role, "ready").set(0)
@@ -136,6 +161,10 @@ def _sample(gateway: Gateway) -> None:
     for state in get_args(WorkerState):
         metrics.pod_state.labels(state).set(state == ("draining" if gateway.draining else "ready"))
     metrics.gateway_sequences.set(dispatcher.live_sequences)
+    if gateway.files is not None:
+        metrics.file_bytes.set(gateway.files.used_bytes)
+        metrics.file_budget.set(gateway.files.max_bytes)
+        metrics.file_items.set(gateway.files.num_entries)
     metrics.media_budget.set(hold.budget_bytes)
     metrics.media_items.set(hold.held_media)
     metrics.media_waiting.set(hold.waiting)

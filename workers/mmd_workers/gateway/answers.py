@@ -37,6 +37,7 @@ class AnswerSize:
     stream: bool = False
     prompts: int = 0  # of text completions, which `n` counts the answers of; 0: a chat
     echo_characters: int = 0  # of the request, that the answers repeat
+    echo_tokens: int = 0  # that those are, where log probabilities of them are wanted
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +48,7 @@ class AnswerSize:
         token = TOKEN_BYTES + RETURNED_ID_BYTES * self.token_ids
         if self.logprobs:
             token += LOGPROBS_BYTES + ALTERNATIVE_BYTES * self.top_logprobs
-        return self.n * self.max_tokens * token + echo
+        return (self.n * self.max_tokens + self.echo_tokens) * token + echo
 
     @property
     def fields(self) -> list[str]:

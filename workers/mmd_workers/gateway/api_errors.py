@@ -51,6 +51,11 @@ class ApiError(Exception):
         """Whole seconds after which the client should come back; None: coming back does not help."""
         return None if self.retry_after_seconds is None else max(1, math.ceil(self.retry_after_seconds))
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a response with it."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
     def body(self) -> dict[str, Any]:
         """The JSON body."""
         kind = {404: "not_found_error", 429: "rate_limit_error"}.get(
@@ -79,8 +84,8 @@ class ErrorShape:
         del request_id
         return error.body()
 
-    def events(self, error: ApiError, request_id: str) -> Iterable[str]:
-        """The last events of a stream that has begun."""
+    def events(self, error: ApiError, request_id: str, _number: int) -> Iterable[str]:
+        """The last events of a stream that has begun. `number`: of the first of them, where events are numbered."""
         return (f"data: {json.dumps(self.body(error, request_id))}\n\n", "data: [DONE]\n\n")
 
 

@@ -14,18 +14,21 @@ from starlette.routing import Route
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import MethodNotAllowedError, NotFoundError
-from mmd_workers.gateway import page
+from mmd_workers.gateway import openapi, page
 from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.audit import AuditMiddleware
 from mmd_workers.gateway.authentication import AuthenticationMiddleware, tenant_of
 from mmd_workers.gateway.completions import ChatCompletions, TextCompletions
 from mmd_workers.gateway.exchange import ReceiveChannel, Scope, SendChannel
+from mmd_workers.gateway.file_requests import DeleteFile, GetContent, GetFile, ListFiles, UploadFile
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.messages import AnthropicMessages, CountTokens
 from mmd_workers.gateway.messages_shape import errors_at
 from mmd_workers.gateway.responses import Responses
 from mmd_workers.gateway.tokenize import Detokenize, Tokenize
 
-FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /tokenize, /detokenize, GET /v1/models, /health, /ready"
+EMBEDDINGS = "/v1/embeddings"
+FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/files, /tokenize, /detokenize, GET /v1/models, /openapi.json, /health, /ready"
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -43,22 +46,34 @@ def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starl
 
     Where API keys are needed, whatever is not listed here as open needs one, unknown paths included.
     """
-    middleware = [Middleware(_FarewellMiddleware, gateway=gateway)]
+    middleware = [
+        Middleware(_FarewellMiddleware, gateway=gateway),
+        Middleware(AuditMiddleware, gateway=gateway, open_routes=is_open),
+    ]
     if gateway.access is not None:
-        middleware.append(Middleware(AuthenticationMiddleware, access=gateway.access, open_routes=is_open))
+        middleware.append(
+            Middleware(
+                AuthenticationMiddleware, access=gateway.access, tokens=gateway.tokens, open_routes=is_open
+            )
+        )
 
     async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = MethodNotAllowedError if status == 405 else NotFoundError
-        fault = ApiError(kind(f"path or method not found; this port serves {known}"))
+        what = "path or method not found"
+        if request.url.path == EMBEDDINGS:
+            what = f"the model {gateway.models[0]!r} generates text and makes no embeddings; use a deployment that has a model for them"
+        fault = ApiError(kind(f"{what}; this port serves {known}"))
         errors = errors_at(request.url.path)
         return JSONResponse(errors.body(fault, ""), errors.status(fault))
 
-    return Starlette(
+    made = Starlette(
         middleware=middleware,
         routes=[*_api_routes(gateway), *is_open],
         exception_handlers={HTTPException: http_error},
     )
+    made.router.redirect_slashes = False  # to an address that the client's own Host header names
+    return made
 
 
 def _api_routes(gateway: Gateway) -> list[Route]:
@@ -76,6 +91,9 @@ def _api_routes(gateway: Gateway) -> list[Route]:
             return JSONResponse(error.body(), error.status)
         return JSONResponse(_model(gateway, name, gateway.names_for(tenant)))
 
+    async def openapi_document(_request: Request) -> Response:
+        return Response(openapi.document(), media_type="application/json")
+
     return [
         Route("/v1/chat/completions", ChatCompletions(gateway), methods=["POST"]),
         Route("/v1/completions", TextCompletions(gateway), methods=["POST"]),
@@ -84,6 +102,12 @@ def _api_routes(gateway: Gateway) -> list[Route]:
         Route("/v1/messages/count_tokens", CountTokens(gateway), methods=["POST"]),
         Route("/tokenize", Tokenize(gateway), methods=["POST"]),
         Route("/detokenize", Detokenize(gateway), methods=["POST"]),
+        Route(openapi.PATH, openapi_document),
+        Route("/v1/files", UploadFile(gateway), methods=["POST"]),
+        Route("/v1/files", ListFiles(gateway), methods=["GET"]),
+        Route("/v1/files/{file_id}", GetFile(gateway), methods=["GET"]),
+        Route("/v1/files/{file_id}", DeleteFile(gateway), methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", GetContent(gateway), methods=["GET"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]
@@ -99,16 +123,18 @@ def health_routes(gateway: Gateway) -> list[Route]:
         """For probes: a gateway without workers takes requests as well, and holds them until a pool has grown from zero.
 
         So does one that drains. Kubernetes sends it new connections only while no other gateway is Ready, and would refuse them otherwise.
-        One that needs API keys and has none takes none either: a rollout that turns keys on stops there, and does not refuse everybody.
+        One that needs API keys or a certificate and has none takes none either: a rollout that turns them on stops there, and does not
+        refuse everybody.
         One that drains because a part of it failed takes none: Kubernetes does not know that it is about to end.
         """
-        return readiness(gateway.failed or _cut_off(gateway) or _keyless(gateway))
+        starting = "" if gateway.listening else "starting"
+        return readiness(gateway.failed or starting or _cut_off(gateway) or gateway.unusable)
 
     async def ready(_request: Request) -> Response:
         reason = (
             "draining"
             if gateway.draining
-            else _cut_off(gateway) or _keyless(gateway) or _missing_pods(gateway)
+            else _cut_off(gateway) or gateway.unusable or _missing_pods(gateway)
         )
         return readiness(reason)
 
@@ -156,10 +182,6 @@ def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
 
 def _cut_off(gateway: Gateway) -> str:
     return "" if gateway.bus.is_connected else "no connection to NATS"
-
-
-def _keyless(gateway: Gateway) -> str:
-    return gateway.access.unavailable if gateway.access is not None else ""
 
 
 def _missing_pods(gateway: Gateway) -> str:

@@ -161,11 +161,16 @@ class JsonScanner:
 
 
 async def read_json(
-    headers: Headers, receive: Receive, max_bytes: int, reservation: RequestReservation, deadline: float
+    headers: Headers,
+    receive: Receive,
+    max_bytes: int,
+    reservation: RequestReservation,
+    deadline: float,
+    seen: Callable[[bytes], None] = lambda _part: None,
 ) -> Any:
     """The decoded body. `reservation` grows with what has arrived: to what holding and parsing it takes.
 
-    `deadline`: Unix time at which the body must be complete. Before it, a body must not be slower than `STALL_SECONDS` and then
+    `seen`: gets each part of it. `deadline`: Unix time at which the body must be complete. Before it, a body must not be slower than `STALL_SECONDS` and then
     `MIN_BYTES_PER_SECOND`, which the time that the gateway waits for memory does not count against.
 
     Raises:
@@ -174,17 +179,17 @@ async def read_json(
         OverloadedError: no memory for it now.
         ClientGoneError: the client hung up.
     """
-    chunks = _Chunks(receive)
+    chunks = Chunks(receive)
     parts: list[bytes] = []
     try:
         _check_headers(headers)
         _check_declared_length(headers, max_bytes)
         try:
             async with asyncio.timeout(max(0.0, deadline - time.time())):
-                await _read(chunks, max_bytes, reservation, parts)
+                await _read(chunks, max_bytes, reservation, parts, seen)
         except TimeoutError as error:
             raise RequestTimeoutError(
-                "the body was incomplete at the request deadline (spec.gateway.requestTimeoutSeconds); send it faster"
+                "the body was incomplete at the request deadline (x-request-timeout or spec.gateway.requestTimeoutSeconds); send it faster"
             ) from error
     except MmdError:
         parts.clear()
@@ -199,8 +204,8 @@ async def read_json(
         raise InvalidJsonError(f"the body is not valid JSON: {str(error)[:200]}") from error
 
 
-class _Chunks:
-    """A body as it arrives."""
+class Chunks:
+    """A body as it arrives. It must not be slower than `STALL_SECONDS` and then `MIN_BYTES_PER_SECOND`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -234,7 +239,13 @@ class _Chunks:
         return data
 
 
-async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation, parts: list[bytes]) -> None:
+async def _read(
+    chunks: Chunks,
+    max_bytes: int,
+    reservation: RequestReservation,
+    parts: list[bytes],
+    seen: Callable[[bytes], None],
+) -> None:
     scanner = JsonScanner()
     size = 0
     while not chunks.ended:
@@ -262,6 +273,7 @@ async def _read(chunks: _Chunks, max_bytes: int, reservation: RequestReservation
             )
         await reservation.resize(2 * size + scanner.parsed_bytes)
         parts.append(part)
+        seen(part)
 
 
 async def _scan(scanner: JsonScanner, part: bytes) -> None:

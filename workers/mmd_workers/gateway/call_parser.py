@@ -1,7 +1,8 @@
 """Reads the calls of tools in an answer, piece by piece.
 
 transformers' own `parse_response` does not serve: it needs a `response_template`, which few checkpoints have, returns the arguments of a
-call only once it has ended, and fails on a call that is broken. Independent of requests and the network.
+call only once it has ended, and fails on a call that is broken. Nor do vLLM's parsers, for the reasons in `reasoning_parser.py`. Independent of
+requests and the network.
 """
 
 from __future__ import annotations
@@ -96,6 +97,12 @@ class CallParser:
         if token_id == self._marker_id and (at := text.rfind(self._marker)) >= 0:
             self._markers.append(self._expected + at)
         self._expected += len(text)
+
+    def skip(self, characters: int) -> None:
+        """So many characters of the answer, which have been noted, are not pushed."""
+        self._at += characters
+        while self._markers and self._markers[0] < self._at:
+            self._markers.popleft()
 
     def push(self, piece: str) -> Parsed:
         """What became certain with this piece."""
@@ -235,9 +242,7 @@ class CallParser:
     def _take(self, characters: int) -> str:
         """The next ones, which are decided."""
         taken, self._held = self._held[:characters], self._held[characters:]
-        self._at += characters
-        while self._markers and self._markers[0] < self._at:
-            self._markers.popleft()
+        self.skip(characters)
         return taken
 
     def _is_spelled(self, at: int) -> bool:

@@ -15,15 +15,17 @@ from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.conversation import ROLES, Messages
-from mmd_workers.gateway.parts import ANSWER_PART_TYPES
+from mmd_workers.gateway.parts import ANSWER_PART_TYPES, ProcessorKwargs
 from mmd_workers.gateway.response_format import ResponseFormat, StructuredOutputs
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.tools import CHOICE_TAGS, ToolChoice, Tools, ToolUse, tool_use
+from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 
 MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BIAS = 100.0
+MAX_GUIDANCE_SCALE = 100.0
 MAX_DIGITS = 10  # of a token id
 
 _NO_EFFECT = Ignored("it has no effect")
@@ -75,6 +77,13 @@ TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+"""As in vLLM's API: prompts share the KV of a prefix with those of the same salt alone."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""`none`: no reasoning, where the model's template has a switch for it; the others turn that on, and are the same."""
+
+
 class GenerationRequest(Strict):
     """What requests for an answer have in common."""
 
@@ -118,8 +127,16 @@ class GenerationRequest(Strict):
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     metadata: Annotated[dict[str, Any] | None, DISCARD, _NO_EFFECT] = None
     service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
+    cache_salt: CacheSalt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guidance_scale: Annotated[float, Field(ge=1, le=MAX_GUIDANCE_SCALE)] | None = None
+    negative_prompt: str | None = None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a companion runs beside each answer."""
+        return self.guidance_scale is not None and self.guidance_scale != 1
 
     @property
     def stops(self) -> list[str]:
@@ -172,6 +189,11 @@ class GenerationRequest(Strict):
         return None if (use := self.tool_use) is None else use.field
 
     @property
+    def prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are wanted."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
         return None
@@ -194,10 +216,8 @@ class ChatRequest(GenerationRequest):
     prediction: Annotated[
         dict[str, Any] | None, DISCARD, Ignored("a hint for speed: the answer is the same without it")
     ] = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        Ignored("a hint: the model reasons as it was trained to"),
-    ] = None
+    reasoning_effort: ReasoningEffort | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, Ignored("a hint: request the length in the prompt")
     ] = None
@@ -206,6 +226,16 @@ class ChatRequest(GenerationRequest):
     def asked_tokens(self) -> int | None:
         """The most tokens of an answer; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def choice(self) -> SamplingChoice:
+        """How media are sampled whose parts do not say so themselves."""
+        return NO_CHOICE if self.mm_processor_kwargs is None else self.mm_processor_kwargs.choice
+
+    @property
+    def reasons(self) -> bool | None:
+        """Whether the answer begins with reasoning; None: as the model's template has it."""
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def tool_use(self) -> ToolUse | None:
@@ -228,6 +258,7 @@ NOT_SERVED: NotServed = {
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
     "audio": ((), "output is text only; omit it"),
     "web_search_options": ((), "omit it"),
+    "media_io_kwargs": (({},), "use mm_processor_kwargs"),
     "best_of": ((1,), "use n and select the best choice in the client"),
     "echo": ((False,), "omit it"),
 }
@@ -264,5 +295,8 @@ def check_together(request: GenerationRequest) -> None:
     if most is not None and (request.min_tokens or 0) > most:
         above = InvalidValueError(f"min_tokens must be at most max_tokens, which is {most}")
         raise ApiError(above, param="min_tokens")
+    if request.negative_prompt is not None and request.guidance_scale is None:
+        alone = InvalidValueError("negative_prompt requires guidance_scale; set it, or omit negative_prompt")
+        raise ApiError(alone, param="negative_prompt")
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")

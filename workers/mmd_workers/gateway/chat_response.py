@@ -8,6 +8,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from mmd_workers.gateway.call_parser import CallPart
+from mmd_workers.gateway.reasoning_parser import ReasoningPart
+from mmd_workers.model.prompt import DegradedBy
+
+Piece = str | CallPart | ReasoningPart
+"""Of an answer: text, or a part of a call or of the reasoning."""
 
 
 class TopLogprob(BaseModel):
@@ -34,7 +39,9 @@ class ChoiceLogprobs(BaseModel):
 class PromptTokensDetails(BaseModel):
     """Where prompt tokens come from; the modalities add up to `prompt_tokens`.
 
-    `truncated_audio_seconds`: sound beyond the model's window, which it did not get.
+    `truncated_audio_seconds`: sound beyond the model's window, which it did not get; `omitted_video_frames`, `omitted_pixels`: frames, and pixels of
+    images and of the other frames, that it did not get although the request's choice comes to them; `replaced_media`: of which it got a text that
+    says they could not be read; `degraded_by`: why: `context`, `load`, `failure`.
     """
 
     cached_tokens: int = 0
@@ -43,6 +50,16 @@ class PromptTokensDetails(BaseModel):
     video_tokens: int = 0
     audio_tokens: int = 0
     truncated_audio_seconds: float = 0.0
+    omitted_video_frames: int = 0
+    omitted_pixels: int = 0
+    replaced_media: int = 0
+    degraded_by: list[DegradedBy] = []
+
+
+class CompletionTokensDetails(BaseModel):
+    """What answers consist of. `reasoning_tokens`: before their content, markers included."""
+
+    reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -52,6 +69,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
@@ -78,6 +96,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, exclude_if=lambda text: text is None)
     tool_calls: list[AnsweredCall] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
@@ -124,12 +143,13 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(BaseModel):
-    """A choice's part of a chunk. What chat completions do not show: `stop`, the stop string that ended it, and `pieces`, its text and parts
-    of calls in their order."""
+    """A choice's part of a chunk. What chat completions do not show: `stop`, the stop string that ended it, `pieces`, its reasoning, text and
+    parts of calls in their order, and `prompt`, the tokens of its prompt, of which the first has no probability."""
 
     index: int
     delta: Delta
@@ -137,7 +157,8 @@ class ChunkChoice(BaseModel):
     finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
     stop: Annotated[str | None, Field(exclude=True)] = None
-    pieces: Annotated[Sequence[str | CallPart], Field(exclude=True)] = ()
+    pieces: Annotated[Sequence[Piece], Field(exclude=True)] = ()
+    prompt: Annotated[list[TokenLogprobs], Field(exclude=True)] = []
 
 
 class ChatCompletionChunk(BaseModel):

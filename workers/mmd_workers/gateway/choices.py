@@ -6,17 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from mmd_workers.features.references import media_end
+from mmd_workers.engine.blocks import root_of
+from mmd_workers.features.references import media_spans
 from mmd_workers.gateway.accounting import count_tokens
+from mmd_workers.gateway.admission import Admission, EndedAnswer
 from mmd_workers.gateway.chat import ChoiceStream, usage_of
 from mmd_workers.gateway.chat_request import GenerationRequest
 from mmd_workers.gateway.chat_response import ChunkChoice, Usage
 from mmd_workers.gateway.exchange import Exchange
+from mmd_workers.gateway.fallback import Fallback
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.intake import MAX_SEED, Prepared
-from mmd_workers.gateway.prefix import prefix_blocks
+from mmd_workers.gateway.omissions import HEADERS, headers_of
 from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.shapes import AnswerShape
@@ -39,50 +43,27 @@ class Choices:
         request: GenerationRequest,
         prompts: Sequence[Prepared],
         shape: AnswerShape,
+        admission: Admission | None = None,
     ) -> None:
+        """`admission`: for which they wait before they are placed."""
+        self._admission = admission
         self._gateway = gateway
         self._exchange = exchange
         self._request = request
-        self._prompts = prompts
+        self._prompts = list(prompts)
         self._shape = shape
         self._news = asyncio.Event()
         self._streams: list[ChoiceStream] = []
 
     def open(self, index: int) -> None:
         """Place the choice of this number; its answer differs from the others' to its prompt by its seed."""
-        gateway, exchange, request = self._gateway, self._exchange, self._request
-        prompt, number = divmod(index, request.n or 1)
-        prepared = self._prompts[prompt]
-        timeline = exchange.timeline
-        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + number) % MAX_SEED)
-        spec = SequenceSpec(
-            request_id=sequence_id(exchange.request_id, index),
-            token_ids=prepared.layout.token_ids,
-            features=prepared.features,
-            sampling=sampling,
-            arrived=timeline.arrived,
-            deadline=gateway.deadline(timeline.arrived),
-            trace=exchange.trace,
-            adapter=gateway.adapter_of(request.model),
-        )
-        route = RouteRequest(
-            request_id=spec.request_id,
-            num_tokens=len(spec.token_ids),
-            max_tokens=sampling.max_tokens,
-            features=tuple(
-                FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens) for f in prepared.features
-            ),
-            media_end=media_end(prepared.features),
-            prefix_blocks=prefix_blocks(
-                spec.token_ids,
-                spec.features,
-                spec.adapter,
-                gateway.block_tokens,
-                gateway.directory.pods(),
-            ),
-            block_tokens=gateway.block_tokens,
-        )
-        sequence = gateway.dispatcher.open(spec, route, timeline, self._news)
+        gateway, request = self._gateway, self._request
+        prepared = self._prompts[index // (request.n or 1)]
+        spec, route = self._placeable(index)
+        fallback = prepared.fallback
+        fall_back = None if fallback is None else partial(self._fall_back, index, fallback)
+        timeline, sampling = self._exchange.timeline, spec.sampling
+        sequence = gateway.dispatcher.open(spec, route, timeline, self._news, self._admission, fall_back)
         self._streams.append(
             ChoiceStream(
                 index,
@@ -94,8 +75,76 @@ class Choices:
                 logprobs=request.num_logprobs is not None,
                 token_ids=bool(request.return_token_ids),
                 parser=None if prepared.new_parser is None else prepared.new_parser(),
+                reasoning=None if prepared.new_reasoning is None else prepared.new_reasoning(),
             )
         )
+
+    def _placeable(self, index: int) -> tuple[SequenceSpec, RouteRequest]:
+        """The choice of this number as its prompt is now, and what the router needs of it."""
+        gateway, exchange, request = self._gateway, self._exchange, self._request
+        prompt, number = divmod(index, request.n or 1)
+        prepared = self._prompts[prompt]
+        timeline = exchange.timeline
+        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + number) % MAX_SEED)
+        spec = SequenceSpec(
+            request_id=sequence_id(exchange.request_id, index),
+            token_ids=prepared.layout.token_ids,
+            features=prepared.features,
+            sampling=sampling,
+            arrived=timeline.arrived,
+            deadline=gateway.deadline(timeline.arrived, exchange.deadline),
+            trace=exchange.trace,
+            adapter=gateway.adapter_of(request.model),
+            cache_salt=gateway.cache_salt(request.cache_salt, exchange.tenant),
+            guidance=prepared.guidance,
+        )
+        root = root_of(spec.adapter, spec.cache_salt)
+        route = RouteRequest(
+            request_id=spec.request_id,
+            num_tokens=len(spec.token_ids),
+            max_tokens=sampling.max_tokens,
+            companion_tokens=prepared.companion_tokens,
+            features=tuple(
+                FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens, max(map(sum, f.ranges)))
+                for f in prepared.features
+            ),
+            encoders_first=index > 0,  # one prefill pod is enough to encode what all choices share
+            prefix=gateway.prefix_index.prefix_of(spec.token_ids, media_spans(spec.features), root),
+        )
+        return spec, route
+
+    async def _fall_back(
+        self, index: int, fallback: Fallback[Prepared], feature_id: str
+    ) -> tuple[SequenceSpec, RouteRequest] | None:
+        """The choice with a prompt that has less of this medium, which cannot be encoded. A stream that has begun without a word of it goes on
+        without that, and ends with the failure.
+        """
+        gateway, exchange, request = self._gateway, self._exchange, self._request
+        prepared = None if exchange.streaming else await fallback.without(feature_id)
+        outcome = "failed" if prepared is None else "placed"
+        gateway.metrics.fallbacks.labels(fallback.policy, outcome).inc()
+        if prepared is None:
+            return None
+        self._prompts[index // (request.n or 1)] = prepared
+        for name in HEADERS:
+            exchange.notes.pop(name, None)
+        exchange.notes |= headers_of([one.layout for one in self._prompts])
+        exchange.timeline.note_media(prepared.features, prepared.layout)
+        if self._admission is not None and exchange.tenant is not None:
+            gateway.resize_admission(self._admission, self._prompts, request.n or 1, exchange.tenant)
+        return self._placeable(index)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(choice.completion_tokens for choice in self._streams)
+
+    def answers(self) -> list[EndedAnswer]:
+        """What each choice has come to so far."""
+        return [
+            EndedAnswer(choice.completion_tokens, choice.finish_reason not in (None, "length"))
+            for choice in self._streams
+        ]
 
     async def release(self) -> None:
         """Free the sequences of all choices."""
@@ -150,11 +199,18 @@ class Choices:
                 await asyncio.sleep(0)
                 continue
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(None if self._may_fall_back() else patience):
                     await self._news.wait()
             except TimeoutError:
                 patience = KEEPALIVE_SECONDS
                 yield []
+
+    def _may_fall_back(self) -> bool:
+        """Whether a medium may yet turn out to be one that cannot be encoded: a stream opens with what is known of it then."""
+        return any(
+            choice.sequence.fall_back is not None and not choice.sequence.state.num_tokens
+            for choice in self._streams
+        )
 
     async def _finish(self) -> Usage:
         """Counts, and the workers' last reports if the client asked for timings."""
@@ -174,8 +230,9 @@ class Choices:
         """Counts so far."""
         return usage_of(
             [prepared.layout for prepared in self._prompts],
-            sum(choice.completion_tokens for choice in self._streams),
+            self.completion_tokens,
             self._exchange.timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
+            sum(choice.reasoning_tokens for choice in self._streams),
         )
 
     def _wants_timings(self) -> bool:

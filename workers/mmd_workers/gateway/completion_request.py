@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
+from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import GenerationRequest, check_together
 from mmd_workers.gateway.strict import NotServed, validated
@@ -66,6 +66,11 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
+    def prompt_logprobs(self) -> bool:
+        """Whether the answer begins with the prompt's tokens and their log probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
         return self.logprobs
@@ -88,11 +93,6 @@ def parse_completion_request(value: object) -> CompletionRequest:
     """
     request = validated(CompletionRequest, value, NOT_SERVED, TAGS)
     check_together(request)
-    if request.echo and request.logprobs is not None:
-        unsupported = UnsupportedParameterError(
-            "echo with logprobs is not supported: there are no log probabilities of the prompt; omit one of them"
-        )
-        raise ApiError(unsupported, param="echo")
     prompts, n = len(request.prompts), request.n or 1
     if prompts * n > MAX_ANSWERS:
         many = InvalidValueError(

@@ -96,11 +96,12 @@ class ToolCall(Strict):
 
 
 class AnswerMessage(_Turn):
-    """What the model said before: content, a refusal or tool calls."""
+    """What the model said before: content, a refusal or tool calls, after reasoning."""
 
     role: Literal["assistant"]
     content: AnswerContent | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     name: Annotated[str | None, Field(max_length=256), Ignored("chat templates have no place for it")] = None
 
@@ -111,7 +112,12 @@ class AnswerMessage(_Turn):
 
     @model_validator(mode="after")
     def _says_something(self) -> AnswerMessage:
-        if self.content is None and self.refusal is None and not self.tool_calls:
+        if (
+            self.content is None
+            and self.refusal is None
+            and not self.reasoning_content
+            and not self.tool_calls
+        ):
             raise PydanticCustomError(
                 "no_content",
                 "content must be a string or a list of parts where the message has neither tool_calls nor refusal",
@@ -190,8 +196,8 @@ def _has_long_number(arguments: str) -> bool:
 def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
     """The frontend's messages and the media in order of use.
 
-    A message has a role, content as parts of type text, image, video and audio, and what tool calls need, in the shape of Hugging Face's
-    chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
+    A message has a role, content as parts of type text, image, video and audio, `reasoning_content`, and what tool calls need, in the shape of
+    Hugging Face's chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
 
     Raises:
         ApiError: the arguments of a tool call are no object, or a result is that of no call.
@@ -208,6 +214,8 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
                 _call(call, f"messages[{m}].tool_calls[{c}]") for c, call in enumerate(message.tool_calls)
             ]
             call_ids.update(call.id for call in message.tool_calls)
+        if isinstance(message, AnswerMessage) and message.reasoning_content:
+            turn["reasoning_content"] = message.reasoning_content
         if isinstance(message, ToolMessage):
             if message.tool_call_id not in call_ids:
                 param = f"messages[{m}].tool_call_id"

@@ -20,7 +20,7 @@ class GatewayDemand:
     def __init__(self, percentile: int) -> None:
         self.percentile = percentile
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=KEPT_FIRST_TOKENS)
-        self._waiting: dict[str, float] | None = None
+        self._waiting: dict[Modality, float] | None = None
         self._read_at = 0.0
 
     def first_token(self, seconds: float) -> None:
@@ -34,6 +34,11 @@ class GatewayDemand:
             modality: depth.work * max(0, depth.jobs - depth.running_jobs) / depth.jobs if depth.jobs else 0.0
             for modality, depth in depths.items()
         }
+
+    @property
+    def waiting_work(self) -> Mapping[Modality, float]:
+        """Work that no encoder has taken, as read last; empty where that has failed."""
+        return self._waiting or {}
 
     def queue_unreadable(self) -> None:
         """The depth of the queue is unknown, which is not zero."""

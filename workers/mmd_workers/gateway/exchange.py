@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from mmd_api.contract.errors import ClientGoneError, MmdError
 from mmd_workers.gateway.access import KnownTenant
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.timeline import Timeline
@@ -19,12 +22,17 @@ Scope = MutableMapping[str, Any]
 ReceiveChannel = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SendChannel = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_log = logging.getLogger(__name__)
+
 SEND_BYTES = 256 << 10  # of a long answer at once; other requests have their turn in between
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One HTTP request that is being answered."""
+    """One HTTP request that is being answered. `deadline`: Unix time by which its client wants it to end. `next_event`: number of the event
+    of another request's stream that the client gets next, where its events are numbered. A client that resumes a stream which is not kept here
+    may have got fewer.
+    """
 
     request_id: str
     receive: ReceiveChannel
@@ -34,7 +42,10 @@ class Exchange:
     trace: dict[str, str]
     errors: ErrorShape
     tenant: KnownTenant | None = None  # the tenant whose request it is
+    deadline: float = math.inf
+    scope: Scope = field(default_factory=dict)  # of the server
     streaming: bool = False
+    next_event: int = 0
     notes: dict[str, str] = field(default_factory=dict)  # more response headers
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -92,11 +103,35 @@ class Exchange:
         self.timeline.code, self.timeline.error = error.code, error.recorded
         if self.streaming:
             self.timeline.status = self.errors.status(error)
-            await self.events(*self.errors.events(error, self.request_id))
+            await self.events(*self.errors.events(error, self.request_id, self.next_event))
             await self.send({"type": "http.response.body", "body": b""})
             return
-        headers = {}
-        if error.retry_after is not None:
-            headers["retry-after"] = str(error.retry_after)
         body = json.dumps(self.errors.body(error, self.request_id)).encode()
-        await self.reply(self.errors.status(error), body, headers)
+        await self.reply(self.errors.status(error), body, error.headers)
+
+
+async def until_gone(receive: ReceiveChannel, answer: Any) -> None:
+    """Run `answer`, and cancel it when the client hangs up, or when this is cancelled. That it would have been refused is then no fault that
+    anyone looks for.
+    """
+    work: asyncio.Task[None] = asyncio.create_task(answer)
+    gone = asyncio.create_task(_hung_up(receive))
+    is_answered = False
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        is_answered = work.done()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.wait({work, gone})
+        fault = None if work.cancelled() else work.exception()
+        if not is_answered and not isinstance(fault, ApiError | MmdError | None):
+            _log.error("an answer that nobody waits for failed", exc_info=fault)
+    if not is_answered:
+        raise ClientGoneError("the client hung up")
+    work.result()
+
+
+async def _hung_up(receive: ReceiveChannel) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -70,8 +70,8 @@ class Budget:
         """Requests that wait for room."""
         return len(self._holders) + len(self._newcomers)
 
-    async def acquire(self, num_bytes: int, held_bytes: int) -> None:
-        """Take room for one that holds `held_bytes` of the budget.
+    async def acquire(self, num_bytes: int, held_bytes: int, waits: bool = True) -> None:
+        """Take room for one that holds `held_bytes` of the budget. Without `waits` it gets what is free while nobody waits.
 
         Raises:
             NoRoomError: there was none in time.
@@ -79,6 +79,8 @@ class Budget:
         """
         if held_bytes + num_bytes > self.share_bytes:
             raise TooLargeError
+        if not waits and (self.waiting or self.used_bytes + num_bytes > self.budget_bytes):
+            raise NoRoomError
         queue = self._holders if held_bytes else self._newcomers
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = _Waiter(num_bytes, turn)
@@ -143,8 +145,8 @@ class Budget:
 class Share:
     """One request's part of a budget: its allowance, and what it takes beyond it. `release` it whatever happens."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, waits: bool = True) -> None:
+        self._budget, self._waits = budget, waits
         self._granted_bytes = 0  # of the budget
         self.num_bytes = 0
 
@@ -163,7 +165,7 @@ class Share:
             return
         held, self._granted_bytes = self._granted_bytes, self._granted_bytes + missing
         try:
-            await self._budget.acquire(missing, held)
+            await self._budget.acquire(missing, held, self._waits)
         except BaseException:
             self._granted_bytes -= missing
             self.num_bytes -= num_bytes
@@ -208,9 +210,9 @@ class MediaHold(Budget):
         held = self._media.get(digest)
         return None if held is None else held.data
 
-    def reservation(self) -> RequestReservation:
-        """An empty share of the budget; `release` it whatever happens."""
-        return RequestReservation(self)
+    def reservation(self, waits: bool = True) -> RequestReservation:
+        """An empty share of the budget; `release` it whatever happens. See `Budget.acquire` for `waits`."""
+        return RequestReservation(self, waits)
 
     def put(self, digest: str, data: bytes) -> None:
         """Hold a medium once more (its room has been taken)."""
@@ -228,8 +230,8 @@ class MediaHold(Budget):
 class RequestReservation(Share):
     """One request's body, its media, and the media that it holds in a `MediaHold`."""
 
-    def __init__(self, hold: MediaHold) -> None:
-        super().__init__(hold)
+    def __init__(self, hold: MediaHold, waits: bool = True) -> None:
+        super().__init__(hold, waits)
         self._hold = hold
         self._digests: list[str] = []
 

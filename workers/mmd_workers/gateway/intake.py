@@ -6,13 +6,14 @@ Independent of workers. Media are opened in the sandbox only; here they are byte
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,16 +25,21 @@ from mmd_api.contract.errors import (
     OverloadedError,
     TooManyMediaError,
     UnsupportedInputError,
+    UnsupportedParameterError,
 )
-from mmd_api.contract.pools import Modality
-from mmd_api.contract.sampling import LogitRules
+from mmd_api.contract.sampling import Guidance, LogitRules
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.api_errors import ApiError, refused
 from mmd_workers.gateway.body import MARK_BYTES
 from mmd_workers.gateway.call_parser import CallParser
 from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest
 from mmd_workers.gateway.completion_request import CompletionRequest, Prompt
+from mmd_workers.gateway.content import PromptContent
 from mmd_workers.gateway.conversation import Message, argument_marks, conversation
+from mmd_workers.gateway.fallback import Fallback, Policy
+from mmd_workers.gateway.file_media import FileMedia, expanded
+from mmd_workers.gateway.files import Files
+from mmd_workers.gateway.frame_search import FrameSearch, default_choice
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.logit_rules import (
     bad_words,
@@ -42,25 +48,36 @@ from mmd_workers.gateway.logit_rules import (
     check_works_with_drafts,
     logit_rules,
 )
+from mmd_workers.gateway.media_tiers import MediaTiers
 from mmd_workers.gateway.parts import MediaSource
+from mmd_workers.gateway.reasoning_grammar import after_reasoning
+from mmd_workers.gateway.reasoning_parser import ReasoningParser
 from mmd_workers.gateway.response_format import GrammarCheck
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.gateway.tools import ToolUse
-from mmd_workers.media.fetch import fetch
+from mmd_workers.media.amount import LEAST_FRAMES, MediaShare
+from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 from mmd_workers.media.identity import feature_id
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.interfaces import Frontend
-from mmd_workers.model.prompt import PromptLayout
+from mmd_workers.model.prompt import DegradedBy, PromptLayout
+from mmd_workers.model.reasoning import Begin, Reasoning
 from mmd_workers.model.tool_calls import FORMS, Spelling
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.jobs import check_fits
 from mmd_workers.wire.messages import FeatureRef, Phase, Sampling
+from mmd_workers.wire.stored_files import StoredFile
 
 CONCURRENT_FETCHES = 8  # of one request
 PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of the probe's own deadline
+ANSWER_TOKENS = 512  # for which frames of videos are left out, where the request names no number
+FITTING_PERCENTS = (70, 50, 35, 25, 12, 6)
+"""Of the pixels of a frame, which are tried one after the other where the least frames are too many."""
+PROPORTIONAL_STEPS = 3  # of the search for so many frames as fit: every step lays the prompt out
 MAX_SEED = 2**63
 MAX_TEXT_TOKENS = 131_072
+MAX_PROMPT_LOGPROBS = 16_384  # of one prompt, which come in one message
 """Of all prompts of a text completion, and of what is tokenized alone, where the model takes fewer."""
 MAX_CHARACTERS_PER_TOKEN = 16
 """Of a text on average: a vocabulary's longest token may be 128 spaces, and every character takes time and memory to encode."""
@@ -72,40 +89,81 @@ MAX_RENDERED_CHARACTERS_PER_TOKEN = 4 * MAX_CHARACTERS_PER_TOKEN
 INDENT = 4  # of JSON in templates
 _SHORTEN = "shorten it, or raise spec.model.maxModelLen"
 _LESS = "send less text at once"
+_MEDIUM = re.compile(r"medium (\d+) ")
 _PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
 
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
+class _Fit:
+    """Tokens of a prompt: the most that fit, and so many that there is room for an answer."""
+
+    most: int
+    wanted: int
+
+
+_LayOut = Callable[[Sequence[SamplingChoice]], Awaitable[tuple[PromptLayout, Begin | None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A prompt, what it was made from, and how to lay out another. `begins`: where the reasoning is at its end."""
+
+    layout: PromptLayout
+    content: PromptContent
+    sources: list[MediaSource]
+    begins: Begin | None
+    again: Callable[[PromptContent], Awaitable[PromptLayout]]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that may be placed: the exact prompt, its features, and how to sample. `new_parser`: reads the calls of tools in an answer;
-    None where it can have none.
+    None where it can have none; `new_reasoning`: its reasoning. `fallback`: where a medium that cannot be encoded need not end the request.
     """
 
     layout: PromptLayout
     features: list[FeatureRef]
     sampling: Sampling
     new_parser: Callable[[], CallParser] | None = None
+    new_reasoning: Callable[[], ReasoningParser] | None = None
+    fallback: Fallback[Prepared] | None = None
+    guidance: Guidance | None = None
+
+    @property
+    def companion_tokens(self) -> int:
+        """Of its companion's prompt; 0: it has none."""
+        return 0 if self.guidance is None else len(self.guidance.token_ids)
 
 
 class Intake:
     """Prepares requests of one model."""
 
     def __init__(
-        self, pipeline: PipelineConfig, frontend: Frontend, sandbox: DecodePool, metrics: Metrics
+        self,
+        pipeline: PipelineConfig,
+        frontend: Frontend,
+        sandbox: DecodePool,
+        metrics: Metrics,
+        files: Files | None = None,
     ) -> None:
         self._revision = pipeline.revision
         self._has_encode_queue = pipeline.spec.encoder is not None
         self.policy = pipeline.spec.gateway.media
+        self.tiers: MediaTiers | None = None  # of quality under load; None: load changes nothing
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
+        self._is_native = pipeline.spec.engine.type == "Native"
+        self._has_adapters = bool(pipeline.spec.engine.adapters)
         vllm = pipeline.spec.engine.decode
         self._drafts = vllm is not None and vllm.speculative is not None
         self._frontend = frontend
         self._metrics = metrics
         self._sandbox = sandbox
+        self._frame_search = FrameSearch(sandbox)
+        self._files = files
         self._grammars = GrammarCheck(frontend.grammars)
         self._long_turn = asyncio.Lock()
         self._long_texts = ThreadPoolExecutor(1, "long-text")  # which may still encode for one that has gone
@@ -122,28 +180,105 @@ class Intake:
         """
         rules, tools = await self._rules(request), request.tool_use
         spelling = None if tools is None else await self._spelling()
-        grammar = await self._grammar(request, tools, spelling)
+        reasoning = await self._reasoning()
+        grammar, after = await self._grammar(request, tools, spelling), None
         limit = self.limit(model_len)
-        layout, sources, infos = await self._lay_out(
-            request.messages, tools, reservation, timeline, limit - 1, _SHORTEN
+        fit = None
+        if self.policy.video.too_long == "FewerFrames":
+            fit = _Fit(limit - 1, limit - min(request.asked_tokens or ANSWER_TOKENS, limit // 2))
+        laid = await self._lay_out(
+            request.messages,
+            tools,
+            reservation,
+            timeline,
+            limit - 1,
+            _SHORTEN,
+            request.reasons,
+            request.choice,
+            fit,
+            self._share(timeline),
         )
+        layout, sources, begins = laid.layout, laid.sources, laid.begins
+        room = self._room(layout, sources, limit)
+        negative = await self._negative_turn(request, limit, reservation)
+        guidance = self._guidance(request, layout, limit, negative)
+        room = _beside_companion(room, guidance, limit)
         if not sources:
             reservation.release()  # the text is a list of tokens now
-        room = self._room(layout, sources, limit)
-        features = [
-            _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
-        ]
+        features = self._features(laid.content, layout)
         if self._has_encode_queue:
             await _check_jobs(features, sources)
-        timeline.media = [
-            {"modality": f.modality, "bytes": f.num_bytes, "tokens": f.num_tokens, "feature_id": f.feature_id}
-            for f in features
-        ]
+        timeline.note_media(features, layout)
+        self._count_tiers(features, timeline)
         new_parser = None if tools is None or spelling is None else tools.parsers(spelling)
-        return Prepared(layout, features, _sampling(request, rules, grammar, room), new_parser)
+        new_reasoning = None
+        if grammar is not None and reasoning is not None:
+            after = await self._after_reasoning(grammar, request, reasoning, begins)
+        if reasoning is not None and (grammar is None or after is not None):
+            new_reasoning = partial(
+                ReasoningParser, reasoning, inside=begins == "inside", gap=not _is_exact(request)
+            )
+        unasked = _unasked_tokens(room, len(layout.token_ids), guidance, limit)
+        sampling = _sampling(request, rules, after or grammar, room, unasked)
+        prepared = Prepared(layout, features, sampling, new_parser, new_reasoning, guidance=guidance)
+        if not features or self.policy.failure_policy == "Fail":
+            return prepared
+        return replace(prepared, fallback=self._fallback(self.policy.failure_policy, laid, prepared, limit))
+
+    def _fallback(self, policy: Policy, laid: _LaidOut, first: Prepared, limit: int) -> Fallback[Prepared]:
+        """Lays out a request again when one of its media cannot be encoded. The answer has no more tokens than `first` allows: the gateway has
+        memory for so many."""
+
+        again = laid.again  # and not the sources, whose data URLs nothing needs any more
+
+        async def lay_out(content: PromptContent) -> tuple[Prepared, list[str]]:
+            layout = await again(content)
+            layout = await asyncio.to_thread(self._reported, content, layout, "failure")
+            layout = replace(layout, degraded_by=layout.degraded_by | first.layout.degraded_by)
+            room = _beside_companion(limit - len(layout.token_ids), first.guidance, limit)
+            if room < 1:
+                raise ContextLengthError(
+                    f"the prompt has {len(layout.token_ids)} tokens, but at most {limit - 1} fit; {_SHORTEN}"
+                )
+            max_tokens = min(first.sampling.max_tokens, room)
+            min_tokens = min(first.sampling.min_tokens, max_tokens)
+            features = self._features(content, layout)
+            if self._has_encode_queue:
+                for feature in features:
+                    await check_fits(feature)
+            sampling = replace(first.sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+            return replace(first, layout=layout, features=features, sampling=sampling), _ids_of(features)
+
+        amounts = self._frontend.amounts
+        return Fallback(policy, laid.content, _ids_of(first.features), amounts, lay_out)
+
+    async def features_of(self, stored: StoredFile, reservation: RequestReservation) -> list[FeatureRef]:
+        """The features of an uploaded file as a question gets them that chooses nothing; its bytes are held in `reservation`.
+
+        Raises:
+            ApiError: the model does not take it, or it exceeds a limit.
+        """
+        files = FileMedia(self._files, stored.tenant)
+        source = MediaSource("file", "file", choice=default_choice(self.policy.video), file_id=stored.file_id)
+        sources = await files.settled([source])
+        self._check_media(sources)
+        content = [{"type": sources[0].medium}, {"type": "text", "text": "?"}]
+        asked = [{"role": "user", "content": content}]
+        found, sources, infos = await self._media(asked, sources, files, reservation)
+        choices = [one.choice for one in sources]
+        rendered = await asyncio.to_thread(self._frontend.render, found, infos, [], None, choices)
+        layout = await asyncio.to_thread(rendered.encode)
+        return [
+            _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
+        ]
 
     async def _rules(self, request: GenerationRequest) -> LogitRules | None:
         """What the request changes of logits, checked against the vocabulary."""
+        if request.is_guided and not self._is_native:
+            unsupported = UnsupportedParameterError(
+                "guidance_scale is not supported with spec.engine.type VLLM; omit it, or set spec.engine.type to Native"
+            )
+            raise ApiError(unsupported, param="guidance_scale")
         if self._drafts:
             check_works_with_drafts(request)
         check_token_ids(request, self._frontend.vocab_size)
@@ -166,6 +301,36 @@ class Intake:
             if grammar is not None:
                 await self._grammars.check(grammar, "tools")
         return grammar
+
+    async def _after_reasoning(
+        self, grammar: Grammar, request: ChatRequest, reasoning: Reasoning, begins: Begin | None
+    ) -> Grammar | None:
+        """What the reasoning and the answer after it must match, once it has been compiled here. None: the answer begins at once, since the
+        prompt has closed the reasoning, the template does not know of it, or a regular expression might match what looks like it."""
+        _, param = request.grammar() or (None, "tools")
+        exact = _is_exact(request)
+        if not reasoning.in_template or begins == "after" or (begins == "before" and exact):
+            return None
+        after = after_reasoning(grammar, reasoning, param, inside=begins == "inside", gap=not exact)
+        await self._grammars.check(after, param)
+        return after
+
+    async def _reasoning(self) -> Reasoning | None:
+        """How the model reasons before it answers."""
+        frontend = self._frontend
+        return await asyncio.to_thread(lambda: frontend.reasoning)
+
+    async def check_reasons(self, param: str) -> None:
+        """Check that the model may reason before it answers.
+
+        Raises:
+            ApiError: it has no form of it that is known; names the field.
+        """
+        if await self._reasoning() is None:
+            unsupported = UnsupportedInputError(
+                f"{param}: this model's chat template and tokenizer have no markers of reasoning; omit it, or use another model"
+            )
+            raise ApiError(unsupported, param=param)
 
     async def _spelling(self) -> Spelling:
         """How the model writes calls of tools.
@@ -210,22 +375,99 @@ class Intake:
             self._check_characters(len(text), limit - 1, param, _SHORTEN)
         self._check_characters(sum(len(text) for _, text in texts), most, "prompt", _LESS)
         begun = time.time()
+        negative = await self._negative_text(request, limit, reservation)
         prepared: list[Prepared] = []
         total = 0
         for param, prompt in prompts:
             special_tokens = request.add_special_tokens is not False
             token_ids = await self.text_ids(param, prompt, special_tokens, reservation)
             total += len(token_ids)
-            if total > most:
-                too_many = ContextLengthError(
-                    f"{param}: the prompts so far have {total} tokens, but at most {most} fit one request; send fewer prompts"
-                )
-                raise ApiError(too_many, param=param)
             layout = PromptLayout(token_ids, [])
             room = self._room(layout, [], limit, param)
-            prepared.append(Prepared(layout, [], _sampling(request, rules, grammar, room)))
+            guidance = self._guidance(request, layout, limit, negative)
+            total += 0 if guidance is None else len(guidance.token_ids)
+            if total > most:
+                too_many = ContextLengthError(
+                    f"{param}: the prompts so far, negative ones included, have {total} tokens, but at most {most} fit one request; send fewer prompts"
+                )
+                raise ApiError(too_many, param=param)
+            room = _beside_companion(room, guidance, limit)
+            if request.prompt_logprobs:
+                self._check_prompt_logprobs(param, len(token_ids), request.num_logprobs or 0)
+            unasked = _unasked_tokens(room, len(token_ids), guidance, limit)
+            sampling = _sampling(request, rules, grammar, room, unasked)
+            prepared.append(Prepared(layout, [], sampling, guidance=guidance))
         timeline.add("gateway", [Phase("layout", begun, time.time())])
+        timeline.at_gateway = "placement"
         return prepared
+
+    def _guidance(
+        self, request: GenerationRequest, layout: PromptLayout, limit: int, negative: list[int] | None
+    ) -> Guidance | None:
+        """The companion of a prompt: the tokens of its `negative` prompt or, where it has none, the prompt's last one, as `generate` has it.
+
+        Raises:
+            ApiError: the companion has no prompt, or too long a one.
+        """
+        if not request.is_guided:
+            return None
+        token_ids = layout.token_ids[-1:] if negative is None else negative
+        fault: MmdError | None = None
+        if not token_ids or not self._frontend.placeholder_ids.isdisjoint(token_ids):
+            fault = InvalidValueError(
+                "negative_prompt must be a text of at least one token, none of which stands for a medium; where it is omitted, the prompt's last "
+                "token is used, which must not stand for a medium either"
+            )
+        elif len(token_ids) >= limit:
+            fault = ContextLengthError(
+                f"negative_prompt has {len(token_ids)} tokens, but at most {limit - 1} fit; {_SHORTEN}"
+            )
+        if fault is not None:
+            raise ApiError(fault, param="negative_prompt")
+        assert request.guidance_scale is not None
+        return Guidance(request.guidance_scale, token_ids)
+
+    async def _negative_turn(
+        self, request: ChatRequest, limit: int, reservation: RequestReservation
+    ) -> list[int] | None:
+        """Tokens of a conversation that has the negative prompt for its only message. None: there is none, or nothing needs it."""
+        if not request.is_guided or (text := request.negative_prompt) is None:
+            return None
+        self._check_characters(len(text), limit - 1, "negative_prompt", _SHORTEN)
+        asked = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        render = partial(self._frontend.render, asked, [], [], request.reasons)
+        try:
+            rendered = await self._encoded(render, len(text), reservation, RENDERING_BYTES)
+            layout = await self._encoded(rendered.encode, rendered.num_characters, reservation)
+        except MmdError as error:
+            raise refused(error, "negative_prompt") from error
+        return layout.token_ids
+
+    async def _negative_text(
+        self, request: CompletionRequest, limit: int, reservation: RequestReservation
+    ) -> list[int] | None:
+        """Tokens of the negative prompt as if it were the prompt. None: there is none, or nothing needs it."""
+        if not request.is_guided or (text := request.negative_prompt) is None:
+            return None
+        self._check_characters(len(text), limit - 1, "negative_prompt", _SHORTEN)
+        special_tokens = request.add_special_tokens is not False
+        encode = partial(self._frontend.encode, text, special_tokens=special_tokens)
+        return await self._encoded(encode, len(text), reservation)
+
+    def _check_prompt_logprobs(self, param: str, num_tokens: int, likeliest: int) -> None:
+        """Check that the log probabilities of a prompt can be had, and reach the gateway in one message. vLLM applies adapters to the logits of
+        sampled rows alone, and fails at others."""
+        if self._has_adapters:
+            unsupported = UnsupportedParameterError(
+                "echo with logprobs is not supported beside spec.engine.adapters; omit one of them"
+            )
+            raise ApiError(unsupported, param="logprobs")
+        if (values := num_tokens * (1 + likeliest)) > MAX_PROMPT_LOGPROBS:
+            many = InvalidValueError(
+                f"{param} has {num_tokens} tokens, which with echo and logprobs {likeliest} are {values} log probabilities, more than the limit of "
+                f"{MAX_PROMPT_LOGPROBS}; send a shorter prompt or lower logprobs"
+            )
+            raise ApiError(many, param=param)
 
     async def text_ids(
         self, param: str, prompt: Prompt, special_tokens: bool, reservation: RequestReservation
@@ -275,8 +517,11 @@ class Intake:
         timeline: Timeline,
         model_len: int,
         tools: ToolUse | None = None,
+        reasons: bool | None = None,
+        choice: SamplingChoice = NO_CHOICE,
     ) -> list[int]:
-        """The prompt of a conversation, which may be longer than what fits the model. `model_len`: see `prepare`.
+        """The prompt of a conversation, which may be longer than what fits the model. `model_len`: see `prepare`; `reasons`: `Frontend.render`;
+        `choice`: of how media are sampled whose parts do not say so.
 
         Raises:
             ApiError: names the part and the remedy.
@@ -284,8 +529,8 @@ class Intake:
         most = max(self.limit(model_len), MAX_TEXT_TOKENS)
         if tools is not None:
             await self._spelling()
-        layout, _, _ = await self._lay_out(messages, tools, reservation, timeline, most, _LESS)
-        return self._counted(layout.token_ids, most, "messages")
+        laid = await self._lay_out(messages, tools, reservation, timeline, most, _LESS, reasons, choice)
+        return self._counted(laid.layout.token_ids, most, "messages")
 
     async def token_ids_of_text(
         self, prompt: str, special_tokens: bool, reservation: RequestReservation, model_len: int
@@ -321,32 +566,126 @@ class Intake:
         timeline: Timeline,
         most_tokens: int,
         remedy: str,
-    ) -> tuple[PromptLayout, list[MediaSource], list[MediumInfo]]:
-        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `most_tokens` is refused before, with this
-        `remedy`."""
+        reasons: bool | None,
+        choice: SamplingChoice,
+        fit: _Fit | None = None,
+        share: MediaShare | None = None,
+    ) -> _LaidOut:
+        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `most_tokens` is refused before, with this `remedy`.
+        `fit`: videos have fewer frames where they leave no room; None: they never have. `share`: what load leaves of each medium; None: all."""
         marks, described = (0, []) if tools is None else (tools.marks, tools.for_template)
         await reservation.grow((argument_marks(messages) + marks) * MARK_BYTES)
         found, sources = conversation(messages)
         characters = sum(map(_characters_of, found)) + (0 if tools is None else tools.characters)
         self._check_characters(characters, most_tokens, "messages", remedy)
+        thoughts = sum(len(turn.get("reasoning_content", "")) for turn in found)
+        _check_thoughts(thoughts, most_tokens)
+        self._check_number(sources)
+        files = FileMedia(self._files, timeline.tenant)
+        sources = await files.settled(sources)
         self._check_media(sources)
+        self._check_choice(choice, "mm_processor_kwargs")
+        self._check_sound(choice, "mm_processor_kwargs.use_audio_in_video")
+        for source in sources:
+            self._check_choice(source.choice, source.part)
+        usual = default_choice(self.policy.video)
+        sources = [replace(one, choice=one.choice.or_else(choice).or_else(usual)) for one in sources]
         values = [*described, *_arguments_of(found)]
         indented = await asyncio.to_thread(lambda: sum(map(_indented_characters, values))) if values else 0
         param = "tools" if described else "messages"
         self._check_indented(indented, most_tokens, param, remedy)
-        begun = time.time()
-        infos = await self._bring(sources, reservation) if sources else []
-        fetched = time.time()
-        try:
-            render = partial(self._frontend.render, found, infos, described)
-            rendered = await self._encoded(render, characters + indented, reservation, RENDERING_BYTES)
+        begun, timeline.at_gateway = time.time(), "fetch"
+        found, sources, infos = await self._media(found, sources, files, reservation)
+        choices = [source.choice for source in sources]
+        fetched, timeline.at_gateway = time.time(), "layout"
+
+        async def laid(content: PromptContent) -> tuple[PromptLayout, Begin | None]:
+            messages, infos, choices = content.messages, content.infos, content.choices
+            render = partial(self._frontend.render, messages, infos, described, reasons, choices)
+            written = characters + indented + thoughts
+            rendered = await self._encoded(render, written, reservation, RENDERING_BYTES)
             if rendered.num_characters > LONG_TEXT_CHARACTERS:  # of shorter ones the tokens are counted
                 self._check_characters(rendered.num_characters, most_tokens, param, remedy)
             layout = await self._encoded(rendered.encode, rendered.num_characters, reservation)
+            return layout, rendered.reasoning_begins
+
+        async def laid_out(choices: Sequence[SamplingChoice]) -> tuple[PromptLayout, Begin | None]:
+            return await laid(replace(content, choices=choices))
+
+        async def again(content: PromptContent) -> PromptLayout:
+            return (await laid(content))[0]
+
+        content = PromptContent(found, infos, choices, choices)
+        try:
+            if infos and share is not None:
+                content = await asyncio.to_thread(self._with_share, content, share)
+            has_less = content.choices != content.asked
+            layout, begins = await laid_out(content.choices)
+            if fit is not None and len(layout.token_ids) > fit.most:
+                layout, content = await self._fitting(layout, content, fit, laid_out)
+            if has_less:
+                layout = await asyncio.to_thread(self._reported, content, layout, "load")
         except MmdError as error:
-            raise refused(error, _part_of(error.message)) from error
+            raise refused(error, _field_of(error.message, sources)) from error
         timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
-        return layout, sources, infos
+        timeline.at_gateway = "placement"
+        return _LaidOut(layout, content.sampled_as(layout), sources, begins, again)
+
+    async def _fitting(
+        self, layout: PromptLayout, content: PromptContent, fit: _Fit, laid_out: _LayOut
+    ) -> tuple[PromptLayout, PromptContent]:
+        """The prompt with fewer frames of its videos, or where it would not fit with the least of them, with the most of `FITTING_PERCENTS` of the
+        pixels of these. The one given where it does not fit so either."""
+        layout = await _with_fewer_frames(layout, content.choices, fit, laid_out)
+        if len(layout.token_ids) <= fit.most:
+            return layout, content
+        if not any(info.modality == "video" for info in content.infos):
+            return layout, content
+        amounts, choices = (
+            await asyncio.to_thread(self._frontend.amounts, content.infos, content.choices),
+            content.choices,
+        )
+        for percent in FITTING_PERCENTS:
+            share, before = MediaShare(pixels_percent=percent, frames_percent=0), choices
+            choices = [
+                share.of(choice, amount) if amount.pixels and amount.frames else choice
+                for choice, amount in zip(content.choices, amounts, strict=True)
+            ]
+            if choices == before:
+                continue
+            tried, _ = await laid_out(choices)
+            if len(tried.token_ids) <= fit.most:
+                content = replace(content, choices=choices)
+                return await asyncio.to_thread(self._reported, content, tried, "context"), content
+        return layout, content
+
+    def _share(self, timeline: Timeline) -> MediaShare | None:
+        """What load leaves of each medium of a request that comes now."""
+        if self.tiers is None or (tier := self.tiers.tier) is None:
+            return None
+        timeline.media_tier = self.tiers.number
+        return MediaShare(tier.pixels_percent, tier.frames_percent, tier.max_frames)
+
+    def _count_tiers(self, features: Sequence[FeatureRef], timeline: Timeline) -> None:
+        """Count media by their tier, where there are tiers."""
+        if self.tiers is not None:
+            for feature in features:
+                self._metrics.tiered_media.labels(feature.modality, str(timeline.media_tier)).inc()
+
+    def _with_share(self, content: PromptContent, share: MediaShare) -> PromptContent:
+        amounts = self._frontend.amounts(content.infos, content.choices)
+        choices = [share.of(*one) for one in zip(content.choices, amounts, strict=True)]
+        return replace(content, choices=choices)
+
+    def _reported(self, content: PromptContent, layout: PromptLayout, by: DegradedBy) -> PromptLayout:
+        asked, taken = (
+            self._frontend.amounts(content.infos, one) for one in (content.asked, content.choices)
+        )
+        return content.reported(layout, asked, taken, by)
+
+    def _features(self, content: PromptContent, layout: PromptLayout) -> list[FeatureRef]:
+        pairs = zip(content.infos, layout.media, strict=True)
+        return [_feature(info, medium, self._revision) for info, medium in pairs]
 
     async def _encoded(
         self,
@@ -390,31 +729,103 @@ class Intake:
             )
             raise ApiError(fault, param=param)
 
-    def _check_media(self, sources: list[MediaSource]) -> None:
+    def _check_number(self, sources: Sequence[MediaSource]) -> None:
+        """Refuse too many media; each page of a document is one."""
         most = self.policy.max_items_per_request
         if len(sources) > most:
             too_many = TooManyMediaError(
                 f"the request has {len(sources)} media items, more than the limit of {most}; send fewer, or raise spec.gateway.media.maxItemsPerRequest"
             )
             raise ApiError(too_many, param=sources[most].param)
+
+    def _check_media(self, sources: Sequence[MediaSource]) -> None:
+        self._check_number(sources)
         takes = ", ".join(sorted(self._frontend.modalities)) or "text only"
         for source in sources:
-            if source.modality not in self._frontend.modalities:
+            if source.medium not in self._frontend.modalities:
                 unsupported = UnsupportedInputError(
-                    f"{source.param}: this model does not accept {source.modality} (accepted: {takes}); remove the part or use another model"
+                    f"{source.param}: this model does not accept {source.medium} (accepted: {takes}); remove the part or use another model"
                 )
                 raise ApiError(unsupported, param=source.param)
 
-    async def _bring(self, sources: list[MediaSource], reservation: RequestReservation) -> list[MediumInfo]:
+    def _check_choice(self, choice: SamplingChoice, where: str) -> None:
+        """Refuse more than the resource allows. `where`: the object with the fields."""
+        video = self.policy.video
+        per_second = video.frames_per_second_milli / 1000
+        if choice.fps is not None and choice.fps > per_second:
+            param = f"{where}.fps"
+            too_fast = InvalidValueError(
+                f"{param}: {choice.fps:g} frames a second are more than the limit of {per_second:g}; request fewer, or raise "
+                "spec.gateway.media.video.framesPerSecondMilli"
+            )
+            raise ApiError(too_fast, param=param)
+        if choice.num_frames is not None and choice.num_frames > video.max_frames:
+            param = f"{where}.num_frames"
+            too_many = InvalidValueError(
+                f"{param}: {choice.num_frames} frames are more than the limit of {video.max_frames}; request fewer, or raise "
+                "spec.gateway.media.video.maxFrames"
+            )
+            raise ApiError(too_many, param=param)
+        if choice.timestamps is not None and len(choice.timestamps) > video.max_frames:
+            param = f"{where}.timestamps"
+            too_many = InvalidValueError(
+                f"{param}: {len(choice.timestamps)} frames are more than the limit of {video.max_frames}; request fewer, or raise "
+                "spec.gateway.media.video.maxFrames"
+            )
+            raise ApiError(too_many, param=param)
+        for name, pixels in (("min_pixels", choice.min_pixels), ("max_pixels", choice.max_pixels)):
+            if pixels is not None and pixels > self.policy.image.max_pixels:
+                too_large = InvalidValueError(
+                    f"{where}.{name}: {pixels} are more than the limit of {self.policy.image.max_pixels}; request fewer, or raise "
+                    "spec.gateway.media.image.maxPixels"
+                )
+                raise ApiError(too_large, param=f"{where}.{name}")
+
+    def _check_sound(self, choice: SamplingChoice, param: str) -> None:
+        """Refuse videos with their sound where the model or the engine takes none."""
+        if not choice.with_sound:
+            return
+        if not self._frontend.takes_sound_of_videos:
+            fault = "this model takes no video with its own sound; omit it, or use another model, such as a thinker of Qwen2.5-Omni or Qwen3-Omni"
+        elif not self._is_native:
+            fault = "spec.engine.type VLLM gets no video with its own sound; omit it, or set spec.engine.type to Native"
+        else:
+            return
+        raise ApiError(UnsupportedInputError(f"{param}: {fault}"), param=param)
+
+    async def _media(
+        self,
+        messages: list[dict[str, Any]],
+        sources: Sequence[MediaSource],
+        files: FileMedia,
+        reservation: RequestReservation,
+    ) -> tuple[list[dict[str, Any]], list[MediaSource], list[MediumInfo]]:
+        """Fetch, probe and hold the media. Of a document each page is one; choices have the frames that they mean."""
+        if not sources:
+            return messages, [], []
+        brought = await self._bring(sources, files, reservation)
+        resolved = [replace(one, choice=found) for one, (_, found) in zip(sources, brought, strict=True)]
+        messages, all_sources, infos = expanded(messages, resolved, [infos for infos, _ in brought])
+        self._check_number(all_sources)
+        return messages, all_sources, infos
+
+    async def _bring(
+        self, sources: Sequence[MediaSource], files: FileMedia, reservation: RequestReservation
+    ) -> list[tuple[list[MediumInfo], SamplingChoice]]:
+        """The facts of each source, of a document one for each page, of a video those of its sound too, where it has and is to have one; and its choice
+        with the frames that this means."""
         in_body = sum(len(source.url) for source in sources if source.url[:5].lower() == "data:")
         await reservation.resize(2 * in_body)
         slots = asyncio.Semaphore(CONCURRENT_FETCHES)
 
-        async def bring(source: MediaSource) -> tuple[bytes, MediumInfo]:
+        async def bring(source: MediaSource) -> tuple[bytes, list[MediumInfo], SamplingChoice]:
             async with slots:
                 try:
-                    data = await fetch(source.url, self.policy, source.modality, reservation.grow)
-                    return data, await self._probe(data, source.modality)
+                    data = await files.bytes_of(source, self.policy, reservation.grow)
+                    infos = await self._probe(data, source)
+                    seconds = PROBE_WAIT_SECONDS + self.policy.decode_timeout_seconds
+                    search = self._frame_search.resolved(data, infos[0], source.choice, source, seconds)
+                    return data, infos, await search
                 except MmdError as error:
                     raise refused(error, source.param) from error
 
@@ -423,22 +834,33 @@ class Intake:
                 tasks = [group.create_task(bring(source)) for source in sources]
         except ExceptionGroup as faults:
             raise _first(faults) from faults
-        infos: list[MediumInfo] = []
-        for data, info in (task.result() for task in tasks):
-            reservation.put(info.digest, data)
-            self._metrics.fetch_bytes.labels(info.modality).inc(info.num_bytes)
-            infos.append(info)
-        reservation.shrink(sum(info.num_bytes for info in infos))
-        return infos
+        brought: list[tuple[list[MediumInfo], SamplingChoice]] = []
+        distinct = {id(data): len(data) for data, _, _ in (task.result() for task in tasks)}
+        for data, infos, choice in (task.result() for task in tasks):
+            reservation.put(infos[0].digest, data)
+            self._metrics.fetch_bytes.labels(infos[0].modality).inc(infos[0].num_bytes)
+            brought.append((infos, choice))
+        reservation.shrink(sum(distinct.values()))
+        return brought
 
-    async def _probe(self, data: bytes, modality: Modality) -> MediumInfo:
+    async def _probe(self, data: bytes, source: MediaSource) -> list[MediumInfo]:
+        """The facts of a medium, or of each page of a document, or of a video and its sound."""
         seconds = PROBE_WAIT_SECONDS + self.policy.decode_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._sandbox.probe(data, modality, self.policy)
+                if source.kind == "document":
+                    return await self._sandbox.probe_pages(data, source.pages, self.policy)
+                if source.pages:
+                    raise InvalidValueError(
+                        f"the file is of kind {source.kind}, which has no pages; omit pages"
+                    )
+                info = await self._sandbox.probe(data, source.medium, self.policy)
+                if not (source.choice.with_sound and info.has_sound):
+                    return [info]
+                return [info, await self._sandbox.probe(data, "audio", self.policy, of_video=True)]
         except TimeoutError as error:
             raise OverloadedError(
-                f"no decode process became available for this {modality} within {seconds:.0f} s; retry later"
+                f"no decode process became available for this {source.kind} within {seconds:.0f} s; retry later"
             ) from error
 
     def _room(
@@ -449,15 +871,72 @@ class Intake:
         if prompt < limit:
             return limit - prompt
         text = prompt - sum(medium.num_tokens for medium in layout.media)
+        remedy = _SHORTEN
+        if self.policy.video.too_long == "Reject" and any(m.modality == "video" for m in layout.media):
+            remedy += ", or set spec.gateway.media.video.tooLong to FewerFrames"
         largest, tokens = "the text", text
         for source, medium in zip(sources, layout.media, strict=True):
             if medium.num_tokens > tokens:
                 largest, tokens = source.param, medium.num_tokens
         too_long = ContextLengthError(
             f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
-            f"with {tokens} tokens; shorten it, or raise spec.model.maxModelLen"
+            f"with {tokens} tokens; {remedy}"
         )
         raise ApiError(too_long, param=param if largest == "the text" else largest)
+
+
+async def _with_fewer_frames(
+    layout: PromptLayout,
+    choices: Sequence[SamplingChoice],
+    fit: _Fit,
+    laid_out: _LayOut,
+) -> PromptLayout:
+    """The prompt with the largest share of the frames of each video with which it fits. The one given where it would not fit with the least of
+    each. Tokens are nearly proportional to frames, so the first steps go where that leads, and the others halve what is left.
+    """
+    frames = [len(medium.sampling.frame_indices) for medium in layout.media]
+    longest = max(frames, default=0)
+    if longest <= LEAST_FRAMES:
+        return layout
+
+    async def with_share(of_longest: int) -> PromptLayout:
+        shares = [max(min(LEAST_FRAMES, count), count * of_longest // longest) for count in frames]
+        fewer = [replace(choice, max_frames=share) for choice, share in zip(choices, shares, strict=True)]
+        return (await laid_out(fewer))[0]
+
+    found = await with_share(LEAST_FRAMES)
+    if len(found.token_ids) > fit.most:
+        return layout
+    low, least = LEAST_FRAMES, len(found.token_ids)
+    high, most = longest, len(layout.token_ids)  # too many
+    for number in itertools.count():
+        if high - low <= 1 or least > fit.wanted:
+            break
+        middle = (low + high) // 2
+        if number < PROPORTIONAL_STEPS:
+            expected = low + (high - low) * (fit.wanted - least) // (most - least)
+            middle = min(high - 1, max(low + 1, expected))
+        tried = await with_share(middle)
+        if len(tried.token_ids) <= fit.wanted:
+            found, low, least = tried, middle, len(tried.token_ids)
+        else:
+            high, most = middle, len(tried.token_ids)
+    media = [
+        replace(medium, omitted_frames=count - len(medium.sampling.frame_indices))
+        for medium, count in zip(found.media, frames, strict=True)
+    ]
+    return replace(found, media=media, degraded_by=frozenset({"context"}))
+
+
+def _check_thoughts(characters: int, most_tokens: int) -> None:
+    """Refuse reasoning that is sent back and is too long to be searched and rendered. Templates leave most of it out, so that more of it than fits
+    the model is no fault."""
+    most = max(most_tokens, MAX_TEXT_TOKENS) * MAX_CHARACTERS_PER_TOKEN
+    if characters > most:
+        too_long = ContextLengthError(
+            f"messages: the reasoning of all messages has {characters} characters, more than the limit of {most}; leave out that of earlier messages"
+        )
+        raise ApiError(too_long, param="messages")
 
 
 def _characters_of(message: dict[str, Any]) -> int:
@@ -494,7 +973,10 @@ def _indentation(value: Any, depth: int) -> int:
     return own + sum(_indentation(one, depth + 1) for one in inner if isinstance(one, dict | list))
 
 
-def _part_of(message: str) -> str:
+def _field_of(message: str, sources: Sequence[MediaSource]) -> str:
+    """The field that an error of the frontend is about."""
+    if medium := _MEDIUM.match(message):
+        return sources[int(medium[1])].param
     found = _PART.match(message)
     return found.group() if found else "messages"
 
@@ -506,8 +988,18 @@ def _first(faults: BaseExceptionGroup[Any]) -> BaseException:
 
 def _feature(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
     sampling = asdict(medium.sampling)
+    size = sampling.pop("size")
+    if not sampling["nominal_indices"]:
+        del sampling["nominal_indices"]
+    if medium.sampling.pooled_frames == 1:
+        del sampling["pooled_frames"]
+    if not info.page:
+        del sampling["page"]
+    if not info.of_video:
+        del sampling["of_video"]
+    settings = {**sampling, "modality": info.modality} | ({"size": size} if size else {})
     return FeatureRef(
-        feature_id=feature_id(info.digest, revision, {**sampling, "modality": info.modality}),
+        feature_id=feature_id(info.digest, revision, settings),
         digest=info.digest,
         modality=medium.modality,
         num_bytes=info.num_bytes,
@@ -517,7 +1009,12 @@ def _feature(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
         sampling=sampling,
         work=medium.work,
         host_bytes=medium.host_bytes,
+        size=size,
     )
+
+
+def _ids_of(features: Sequence[FeatureRef]) -> list[str]:
+    return [feature.feature_id for feature in features]
 
 
 async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) -> None:
@@ -529,11 +1026,31 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
             raise refused(error, source.param) from error
 
 
+def _is_exact(request: ChatRequest) -> bool:
+    """Whether each character of the answer must match, white space and markers too: a regular expression or a choice."""
+    grammar, _ = request.grammar() or (None, "")
+    return grammar is not None and grammar.type == "regex"
+
+
+def _unasked_tokens(room: int, prompt_tokens: int, guidance: Guidance | None, limit: int) -> int:
+    """Tokens of an answer for which the client has set no limit. Every pod's KV pool holds one whole context, which a guided answer shares with its
+    companion's."""
+    if guidance is None:
+        return room
+    return max(1, min(room, (limit - prompt_tokens - len(guidance.token_ids)) // 2))
+
+
+def _beside_companion(room: int, guidance: Guidance | None, limit: int) -> int:
+    """Tokens that may be generated after a prompt and its companion's, with so much room after the prompt."""
+    return room if guidance is None else min(room, limit - len(guidance.token_ids))
+
+
 def _sampling(
-    request: GenerationRequest, rules: LogitRules | None, grammar: Grammar | None, room: int
+    request: GenerationRequest, rules: LogitRules | None, grammar: Grammar | None, room: int, unasked: int
 ) -> Sampling:
-    """The seed is always set, so that a request that moves to another pod draws the same tokens."""
-    max_tokens = min(request.asked_tokens or room, room)
+    """`room`: for the answer; `unasked`: its tokens where the request sets no limit. The seed is always set, so that a request that moves to another
+    pod draws the same tokens."""
+    max_tokens = min(request.asked_tokens or unasked, room)
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -547,4 +1064,5 @@ def _sampling(
         stop_token_ids=sorted(set(request.stop_token_ids or ())),
         rules=rules,
         grammar=grammar,
+        prompt_logprobs=request.prompt_logprobs,
     )

@@ -12,21 +12,27 @@ from mmd_workers.wire.peers import PeerEvent
 QUIET_SECONDS = 2.0
 """Without a new request: then clients have found another gateway."""
 ALONE_SECONDS = 15.0
-"""The same where no other gateway serves: its replacement may still start, and nodes send requests here until that is Ready."""
+"""The same where fewer other gateways serve than there should be: its replacement may still start. Nodes send requests here until one is
+Ready, and for a moment even after this one has ended: if the last other one is deleted just then, those requests would be refused.
+"""
 MOST_ALONE_SECONDS = 300.0
 """Afterwards no replacement is expected: the deployment may be about to be deleted."""
 TAKEOVER_SECONDS = 8.0
 """From another gateway's first heartbeat until nodes send requests there: its probes, and what nodes take to learn of it."""
 STALLED_SECONDS = 60.0
-"""A client that has read less than this of finished answers for so long will not read the rest."""
-STALLED_BYTES = 30 << 10
+"""A client that has read less of finished answers for so long will not read the rest."""
+STALLED_BYTES = 4 << 10
+"""Of answers that were sent in few large pieces, a client that follows at 20 tokens a second reads some 200 bytes a second."""
 
 
 class OtherGateways:
-    """Those that are ready, and since when. To be given every event of the pods from this process's start."""
+    """Those that are ready, and since when. To be given every event of the pods from this process's start.
 
-    def __init__(self, own: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._own, self._clock = own, clock
+    `replicas`: how many there should be when another has taken this one's place.
+    """
+
+    def __init__(self, own: str, replicas: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._own, self.replicas, self._clock = own, replicas, clock
         self._since: dict[str, float] = {}
 
     def note(self, event: PeerEvent) -> None:
@@ -43,9 +49,14 @@ class OtherGateways:
         """How many are ready."""
         return len(self._since)
 
-    def serve(self) -> bool:
-        """Whether nodes send requests to one."""
-        return any(self._clock() - since >= TAKEOVER_SECONDS for since in self._since.values())
+    def names(self) -> list[str]:
+        """The pods that are ready."""
+        return list(self._since)
+
+    def suffice(self) -> bool:
+        """Whether nodes send requests to as many as there should be."""
+        serving = sum(self._clock() - since >= TAKEOVER_SECONDS for since in self._since.values())
+        return serving >= self.replicas
 
 
 class Leave:
@@ -71,17 +82,21 @@ class Leave:
     def may_end(self) -> bool:
         """Whether nothing is left to do, and nobody seems to count on this gateway."""
         now = self._clock()
-        since_request = now - max(self._gateway.last_request, self._began)
+        since_request = now - max(self._gateway.last_request, self._last_pick(), self._began)
         if since_request < self._patience(now) or self._gateway.running:
             self._lowest = None
             return False
         return self._is_delivered(now)
 
+    def _last_pick(self) -> float:
+        """Proxies that still ask its picker do not know that it goes, and fail requests about which they cannot ask."""
+        return -math.inf if self._gateway.picker is None else self._gateway.picker.last_pick
+
     def _patience(self, now: float) -> float:
         """Seconds without a request that show that clients do not need this gateway."""
         if not self._is_replaced:
             return QUIET_SECONDS
-        if not self._others.serve() and now - self._began < MOST_ALONE_SECONDS:
+        if not self._others.suffice() and now - self._began < MOST_ALONE_SECONDS:
             return ALONE_SECONDS
         # Another that was killed counts as ready until its heartbeats are missed.
         return max(QUIET_SECONDS, min(ALONE_SECONDS, self._gateway.directory.timeout_seconds + 0.5))

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from mmd_api.contract.errors import (
@@ -22,10 +23,12 @@ from mmd_api.contract.errors import (
     PeerLostError,
     PreemptedError,
     TooLongError,
+    UnprocessableMediumError,
     error_of,
 )
 from mmd_api.contract.pools import ROLES, Role
 from mmd_workers.backoff import Backoff
+from mmd_workers.gateway.admission import Admission
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import (
     NeverFits,
@@ -61,6 +64,9 @@ UNREPORTED_SECONDS = (
 )
 STALL_SECONDS = 2.0  # between two looks at a sequence: this process stood still, and silence proves nothing
 KEPT_ATTEMPTS = 64
+MOST_SUSPECTS = 1024
+SUSPECT_SECONDS = 600.0
+LEAST_TTFT_SECONDS = 0.001  # below which the error of an estimate is that of a millisecond
 BYTES_PER_TOKEN = 5  # of an id on the wire, at most
 COMMIT_BYTES = 4096  # of a handover's message, besides the placement and the outputs
 SILENCE_SECONDS = 60.0  # between two tokens of a sequence that has begun
@@ -70,20 +76,41 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Why an attempt is over, and the pod to avoid next ("" for none). `reason` is a metric's label."""
+    """Why an attempt is over, and the pod to avoid next ("" for none). `reason` is a metric's label. `wanted_room`: nothing failed, but there was
+    no room for it: that ends when others do or a pod becomes Ready, at the request's deadline at the latest. `by_media`: a medium may have failed,
+    or ended the pod. `unencodable`: the failure of a medium that cannot be encoded as it is laid out.
+    """
 
-    reason: Literal["pod_lost", "preempted", "gave_up", "gap", "silent", "forgotten"]
+    reason: Literal["pod_lost", "preempted", "gave_up", "gap", "silent", "forgotten", "unencodable"]
     message: str
     pod: str
+    wanted_room: bool = False
+    by_media: bool = False
+    unencodable: RequestFailed | None = None
+
+
+Alternative = Callable[[str], Awaitable["tuple[SequenceSpec, RouteRequest] | None"]]
+"""What is placed instead of a sequence with a feature that cannot be encoded; None: nothing."""
 
 
 class ServedSequence:
-    """One sequence in the gateway's hands. `news` is set whenever there are tokens to take, or an end."""
+    """One sequence in the gateway's hands. `news` is set whenever there are tokens to take, or an end. `admission`: for which it waits first.
+    `fall_back`: where a medium that cannot be encoded need not end it.
+    """
 
     def __init__(
-        self, spec: SequenceSpec, route: RouteRequest, timeline: Timeline, news: asyncio.Event
+        self,
+        spec: SequenceSpec,
+        route: RouteRequest,
+        timeline: Timeline,
+        news: asyncio.Event,
+        admission: Admission | None = None,
+        fall_back: Alternative | None = None,
     ) -> None:
         self.state = RequestState(spec)
+        self.admission = admission
+        self.fall_back = fall_back
+        self._needs_pods = True
         self.route = route
         self.timeline = timeline
         self.news = news
@@ -92,8 +119,10 @@ class ServedSequence:
         self.task: asyncio.Task[None] | None = None
         self.lost_pods: set[str] = set()
         self.waits_for_role: Role | None = None
+        self.wants_room = False  # its last attempt found none
         self.placed_at = 0.0
         self.attempt = Attempt(0, -1, "", [], 0.0)
+        self.placement: Placement | None = None  # of an attempt that has no token yet
         self.gap_since: float | None = None
         self.held_at = 0.0  # when a pod last reported that it works on the attempt
         self.looked_at = 0.0
@@ -111,7 +140,14 @@ class ServedSequence:
     def fail(self, error: MmdError) -> None:
         """End it with a typed error."""
         self.error = error
+        self.leave_pods()
         self.wake()
+
+    def leave_pods(self) -> None:
+        """It needs no pod any more: others may start. Safe to call twice."""
+        if self._needs_pods and self.admission is not None:
+            self.admission.sequence_ended(self.state.num_tokens)
+        self._needs_pods = False
 
 
 class Dispatcher:
@@ -136,8 +172,12 @@ class Dispatcher:
         self._subscriptions: list[Subscription] = []
         self._pods_changed = asyncio.Event()
         self._connected_at = 0.0
+        self._suspects: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # media that a prefill pod may have failed on, and until when
         self.timelines = Timelines()
         self.on_first_token: Callable[[float], None] = lambda _seconds: None
+        self._show_factors()
 
     @property
     def live_sequences(self) -> int:
@@ -178,10 +218,17 @@ class Dispatcher:
             await subscription.unsubscribe()
 
     def open(
-        self, spec: SequenceSpec, route: RouteRequest, timeline: Timeline, news: asyncio.Event
+        self,
+        spec: SequenceSpec,
+        route: RouteRequest,
+        timeline: Timeline,
+        news: asyncio.Event,
+        admission: Admission | None = None,
+        fall_back: Alternative | None = None,
     ) -> ServedSequence:
-        """Start a sequence. The caller must `release` it, whatever happens."""
-        sequence = ServedSequence(spec, route, timeline, news)
+        """Start a sequence, once it is admitted where there is an `admission`. The caller must `release` it, whatever happens. `fall_back`: see
+        `ServedSequence`."""
+        sequence = ServedSequence(spec, route, timeline, news, admission, fall_back)
         self._live[spec.request_id] = sequence
         sequence.task = asyncio.create_task(self._drive(sequence), name=f"drive {spec.request_id}")
         return sequence
@@ -193,6 +240,8 @@ class Dispatcher:
         while sequence.task is not None and not sequence.task.done():
             sequence.task.cancel()  # again, if need be: the NATS client may swallow one in a request that is just answered
             await asyncio.wait([sequence.task], timeout=0.1)
+        sequence.attempt.ended = sequence.attempt.ended or time.time()
+        sequence.leave_pods()
         self._metrics.duplicates.inc(sequence.state.duplicates)
         if not sequence.state.finished:
             await self._cancel(sequence)
@@ -207,17 +256,40 @@ class Dispatcher:
                 continue
             before = sequence.state.last_token_at
             if taken := sequence.state.accept(item, batch.pod, now):
+                if sequence.placement is not None:
+                    self._note_outcome(sequence, sequence.placement, now)
                 if before is not None:
                     self._metrics.itl.labels(sequence.timeline.modality()).observe(
                         (now - before) / len(taken)
                     )
+                elif sequence.admission is not None:
+                    sequence.admission.first_token()
                 if not sequence.timeline.first_token:
                     sequence.timeline.first_token = now
                     self.on_first_token(now - sequence.timeline.arrived)
                 sequence.timeline.last_token = now
                 sequence.news.set()
+            if sequence.state.finished:
+                sequence.attempt.ended = sequence.attempt.ended or now
+                sequence.leave_pods()
             if sequence.state.finished or sequence.state.failure is not None:
                 sequence.signal.set()
+
+    def _note_outcome(self, sequence: ServedSequence, placement: Placement, now: float) -> None:
+        """The first token of an attempt: what its estimate was worth."""
+        sequence.placement = None
+        sequence.attempt.ttft_seconds = seconds = max(0.0, now - sequence.placed_at)
+        error = abs(seconds - placement.estimated_ttft_seconds) / max(seconds, LEAST_TTFT_SECONDS)
+        self._metrics.router_error.labels(sequence.timeline.modality()).observe(error)
+        self._router.learn(placement, seconds)
+        self._show_factors()
+
+    def _show_factors(self) -> None:
+        """The state of the router's estimate, as metrics."""
+        fitted = asdict(self._router.model.factors)
+        self._metrics.router_overhead.set(fitted.pop("overhead"))
+        for term, factor in fitted.items():
+            self._metrics.router_factor.labels(term).set(factor)
 
     async def _on_failure(self, failed: RequestFailed) -> None:
         sequence = self._live.get(failed.request_id)
@@ -242,9 +314,25 @@ class Dispatcher:
 
     async def _on_phases(self, report: PhaseReport) -> None:
         self.timelines.report(report)
+        self._note_transfers(report)
         sequence = self._live.get(report.request_id)
         if sequence is not None:
             sequence.news.set()
+
+    def _note_transfers(self, report: PhaseReport) -> None:
+        """How fast bytes have travelled, for the router."""
+        for phase in report.phases:
+            tokens, num_bytes, seconds = (
+                phase.detail.get(name) for name in ("tokens", "bytes", "wire_seconds")
+            )
+            if not (isinstance(tokens, int) and isinstance(num_bytes, int) and isinstance(seconds, float)):
+                continue
+            if phase.name == "embedding_transfer":
+                self._router.embeddings_moved(report.pod, tokens, num_bytes, seconds, time.monotonic())
+            elif phase.name == "kv_transfer" and (attempt := self.timelines.attempt_of(report)) is not None:
+                self._router.kv_moved(
+                    attempt.prefill_pod, report.pod, tokens, num_bytes, seconds, time.monotonic()
+                )
 
     def _on_peer(self, event: PeerEvent) -> None:
         self._pods_changed.set()
@@ -261,6 +349,8 @@ class Dispatcher:
     async def _drive(self, sequence: ServedSequence) -> None:
         try:
             async with asyncio.timeout(max(0.0, sequence.state.spec.deadline - time.time())):
+                if sequence.admission is not None:
+                    await sequence.admission.wait()
                 await self._until_finished(sequence)
         except TimeoutError:
             sequence.fail(_out_of_time(sequence))
@@ -279,8 +369,8 @@ class Dispatcher:
             lost = await self._watch(sequence)
             if lost is None:
                 return
-            # Yielding to older requests is no failure: it ends when those do, at the request's deadline at the latest.
-            failures += lost.reason != "preempted"
+            failures += not lost.wanted_room
+            sequence.wants_room = lost.wanted_room
             self._metrics.retries.labels(lost.reason).inc()
             if sequence.state.num_tokens:
                 self._metrics.migrations.labels(lost.reason).inc()
@@ -288,7 +378,13 @@ class Dispatcher:
             name = sequence.state.spec.request_id
             _log.warning("%s attempt %d lost: %s", name, sequence.state.attempt, lost.message)
             await self._cancel(sequence)
+            if lost.by_media and sequence.placement is not None and sequence.placement.encode_here:
+                self._suspect(sequence.route, lost)
             sequence.state.unplace()
+            if lost.unencodable is not None:
+                await self._fall_back(sequence, lost.unencodable)
+                failures, avoid = 0, frozenset()
+                continue
             if failures > self.max_retries:
                 raise PeerLostError(
                     f"gave up after {failures} placements, the last with reason {lost.reason}; retry, or search for {name} in the "
@@ -301,6 +397,38 @@ class Dispatcher:
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
             await asyncio.sleep(pauses.next())
 
+    async def _fall_back(self, sequence: ServedSequence, failed: RequestFailed) -> None:
+        """Go on with another prompt, which has less of the medium that has failed.
+
+        Raises:
+            MmdError: there is none; the failure itself.
+        """
+        assert sequence.fall_back is not None
+        other = await sequence.fall_back(failed.feature_id)
+        if other is None:
+            raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
+        spec, sequence.route = other
+        sequence.state.respecify(spec)
+
+    def _suspect(self, route: RouteRequest, lost: Lost) -> None:
+        """For some minutes only encoder pods get these media: one that ends its process must not end another that holds prompts."""
+        for need in route.features:
+            self._suspects[need.feature_id] = time.monotonic() + SUSPECT_SECONDS
+            self._suspects.move_to_end(need.feature_id)
+        while len(self._suspects) > MOST_SUSPECTS:
+            self._suspects.popitem(last=False)
+        _log.warning(
+            "%s: for %.0f s only encoder pods encode its %d media, because a prefill pod may have failed on them: %s",
+            route.request_id,
+            SUSPECT_SECONDS,
+            len(route.features),
+            lost.message,
+        )
+
+    def is_suspected(self, feature_id: str) -> bool:
+        """Whether only encoder pods get this medium now."""
+        return self._suspects.get(feature_id, 0.0) > time.monotonic()
+
     async def _place(self, sequence: ServedSequence, avoid: frozenset[str]) -> None:
         state = sequence.state
         refused: dict[str, Placed] = {}
@@ -308,6 +436,8 @@ class Dispatcher:
         while True:
             self._pods_changed.clear()
             route = replace(sequence.route, avoid=avoid | refused.keys() | unreachable)
+            if any(self.is_suspected(need.feature_id) for need in route.features):
+                route = replace(route, encoders_only=True)
             outcome = self._router.route(route, self._directory.pods(state=None), time.monotonic())
             if isinstance(outcome, NothingRoutable):
                 sequence.waits_for_role = outcome.missing_role
@@ -332,35 +462,16 @@ class Dispatcher:
                 await self._pods_or(TICK_SECONDS)
                 continue
             pod = outcome.prefill_pod
-            if pod in unreachable:
-                unreachable.clear()
-                await self._pods_or(TICK_SECONDS)
-            request = state.place(self._gateway, pod, outcome.decode_pods)
-            self._note_attempt(sequence, request, pod)
             try:
-                placed = await self._bus.request(
-                    self._bus.subjects.prefill(pod),
-                    request,
-                    Placed,
-                    timeout=PLACE_TIMEOUT_SECONDS,
-                    max_bytes=_largest_placement(request),
-                )
-            except TooLongError as error:
+                if pod in unreachable:
+                    unreachable.clear()
+                    await self._pods_or(TICK_SECONDS)
+                placed = await self._sent_to_pod(sequence, outcome, unreachable)
+            except BaseException:  # also where the client has gone: else it would count as waiting there
                 self._router.take_back(outcome)
-                state.unplace()
-                raise CapacityError(
-                    f"the prompt of {len(request.token_ids)} tokens exceeds the limit of a worker "
-                    f"({MAX_REQUEST_BYTES >> 20} MiB, about {MAX_REQUEST_BYTES // BYTES_PER_TOKEN} tokens); shorten it"
-                ) from error
-            except (PeerLostError, DeadlineError) as error:
-                # It may have taken the request nevertheless.
-                await self._cancel(sequence)
-                placed = Placed(state.spec.request_id, False, error.code, error.message)
-                unreachable.add(pod)
-            except OverloadedError as error:
-                placed = Placed(state.spec.request_id, False, error.code, error.message)
+                raise
             if placed.accepted:
-                self._router.confirm(outcome, self._directory.pods(state=None))
+                self._router.confirm(outcome, self._directory.get)
                 sequence.held_at = time.time()
                 return
             self._router.take_back(outcome)
@@ -375,6 +486,45 @@ class Dispatcher:
                 raise refusal
             refused[pod] = placed
 
+    async def _sent_to_pod(
+        self, sequence: ServedSequence, placement: Placement, unreachable: set[str]
+    ) -> Placed:
+        """Send a request to the pod where it is placed, and return its answer. A pod that does not answer is added to `unreachable`.
+
+        Raises:
+            CapacityError: the request is longer than a message may be.
+        """
+        state, pod = sequence.state, placement.prefill_pod
+        request = state.place(
+            self._gateway,
+            pod,
+            placement.decode_pods,
+            placement.cached_tokens,
+            encode_here=placement.encode_here,
+        )
+        self._note_attempt(sequence, request, placement)
+        try:
+            return await self._bus.request(
+                self._bus.subjects.prefill(pod),
+                request,
+                Placed,
+                timeout=PLACE_TIMEOUT_SECONDS,
+                max_bytes=_largest_placement(request),
+            )
+        except TooLongError as error:
+            state.unplace()
+            raise CapacityError(
+                f"the prompt of {len(request.token_ids)} tokens exceeds the limit of a worker "
+                f"({MAX_REQUEST_BYTES >> 20} MiB, about {MAX_REQUEST_BYTES // BYTES_PER_TOKEN} tokens); shorten it"
+            ) from error
+        except (PeerLostError, DeadlineError) as error:
+            # It may have taken the request nevertheless.
+            await self._cancel(sequence)
+            unreachable.add(pod)
+            return Placed(state.spec.request_id, False, error.code, error.message)
+        except OverloadedError as error:
+            return Placed(state.spec.request_id, False, error.code, error.message)
+
     async def _watch(self, sequence: ServedSequence) -> Lost | None:
         """Wait until the sequence has finished (None) or has to be placed again."""
         state = sequence.state
@@ -383,15 +533,18 @@ class Dispatcher:
             if state.finished:
                 return None
             if (failed := state.failure) is not None:
+                if failed.feature_id and sequence.fall_back is not None and not state.num_tokens:
+                    why = f"{failed.pod} got no feature of a medium: {failed.code} {failed.message}"
+                    return Lost("unencodable", why, failed.pod, unencodable=failed)
                 if not failed.retryable:
                     raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
                 if failed.code == PreemptedError.code:
-                    return Lost(
-                        "preempted", f"{failed.pod} had no KV block left: {failed.message}", failed.pod
-                    )
-                return Lost(
-                    "gave_up", f"{failed.pod} abandoned it: {failed.code} {failed.message}", failed.pod
-                )
+                    why = f"{failed.pod} had no KV block left: {failed.message}"
+                    return Lost("preempted", why, failed.pod, wanted_room=True)
+                why = f"{failed.pod} abandoned it: {failed.code} {failed.message}"
+                wanted_room = failed.code == OverloadedError.code
+                by_media = failed.code == UnprocessableMediumError.code
+                return Lost("gave_up", why, failed.pod, wanted_room, by_media)
             if (lost := self._stuck(sequence, time.time())) is not None:
                 return lost
             with contextlib.suppress(TimeoutError):
@@ -404,10 +557,12 @@ class Dispatcher:
         moved = max(sequence.placed_at, state.last_token_at or 0.0)
         certain = state.certain_holder() or ""
         if certain in sequence.lost_pods:
-            return Lost("pod_lost", f"pod {certain} is gone", certain)
+            return Lost("pod_lost", f"pod {certain} is gone", certain, by_media=True)
         suspects = sequence.lost_pods & state.possible_holders()
         if suspects and now - moved > HANDOVER_SECONDS:
-            return Lost("pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects))
+            return Lost(
+                "pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects), by_media=True
+            )
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
             return Lost("gap", f"token {state.num_tokens} did not arrive, but later tokens did", "")
@@ -418,7 +573,7 @@ class Dispatcher:
         sequence.looked_at = now
         last_report = max(moved, sequence.held_at, self._connected_at)
         if now - last_report > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
-            return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain)
+            return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain, by_media=True)
         return None
 
     async def _pods_or(self, seconds: float) -> None:
@@ -427,13 +582,23 @@ class Dispatcher:
             async with asyncio.timeout(seconds):
                 await self._pods_changed.wait()
 
-    def _note_attempt(self, sequence: ServedSequence, request: GenerateRequest, pod: str) -> None:
+    def _note_attempt(self, sequence: ServedSequence, request: GenerateRequest, placement: Placement) -> None:
         sequence.lost_pods.clear()
         sequence.gap_since = None
         sequence.held_at = sequence.looked_at = 0.0
         sequence.placed_at = time.time()
         _, number = split_sequence_id(request.request_id)
-        sequence.attempt = Attempt(number, request.attempt, pod, request.decode_pods, sequence.placed_at)
+        sequence.placement = placement
+        estimated = {"ttft": placement.estimated_ttft_seconds, **placement.terms.seconds}
+        sequence.attempt = Attempt(
+            number,
+            request.attempt,
+            placement.prefill_pod,
+            request.decode_pods,
+            sequence.placed_at,
+            estimated={name: round(seconds, 6) for name, seconds in estimated.items()},
+            cached_tokens=placement.cached_tokens,
+        )
         if len(sequence.timeline.attempts) < KEPT_ATTEMPTS:
             sequence.timeline.attempts.append(sequence.attempt)
 
@@ -463,10 +628,16 @@ def _largest_placement(request: GenerateRequest) -> int:
 
 
 def _out_of_time(sequence: ServedSequence) -> MmdError:
+    if sequence.admission is not None and sequence.admission.is_waiting:
+        return sequence.admission.out_of_time()
     if sequence.waits_for_role is not None:
         return OverloadedError(
             f"no Ready {sequence.waits_for_role} pod before the request deadline; check the pool's replicas and its pods' Events"
         )
+    if sequence.wants_room and not sequence.state.num_tokens:
+        return OverloadedError(
+            "no pod had room for the request before its deadline; retry later, or raise the pools' replica limits"
+        )
     return DeadlineError(
-        "request deadline exceeded; raise spec.gateway.requestTimeoutSeconds or request fewer tokens"
+        "request deadline exceeded; request fewer tokens, or raise x-request-timeout or spec.gateway.requestTimeoutSeconds"
     )

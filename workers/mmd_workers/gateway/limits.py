@@ -1,36 +1,45 @@
-"""How many requests a tenant may have, in flight and in a minute, and when one more may come. Time is an argument; independent of HTTP."""
+"""How much a tenant may have: requests in flight and in a minute, work in a minute, tokens in a day; and when it may have more. Time is an
+argument; independent of HTTP.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmd_api.contract.errors import RateLimitError
 from mmd_api.tenants import TenantLimits
 
 WINDOW_SECONDS = 60
+DAY_SECONDS = 86_400
 MAX_RETRY_SECONDS = 60.0
-_NEWEST = 0.2  # weight of the newest request in the mean duration
+DEFAULT_OUTPUT_TOKENS = 128
+"""Expected of an answer, until the tenant's have been seen."""
+MAX_OWED_MINUTES = 60
+"""For which a tenant is refused because its answers took more work than was estimated."""
+_NEWEST = 0.2  # weight of the newest request in means
 
 
-class RequestsOfAMinute:
-    """Counts by whole seconds; none is forgotten before it is a minute old, or later than a second after that."""
+class AmountOfAMinute:
+    """Counts by whole seconds; nothing is forgotten before it is a minute old, or later than a second after that."""
 
     def __init__(self) -> None:
-        self._counts: deque[list[int]] = deque()  # [second, requests], the oldest first
+        self._counts: deque[list[int]] = deque()  # [second, amount], the oldest first
         self._total = 0
 
-    def add(self, now: float) -> None:
-        """A request has come. `now`: monotonic seconds."""
+    def add(self, now: float, amount: int = 1) -> None:
+        """So much has come. `now`: monotonic seconds."""
         second = math.floor(now)
         if not self._counts or self._counts[-1][0] != second:
             self._counts.append([second, 0])
-        self._counts[-1][1] += 1
-        self._total += 1
+        self._counts[-1][1] += amount
+        self._total += amount
 
     def count(self, now: float) -> int:
-        """Requests of the last minute."""
+        """What came in the last minute."""
         while self._counts and now >= _forgotten_at(self._counts[0][0]):
             self._total -= self._counts.popleft()[1]
         return self._total
@@ -40,8 +49,8 @@ class RequestsOfAMinute:
         left = self.count(now)
         if left < limit:
             return 0.0
-        for second, requests in self._counts:
-            left -= requests
+        for second, amount in self._counts:
+            left -= amount
             if left < limit:
                 return _forgotten_at(second) - now
         return 0.0
@@ -51,16 +60,86 @@ def _forgotten_at(second: int) -> int:
     return second + 1 + WINDOW_SECONDS
 
 
+class TokensOfADay:
+    """Prompt and output tokens of a tenant since midnight UTC: as all gateways have recorded them, and those of this gateway since then."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._day = self.day()
+        self._recorded = self._unrecorded = 0
+        self._credit = 0
+
+    def day(self) -> int:
+        """Days since 1970."""
+        return int(self._clock() // DAY_SECONDS)
+
+    def add(self, tokens: int) -> None:
+        """Count tokens."""
+        self._turn()
+        free = min(self._credit, tokens)
+        self._credit -= free
+        self._unrecorded += tokens - free
+
+    def give_back(self, tokens: int) -> None:
+        """So many that were counted have not been used: the next ones of the day are not counted instead, since what is recorded never falls."""
+        self._turn()
+        self._credit += tokens
+
+    def total(self) -> int:
+        """As far as this gateway knows."""
+        self._turn()
+        return self._recorded + self._unrecorded
+
+    def unrecorded(self) -> int:
+        """Those of this gateway that no record has."""
+        self._turn()
+        return self._unrecorded
+
+    def record(self, day: int, total: int, added: int) -> None:
+        """The record of a day has been read or written: its `total`, in which are `added` tokens that were unrecorded here."""
+        self._turn()
+        if day == self._day:
+            self._recorded, self._unrecorded = total, self._unrecorded - added
+
+    def recorded(self) -> int:
+        """The newest total that was read or written."""
+        self._turn()
+        return self._recorded
+
+    def seconds_left(self) -> float:
+        """Until the next day."""
+        return DAY_SECONDS - self._clock() % DAY_SECONDS
+
+    def _turn(self) -> None:
+        if (day := self.day()) != self._day:
+            self._day, self._recorded, self._unrecorded, self._credit = day, 0, 0, 0
+
+
 @dataclass(slots=True)
 class TenantUsage:
     """What a tenant uses at this gateway. Limits may change at any time; requests in flight stay."""
 
     running: int = 0
-    _minute: RequestsOfAMinute = field(default_factory=RequestsOfAMinute)
+    tokens: TokensOfADay = field(default_factory=TokensOfADay)
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS  # of an answer that nothing cuts short
+    _minute: AmountOfAMinute = field(default_factory=AmountOfAMinute)
+    _work: AmountOfAMinute = field(default_factory=AmountOfAMinute)  # in milliseconds
+    _owed_seconds: float = 0.0  # of work beyond what was estimated; a minute pays for a limit's worth of it
+    _owed_at: float = 0.0
     _mean_seconds: float = 0.0  # of a request; 0: none has ended
 
     def begin(self, tenant: str, limits: TenantLimits, gateways: int, now: float) -> None:
-        """Count a request in. `gateways`: how many share the tenant's requests, each of which allows its part of the limits.
+        """Count a request in.
+
+        Raises:
+            RateLimitError: a limit is reached, as in `check`.
+        """
+        self.check(tenant, limits, gateways, now)
+        self.running += 1
+        self._minute.add(now)
+
+    def check(self, tenant: str, limits: TenantLimits, gateways: int, now: float) -> None:
+        """Check whether one more request may come. `gateways`: how many share the tenant's requests, each of which allows its part of the limits.
 
         Raises:
             RateLimitError: a limit is reached; it names the limit, and when one more may come.
@@ -86,8 +165,65 @@ class TenantUsage:
                 gateways,
                 seconds,
             )
-        self.running += 1
-        self._minute.add(now)
+        if limits.tokens_per_day is not None and self.tokens.total() >= limits.tokens_per_day:
+            raise _reached(
+                tenant,
+                f"has had {self.tokens.total()} tokens today",
+                "tokensPerDay",
+                limits.tokens_per_day,
+                1,  # they count for all gateways together
+                self.tokens.seconds_left(),
+            )
+
+    def check_work(
+        self, tenant: str, limits: TenantLimits, gateways: int, waiting_seconds: float, now: float
+    ) -> None:
+        """Check whether the tenant may have more work. `waiting_seconds`: of its work that has not started.
+
+        Raises:
+            RateLimitError: the limit is reached.
+        """
+        if (most := self._pay(limits, gateways, now)) is None:
+            return
+        limit, waiting, owed = 1000 * most, round(1000 * waiting_seconds), self._owed_seconds
+        if self._work.count(now) + waiting + 1000 * owed >= limit:
+            until_paid = WINDOW_SECONDS * owed / most
+            seconds = max(1.0, until_paid, self._work.seconds_until_below(max(1, limit - waiting), now))
+            beyond = f", and {owed:.1f} s before that were not estimated" if owed else ""
+            raise _reached(
+                tenant,
+                f"had {self._work.count(now) / 1000:.1f} s of work in the last minute and {waiting_seconds:.1f} s waiting{beyond}",
+                "workSecondsPerMinute",
+                limits.work_seconds_per_minute,
+                gateways,
+                seconds,
+            )
+
+    def begin_work(self, seconds: float, now: float) -> None:
+        """Count work that has started."""
+        self._work.add(now, max(1, round(1000 * seconds)))
+
+    def correct_work(self, limits: TenantLimits, gateways: int, seconds: float, now: float) -> None:
+        """What has ended was so much more work than `begin_work` counted, or less. What is more counts until minutes have paid for it,
+        however many that takes.
+        """
+        most = self._pay(limits, gateways, now)
+        if most is not None:
+            self._owed_seconds = min(MAX_OWED_MINUTES * most, max(0.0, self._owed_seconds + seconds))
+
+    def _pay(self, limits: TenantLimits, gateways: int, now: float) -> int | None:
+        """Take off what has been paid; the tenant's limit at this gateway."""
+        most = _share(limits.work_seconds_per_minute, gateways)
+        paid = math.inf if most is None else most * (now - self._owed_at) / WINDOW_SECONDS
+        self._owed_seconds, self._owed_at = max(0.0, self._owed_seconds - paid), now
+        return most
+
+    def note_answer(self, tokens: int, *, complete: bool) -> None:
+        """Learn how long the tenant's answers are. Not `complete`: cut short, by its limit or its client, so that it might have been any
+        longer.
+        """
+        if complete or tokens > self.expected_output_tokens:
+            self.expected_output_tokens += (tokens - self.expected_output_tokens) * _NEWEST
 
     def counts(self, now: float) -> bool:
         """Whether a request is in flight, or was begun in the last minute."""

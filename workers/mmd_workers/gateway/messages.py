@@ -6,12 +6,13 @@ from collections.abc import Awaitable
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.completions import Endpoint, Translations
+from mmd_workers.gateway.completions import JsonEndpoint, Translations
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.messages_request import parse_count_tokens_request, parse_messages_request
 from mmd_workers.gateway.messages_shape import MessagesErrors, MessagesShape
+from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.translated import TranslatedRequest
 
 ID_HEADER = "request-id"
@@ -27,11 +28,18 @@ class AnthropicMessages(Translations):
     def _parse(self, body: object) -> TranslatedRequest:
         return parse_messages_request(body)
 
+    async def _prepare(
+        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
+    ) -> tuple[list[Prepared], AnswerShape, int]:
+        if request.must_reason:
+            await self._gateway.intake.check_reasons("thinking")
+        return await super()._prepare(exchange, request, reservation)
+
     def _shape(self, _exchange: Exchange, request: TranslatedRequest, prepared: Prepared) -> MessagesShape:
         return MessagesShape(fills_context=prepared.sampling.max_tokens < (request.max_tokens or 0))
 
 
-class CountTokens(Endpoint[TranslatedRequest]):
+class CountTokens(JsonEndpoint[TranslatedRequest]):
     """POST /v1/messages/count_tokens."""
 
     prefix = "count_"
@@ -48,8 +56,15 @@ class CountTokens(Endpoint[TranslatedRequest]):
         gateway = self._gateway
         with request.names.in_faults():
             gateway.check_model(request.model, exchange.tenant)
+            if request.must_reason:
+                await gateway.intake.check_reasons("thinking")
             work: Awaitable[list[int]] = gateway.intake.token_ids(
-                request.messages, reservation, exchange.timeline, gateway.model_len(), request.tool_use
+                request.messages,
+                reservation,
+                exchange.timeline,
+                gateway.model_len(),
+                request.tool_use,
+                request.reasons,
             )
             token_ids = await self._in_time(exchange, work)
         await exchange.reply(200, to_json({"input_tokens": len(token_ids)}))

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmd_workers.gateway.chat_request import MaxTokens, ModelName, Stop, Temperature, TopK, TopP
+from mmd_workers.gateway.chat_request import (
+    MaxTokens,
+    ModelName,
+    ReasoningEffort,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -19,7 +27,7 @@ from mmd_workers.gateway.conversation import (
     ToolCall,
     content_kind,
 )
-from mmd_workers.gateway.parts import MediaSource, TextPart, Url, type_of
+from mmd_workers.gateway.parts import FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
 from mmd_workers.gateway.strict import DISCARD, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.tools import MAX_TOOLS, Description, FunctionName, Parameters
@@ -70,20 +78,27 @@ class Base64Source(Strict):
 
     @property
     def as_url(self) -> str:
-        """The image as a data URL."""
+        """The bytes as a data URL."""
         return f"data:{self.media_type};base64,{self.data}"
 
 
 class UrlSource(Strict):
-    """An image elsewhere, or a data URL."""
+    """An image or a PDF elsewhere, or a data URL."""
 
     type: Literal["url"]
     url: Url
 
     @property
     def as_url(self) -> str:
-        """The image's URL."""
+        """The URL."""
         return self.url
+
+
+class FileSource(Strict):
+    """An uploaded file."""
+
+    type: Literal["file"]
+    file_id: FileId
 
 
 class ImageBlock(Strict):
@@ -91,13 +106,56 @@ class ImageBlock(Strict):
 
     type: Literal["image"]
     image: Annotated[
-        Annotated[Base64Source, Tag("base64")] | Annotated[UrlSource, Tag("url")], Discriminator(type_of)
+        Annotated[Base64Source, Tag("base64")]
+        | Annotated[UrlSource, Tag("url")]
+        | Annotated[FileSource, Tag("file")],
+        Discriminator(type_of),
     ] = Field(alias="source")
     cache_control: CacheMark = None
 
     def source(self, param: str) -> MediaSource:
         """The image."""
-        return MediaSource("image", f"{param}.source", self.image.as_url)
+        return _source("image", param, self.image)
+
+
+class PdfSource(Base64Source):
+    """A PDF in the request itself."""
+
+    media_type: Literal["application/pdf"]
+
+
+class Citations(Strict):
+    """Whether the answer cites the document."""
+
+    enabled: Literal[False] | None = None
+
+
+class DocumentBlock(Strict):
+    """A PDF, of which each page becomes an image."""
+
+    type: Literal["document"]
+    document: Annotated[
+        Annotated[PdfSource, Tag("base64")]
+        | Annotated[UrlSource, Tag("url")]
+        | Annotated[FileSource, Tag("file")],
+        Discriminator(type_of),
+    ] = Field(alias="source")
+    title: Annotated[str | None, Field(max_length=1024), Ignored("the model sees the pages alone")] = None
+    context: Annotated[str | None, DISCARD, Ignored("the model sees the pages alone")] = None
+    citations: Citations | None = None
+    cache_control: CacheMark = None
+
+    def source(self, param: str) -> MediaSource:
+        """The document."""
+        return _source("document", param, self.document)
+
+
+def _source(
+    kind: Literal["image", "document"], param: str, given: Base64Source | UrlSource | FileSource
+) -> MediaSource:
+    if isinstance(given, FileSource):
+        return MediaSource(kind, f"{param}.source.file_id", file_id=given.file_id)
+    return MediaSource(kind, f"{param}.source", given.as_url)
 
 
 def _arguments(value: dict[str, Any]) -> str:
@@ -138,9 +196,27 @@ class ToolResultBlock(Strict):
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
 
 
+class ThinkingBlock(Strict):
+    """Reasoning before an answer that is sent back as it came."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str | None, DISCARD, Ignored("reasoning is not signed here")] = None
+
+
+class RedactedThinkingBlock(Strict):
+    """Reasoning that another server has encrypted."""
+
+    type: Literal["redacted_thinking"]
+    data: Annotated[str, DISCARD, Ignored("it cannot be read here, and is left out")]
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(type_of),
@@ -203,6 +279,18 @@ class OutputConfig(Strict):
     ] = None
 
 
+class Thinking(Strict):
+    """Whether the model reasons before it answers, where its template has a switch for it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None, Ignored("the model reasons as long as it was trained to")
+    ] = None
+    display: Annotated[
+        Literal["summarized", "omitted"] | None, Ignored("the reasoning is shown as it is")
+    ] = None
+
+
 class Metadata(Strict):
     """About the request."""
 
@@ -229,6 +317,7 @@ class CountTokensRequest(Strict):
     cache_control: CacheMark = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
+    thinking: Thinking | None = None
 
     def as_chat(self) -> TranslatedRequest:
         """The same prompt as a chat, which its messages are moved to.
@@ -267,6 +356,8 @@ class CountTokensRequest(Strict):
             ],
             tool_choice=choice,
             parallel_tool_calls=asked is None or not asked.disable_parallel_tool_use,
+            reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
+            must_reason=self.thinking is not None and self.thinking.type == "enabled",
             response_format=None if form is None else _response_format(form),
             names=FieldNames(chat.places, fields, dotted=True),
         )
@@ -275,12 +366,17 @@ class CountTokensRequest(Strict):
         return request
 
 
+_EFFORTS: dict[str, ReasoningEffort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
+"""Of a chat, by the type of `thinking`."""
+
+
 def _add_blocks(
     chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
 ) -> None:
     """Add the messages that the blocks of one become: results each its own, then the others."""
     content: list[Any] = []
     parts: list[int] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     fields: list[str] = []
     for number, block in enumerate(blocks):
@@ -292,6 +388,10 @@ def _add_blocks(
                 raise fault(param, "results of tools come first in a message; put other blocks after them")
             result = result_of(block.tool_use_id, block.content)
             chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
+        elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
+            if role != "assistant":
+                raise fault(param, "thinking belongs to a message of the assistant; send it there")
+            thoughts += [block.thinking] if isinstance(block, ThinkingBlock) else []
         elif isinstance(block, ToolUseBlock):
             if role != "assistant":
                 raise fault(param, "the use of a tool belongs to a message of the assistant; send it there")
@@ -302,9 +402,12 @@ def _add_blocks(
         else:
             content.append(block)
             parts.append(number)
-    if not content and not calls:
+    if not content and not calls and not thoughts:
         return
     message = message_of(role, content or None)
+    if thoughts:
+        assert message.role == "assistant"
+        message.reasoning_content = "".join(thoughts)
     if calls:
         assert message.role == "assistant"
         message.tool_calls = calls
@@ -326,13 +429,26 @@ class MessagesRequest(CountTokensRequest):
 
 
 NOT_SERVED: NotServed = {
-    "thinking": (({"type": "disabled"},), "the model reasons as it was trained to; omit it"),
     "container": ((), "omit it"),
     "context_management": ((), "send the messages that the model is to read; omit it"),
     "mcp_servers": (([],), "omit it"),
 }
 
-TAGS = frozenset({"parts", "text", "image", "tool_use", "tool_result", "base64", "url"})
+TAGS = frozenset(
+    {
+        "parts",
+        "text",
+        "thinking",
+        "redacted_thinking",
+        "image",
+        "document",
+        "tool_use",
+        "tool_result",
+        "base64",
+        "url",
+        "file",
+    }
+)
 _INDEX = ".{}"  # as Anthropic's API spells a place in a list
 
 

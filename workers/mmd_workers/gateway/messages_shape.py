@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.call_parser import CallPart
-from mmd_workers.gateway.chat import ChoiceStream
-from mmd_workers.gateway.chat_response import ChunkChoice, Usage
-from mmd_workers.gateway.shapes import AnswerBlock, WholeAnswer, named_event
+from mmd_workers.gateway.chat_response import Piece, Usage
+from mmd_workers.gateway.reasoning_parser import ReasoningPart
+from mmd_workers.gateway.shapes import AnswerBlock, OneAnswer, WholeAnswer, named_event
 
 PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
@@ -43,7 +42,7 @@ class MessagesErrors(ErrorShape):
             fault["retry_after_seconds"] = error.retry_after
         return {"type": "error", "error": fault, "request_id": request_id or None}
 
-    def events(self, error: ApiError, request_id: str) -> Iterable[str]:
+    def events(self, error: ApiError, request_id: str, _number: int) -> Iterable[str]:
         """The last event of a stream that has begun."""
         return (named_event(self.body(error, request_id)),)
 
@@ -53,40 +52,39 @@ def errors_at(path: str) -> ErrorShape:
     return MessagesErrors() if path == PATH or path.startswith(f"{PATH}/") else ErrorShape()
 
 
-class MessagesShape:
+class MessagesShape(OneAnswer):
     """Messages. `fills_context`: an answer that is cut has filled the model's context, and not come to the `max_tokens` of its request."""
 
     keeps_text = False
     waiting = 'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, *, fills_context: bool) -> None:
+        super().__init__()
         self._cut = "model_context_window_exceeded" if fills_context else "max_tokens"
-        self._end = WholeAnswer()
         self._begun = 0  # blocks of a stream
-        self._in_call = False
+        self._last: type[Piece] | None = None  # kind of piece
 
     def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
         """The message without content."""
         yield named_event(
-            {"type": "message_start", "message": self._message(head, [], self._end, usage, None)}
+            {"type": "message_start", "message": self._message(head, [], self._streamed, usage, None)}
         )
 
-    def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
-        """The events with this part of the answer; empty where it has neither text nor calls."""
-        self._end.end(part)
-        return "".join(event for piece in part.pieces for event in self._piece(piece))
-
-    def _piece(self, piece: str | CallPart) -> Iterator[str]:
+    def _piece(self, piece: Piece) -> Iterator[str]:
+        before, self._last = self._last, type(piece)
         if isinstance(piece, str):
-            if not self._begun or self._in_call:
+            if before is not str:
                 yield from self._begin(_text_block(""))
-            delta = {"type": "text_delta", "text": piece}
+            text, delta = piece, {"type": "text_delta", "text": piece}
+        elif isinstance(piece, ReasoningPart):
+            if before is not ReasoningPart:
+                yield from self._begin(_thinking_block(""))
+            text, delta = piece.text, {"type": "thinking_delta", "thinking": piece.text}
         else:
             if piece.id is not None:
                 yield from self._begin(_tool_use(piece.id, piece.name, {}))
-            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-        self._in_call = not isinstance(piece, str)
-        if isinstance(piece, str) or piece.arguments:
+            text, delta = piece.arguments, {"type": "input_json_delta", "partial_json": piece.arguments}
+        if text:
             yield named_event({"type": "content_block_delta", "index": self._begun - 1, "delta": delta})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
@@ -104,7 +102,7 @@ class MessagesShape:
         if not self._begun:
             yield from self._begin(_text_block(""))
         yield self._block_stop()
-        reason, stop = self._stop_reason(self._end)
+        reason, stop = self._stop_reason(self._streamed)
         changed = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
@@ -113,20 +111,10 @@ class MessagesShape:
         yield named_event(changed if timings is None else {**changed, "timings": timings})
         yield named_event({"type": "message_stop"})
 
-    def collector(self, _stream: ChoiceStream) -> WholeAnswer:
-        """Collects the answer."""
-        return WholeAnswer()
-
-    def body(
-        self,
-        head: dict[str, Any],
-        wholes: Sequence[WholeAnswer],
-        usage: Usage,
-        timings: dict[str, float] | None,
-    ) -> list[bytes]:
-        """JSON of the message."""
-        (whole,) = wholes
-        return [to_json(self._message(head, list(map(_content, whole.shown)), whole, usage, timings))]
+    def _whole(
+        self, head: dict[str, Any], whole: WholeAnswer, usage: Usage, timings: dict[str, float] | None
+    ) -> dict[str, Any]:
+        return self._message(head, list(map(_content, whole.shown)), whole, usage, timings)
 
     def _message(
         self,
@@ -164,11 +152,17 @@ def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+def _thinking_block(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
 def _tool_use(call_id: str, name: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
 def _content(block: AnswerBlock) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return _thinking_block(block.text)
     if block.call_id is None:
         return _text_block(block.text)
     return _tool_use(block.call_id, block.name, _input(block.text))
@@ -184,7 +178,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's `input_tokens` are those that were in no cache."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
@@ -192,4 +186,7 @@ def _usage(usage: Usage) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "thinking_tokens": usage.completion_tokens_details.reasoning_tokens,
+        },
     }

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from mmd_api.contract.answers import FinishReason
 from mmd_api.contract.errors import RequestCancelledError, SuspectError
+from mmd_api.contract.sampling import Guidance
 from mmd_workers.wire.messages import (
     Cancel,
     FeatureRef,
     GenerateRequest,
+    PromptLogprob,
     RequestFailed,
     Sampling,
     TokenItem,
@@ -22,7 +24,7 @@ from mmd_workers.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What is to be generated; the same for every attempt. Times are Unix seconds."""
+    """What is to be generated; the same for every attempt, unless a medium of it cannot be encoded. Times are Unix seconds."""
 
     request_id: str
     token_ids: list[int]
@@ -32,16 +34,19 @@ class SequenceSpec:
     deadline: float
     trace: dict[str, str] = field(default_factory=dict)
     adapter: str = ""
+    cache_salt: str = ""
+    guidance: Guidance | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A token of the output, in order. `logprob` and `top_logprobs` only where the request asks for them."""
+    """A token of the output, in order. Log probabilities only where the request asks for them, those of its prompt with the first token."""
 
     token_id: int
     finish_reason: FinishReason | None
     logprob: float | None = None
     top_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
 
 class RequestState:
@@ -65,6 +70,7 @@ class RequestState:
         self.duplicates = 0
         self._ahead: dict[int, TokenItem] = {}
         self._tokens_before_attempt = 0
+        self._first_attempt = 0  # with the present prompt
         self._num_taken = 0
         self._with_logprobs: deque[TokenItem] = deque()  # of the tokens that have not been taken
 
@@ -89,7 +95,9 @@ class RequestState:
             if item is None:
                 taken.append(Taken(self.token_ids[index], reason))
             else:
-                taken.append(Taken(item.token_id, reason, item.logprob, item.top_logprobs))
+                taken.append(
+                    Taken(item.token_id, reason, item.logprob, item.top_logprobs, item.prompt_logprobs)
+                )
         return taken
 
     @property
@@ -107,7 +115,15 @@ class RequestState:
         """Whether the current attempt has brought a token."""
         return len(self.token_ids) > self._tokens_before_attempt
 
-    def place(self, gateway: str, prefill_pod: str, decode_pods: Sequence[str]) -> GenerateRequest:
+    def place(
+        self,
+        gateway: str,
+        prefill_pod: str,
+        decode_pods: Sequence[str],
+        cached_tokens: int = 0,
+        *,
+        encode_here: bool = False,
+    ) -> GenerateRequest:
         """Begin the next attempt on these pods; what is left of older ones no longer counts."""
         self.attempt += 1
         self.prefill_pod = prefill_pod
@@ -131,7 +147,18 @@ class RequestState:
             trace=spec.trace,
             adapter=spec.adapter,
             engine_failures=self.engine_failures,
+            cached_tokens=cached_tokens,
+            encode_here=encode_here,
+            cache_salt=spec.cache_salt,
+            first_attempt=self._first_attempt,
+            guidance=spec.guidance,
         )
+
+    def respecify(self, spec: SequenceSpec) -> None:
+        """Another prompt from the next attempt on: no token of an answer to the present one has come."""
+        assert not self.token_ids
+        self.spec = spec
+        self._first_attempt = self.attempt + 1
 
     def unplace(self) -> None:
         """Nobody holds the sequence now; what the last attempt still sends no longer counts."""

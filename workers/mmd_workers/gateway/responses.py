@@ -7,7 +7,7 @@ from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.responses_request import parse_responses_request
-from mmd_workers.gateway.responses_shape import ResponsesErrors, ResponsesShape
+from mmd_workers.gateway.responses_shape import ResponseFailure, ResponsesErrors, ResponsesShape
 from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.translated import TranslatedRequest
 
@@ -16,13 +16,14 @@ class Responses(Translations):
     """POST /v1/responses."""
 
     prefix = "resp_"
+    errors = ResponsesErrors()
 
     def _parse(self, body: object) -> TranslatedRequest:
         return parse_responses_request(body)
 
     def _shape(self, exchange: Exchange, request: TranslatedRequest, _prepared: Prepared) -> ResponsesShape:
         shape = ResponsesShape(exchange.request_id, request.given)
-        exchange.errors = ResponsesErrors(shape)
+        exchange.errors = ResponseFailure(shape)
         return shape
 
     async def _prepare(

@@ -12,7 +12,14 @@ from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.chat_request import MaxTokens, ModelName, Temperature, TopP
+from mmd_workers.gateway.chat_request import (
+    CacheSalt,
+    MaxTokens,
+    ModelName,
+    ReasoningEffort,
+    Temperature,
+    TopP,
+)
 from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -23,7 +30,7 @@ from mmd_workers.gateway.conversation import (
     ToolCall,
     content_kind,
 )
-from mmd_workers.gateway.parts import ANSWER_PART_TYPES, AnyPart, TextPart, type_of
+from mmd_workers.gateway.parts import ANSWER_PART_TYPES, AnyPart, ProcessorKwargs, TextPart, type_of
 from mmd_workers.gateway.response_format import JsonSchemaFormat, JsonSource, ResponseFormat, SchemaName
 from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.tools import (
@@ -126,13 +133,32 @@ def _item_kind(value: object) -> str | None:
     return (type_of(value) or "message") if isinstance(value, dict) else "message"
 
 
+class ReasoningTextPart(Strict):
+    """Reasoning of the model."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """The reasoning before an answer that is sent back as it came."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningTextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    summary: Annotated[list[Any] | None, DISCARD, Ignored("the reasoning itself is in content")] = None
+    encrypted_content: Annotated[str | None, DISCARD, Ignored("nothing is encrypted here")] = None
+    id: ItemId = None
+    status: Status = None
+
+
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Discriminator(_item_kind),
 ]
-ITEM_TYPES = ("message", "function_call", "function_call_output")
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
 class ClientFunction(Strict):
@@ -201,6 +227,22 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Annotated[bool | None, Ignored("events are never padded")] = None
 
 
+_SHOWN_AS_IS = Ignored("the reasoning itself is in the output")
+
+
+class ReasoningConfig(Strict):
+    """Whether the model reasons before it answers."""
+
+    effort: ReasoningEffort | None = None
+    summary: Annotated[Literal["auto", "concise", "detailed"] | None, _SHOWN_AS_IS] = None
+    generate_summary: Annotated[Literal["auto", "concise", "detailed"] | None, _SHOWN_AS_IS] = None
+    context: Annotated[
+        Literal["auto", "current_turn", "all_turns"] | None,
+        Ignored("the model's chat template decides which reasoning it reads"),
+    ] = None
+    mode: Annotated[Literal["standard", "pro"] | None, Ignored("it has no effect")] = None
+
+
 def _metadata(value: object) -> object:
     """Keys and values; the first fault alone, since pydantic would make an error of each."""
     if not isinstance(value, dict):
@@ -256,11 +298,11 @@ class ResponsesRequest(Strict):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+    cache_salt: CacheSalt | None = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
-    reasoning: Annotated[
-        dict[str, Any] | None, DISCARD, Ignored("a hint: the model reasons as it was trained to")
-    ] = None
+    reasoning: ReasoningConfig | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
@@ -287,6 +329,7 @@ class ResponsesRequest(Strict):
         form = self.text.format if self.text is not None else None
         request = TranslatedRequest.model_construct(
             model=self.model,
+            cache_salt=self.cache_salt,
             messages=chat.messages,
             max_tokens=self.max_output_tokens,
             stream=self.stream,
@@ -298,6 +341,8 @@ class ResponsesRequest(Strict):
             ],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            mm_processor_kwargs=self.mm_processor_kwargs,
             response_format=None if form is None else form.as_response_format(),
             names=FieldNames(chat.places, fields),
         )
@@ -307,11 +352,25 @@ class ResponsesRequest(Strict):
 
 
 def _add_items(chat: Translation, items: list[Any]) -> None:
-    """Add the messages that items become: calls belong to the message of the assistant before them, or to one without content."""
+    """Add the messages that items become: calls belong to the message of the assistant before them, or to one without content, and reasoning,
+    of one item or several in a row, to what follows it."""
     answer: AnswerMessage | None = None  # which the next call belongs to
     calls: list[ToolCall] = []
     fields: list[str] = []
+    thoughts: list[str] = []  # that no message has yet
+
+    def reason(param: str) -> None:
+        nonlocal answer, calls, fields, thoughts
+        if thoughts:
+            answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
+            answer.reasoning_content = "\n\n".join(thoughts)
+            thoughts = []
+            chat.add(answer, FieldPlace(param, calls=fields))
+
+    param = "input"
     for number, item in enumerate(consumed(items)):
+        if not isinstance(item, ReasoningItem):
+            reason(param)
         param = f"input[{number}]"
         if isinstance(item, FunctionCall):
             if answer is None:
@@ -321,17 +380,26 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
             fields.append(f"{param}.arguments")
             check_number_of_calls(calls, param)
             answer.tool_calls = calls
+        elif isinstance(item, ReasoningItem):
+            text = "".join(part.text for part in item.content or ())
+            thoughts += [text] if text else []
         elif isinstance(item, FunctionCallOutput):
             answer = None
             chat.add(
                 result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
             )
         else:
-            answer, calls, fields = None, [], []
+            before, answer, calls, fields = answer, None, [], []
             message = message_of(item.role, item.content)
-            chat.add(message, FieldPlace(f"{param}.content", calls=fields))
+            place = FieldPlace(f"{param}.content", calls=fields)
             if isinstance(message, AnswerMessage):
                 answer = message
+                if before is not None and before.content is None and not before.tool_calls:
+                    message.reasoning_content = before.reasoning_content
+                    chat.messages[-1], chat.places[-1] = message, place
+                    continue
+            chat.add(message, place)
+    reason(param)
 
 
 def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
@@ -353,6 +421,7 @@ NOT_SERVED: NotServed = {
     "conversation": ((), f"{_NOT_STORED}; send the whole conversation in input"),
     "include": (([], ["reasoning.encrypted_content"]), "omit it"),
     "max_tool_calls": ((), "omit it"),
+    "media_io_kwargs": (({},), "use mm_processor_kwargs"),
     "previous_response_id": ((), f"{_NOT_STORED}; send the whole conversation in input"),
     "prompt": ((), "there are no stored prompts; send the text in instructions and input"),
     "store": ((False,), f"{_NOT_STORED}; set it to false or omit it, and send the whole conversation in input"),
@@ -400,7 +469,7 @@ def parse_responses_request(value: object) -> TranslatedRequest:
     refuse_types(
         entries_of(value, "input", "input[{}]"),
         ITEM_TYPES,
-        "send messages, function_call and function_call_output alone",
+        "send messages, reasoning, function_call and function_call_output alone",
     )
     for param, item in entries_of(value, "input", "input[{}]"):
         if isinstance(item, dict) and item.get("type") == "function_call_output":

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pydantic_core import to_json
-
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.call_parser import CallPart
-from mmd_workers.gateway.chat import ChoiceStream
-from mmd_workers.gateway.chat_response import ChunkChoice, Usage
+from mmd_workers.gateway.chat_response import Piece, Usage
+from mmd_workers.gateway.reasoning_parser import ReasoningPart
 from mmd_workers.gateway.responses_request import AllowedFunctions, NamedFunctionChoice, Repeated, TextFormat
-from mmd_workers.gateway.shapes import WholeAnswer, named_event
+from mmd_workers.gateway.shapes import OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.tools import FunctionTool
 
+_ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
-class ResponsesShape:
+
+class ResponsesShape(OneAnswer):
     """The response to one request, which knows how far its stream has come. `response_id`: as its head has it."""
 
     keeps_text = True
     waiting = ": waiting\n\n"
 
     def __init__(self, response_id: str, given: Repeated) -> None:
+        super().__init__()
         self._given = given
         self._own_id = response_id.rpartition("_")[2]
-        self._streamed = WholeAnswer()
         self._head: dict[str, Any] = {}
         self._next_number = 0
 
@@ -37,12 +36,7 @@ class ResponsesShape:
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
 
-    def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
-        """The events with this part of the answer; empty where it has neither text nor calls."""
-        self._streamed.end(part)
-        return "".join(event for piece in part.pieces for event in self._piece(piece))
-
-    def _piece(self, piece: str | CallPart) -> Iterator[str]:
+    def _piece(self, piece: Piece) -> Iterator[str]:
         is_open = bool(self._streamed.blocks)
         if self._streamed.take(piece):
             number = len(self._streamed.blocks) - 1
@@ -53,6 +47,8 @@ class ResponsesShape:
         if isinstance(piece, str):
             delta = {"delta": piece, "logprobs": []}
             yield self._event("response.output_text.delta", **self._part_place(number), **delta)
+        elif isinstance(piece, ReasoningPart):
+            yield self._event("response.reasoning_text.delta", **self._part_place(number), delta=piece.text)
         elif piece.arguments:
             place = self._place(number)
             yield self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
@@ -60,16 +56,20 @@ class ResponsesShape:
     def _begin_of_item(self, number: int) -> Iterator[str]:
         item = self._item(number, "in_progress", empty=True)
         yield self._event("response.output_item.added", output_index=number, item=item)
-        if item["type"] == "message":
-            yield self._event("response.content_part.added", **self._part_place(number), part=_part(""))
+        if item["type"] != "function_call":
+            part = _part("", item["type"])
+            yield self._event("response.content_part.added", **self._part_place(number), part=part)
 
     def _end_of_item(self, number: int, status: str) -> Iterator[str]:
         text = self._streamed.shown[number].text
         item = self._item(number, status)
-        if item["type"] == "message":
+        if item["type"] != "function_call":
             place = self._part_place(number)
-            yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **place, part=_part(text))
+            if item["type"] == "message":
+                yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+            else:
+                yield self._event("response.reasoning_text.done", **place, text=text)
+            yield self._event("response.content_part.done", **place, part=_part(text, item["type"]))
         else:
             done = {**self._place(number), "name": item["name"], "arguments": text}
             yield self._event("response.function_call_arguments.done", **done)
@@ -87,34 +87,17 @@ class ResponsesShape:
 
     def failure(self, error: ApiError) -> str:
         """The event that ends a stream that has begun: the failed response, with its output so far."""
-        fault: dict[str, Any] = {
-            "code": "server_error" if error.status >= 500 else "invalid_prompt",
-            "message": error.message,
-            "param": error.param,
-            "type": error.code,
-        }
-        if error.retry_after is not None:
-            fault["retry_after_seconds"] = error.retry_after
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        fault = {**_fault(error, code), "type": error.code}
         output = self._output(self._streamed, "incomplete")
         return self._event("response.failed", response=self._response("failed", output, error=fault))
 
-    def collector(self, _stream: ChoiceStream) -> WholeAnswer:
-        """Collects the answer."""
-        return WholeAnswer()
-
-    def body(
-        self,
-        head: dict[str, Any],
-        wholes: Sequence[WholeAnswer],
-        usage: Usage,
-        timings: dict[str, float] | None,
-    ) -> list[bytes]:
-        """JSON of the response."""
-        (whole,) = wholes
+    def _whole(
+        self, head: dict[str, Any], whole: WholeAnswer, usage: Usage, timings: dict[str, float] | None
+    ) -> dict[str, Any]:
         self._head = head
         status = _status(whole)
-        output = self._output(whole, status)
-        return [to_json(self._response(status, output, usage=usage, timings=timings))]
+        return self._response(status, self._output(whole, status), usage=usage, timings=timings)
 
     def _event(self, kind: str, **fields: Any) -> str:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -127,7 +110,7 @@ class ResponsesShape:
         return {**self._place(number), "content_index": 0}
 
     def _item_id(self, number: int) -> str:
-        kind = "msg" if self._streamed.shown[number].call_id is None else "fc"
+        kind = _ID_KINDS[self._streamed.shown[number].kind]
         return f"{kind}_{self._own_id}{f'_{number}' if number else ''}"
 
     def _output(self, whole: WholeAnswer, status: str) -> list[dict[str, Any]]:
@@ -148,13 +131,10 @@ class ResponsesShape:
                 "arguments": text,
                 "status": status,
             }
-        return {
-            "type": "message",
-            "id": self._item_id(number),
-            "role": "assistant",
-            "status": status,
-            "content": [] if empty else [_part(text)],
-        }
+        kind = "reasoning" if block.kind == "reasoning" else "message"
+        content = [] if empty else [_part(text, kind)]
+        item = {"type": kind, "id": self._item_id(number), "status": status, "content": content}
+        return {**item, "summary": []} if kind == "reasoning" else {**item, "role": "assistant"}
 
     def _response(
         self,
@@ -197,14 +177,29 @@ class ResponsesShape:
 
 
 class ResponsesErrors(ErrorShape):
+    """Errors of a request that has no response of its own to fail: it repeats another, or resumes the stream of one."""
+
+    def events(self, error: ApiError, _request_id: str, number: int) -> Iterable[str]:
+        """The event of an error."""
+        return (named_event({"type": "error", "sequence_number": number, **_fault(error, error.code)}),)
+
+
+class ResponseFailure(ErrorShape):
     """Errors of a request whose stream may have begun."""
 
     def __init__(self, shape: ResponsesShape) -> None:
         self._shape = shape
 
-    def events(self, error: ApiError, _request_id: str) -> Iterable[str]:
+    def events(self, error: ApiError, _request_id: str, _number: int) -> Iterable[str]:
         """The failed response."""
         return (self._shape.failure(error),)
+
+
+def _fault(error: ApiError, code: str) -> dict[str, Any]:
+    fault: dict[str, Any] = {"code": code, "message": error.message, "param": error.param}
+    if error.retry_after is not None:
+        fault["retry_after_seconds"] = error.retry_after
+    return fault
 
 
 def _status(whole: WholeAnswer) -> str:
@@ -226,7 +221,9 @@ def _given_choice(choice: str | NamedFunctionChoice | AllowedFunctions) -> str |
     return choice if isinstance(choice, str) else choice.model_dump()
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(text: str, item_type: str) -> dict[str, Any]:
+    if item_type == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -240,7 +237,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.completion_tokens_details.model_dump(),
         "total_tokens": usage.total_tokens,
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import signal
@@ -16,27 +15,48 @@ from typing import Any
 
 import torch
 
-from mmd_api.contract.environment import KEYS_FILE
-from mmd_api.contract.errors import MmdError, PeerLostError
+from mmd_api.contract.environment import KEYS_FILE, TLS_FOLDER
+from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad
+from mmd_api.contract.pools import Modality
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.observability import SloSpec
+from mmd_api.spec.quality import UnderLoad
 from mmd_workers import closing
+from mmd_workers.caches.feed import CacheFeed
+from mmd_workers.caches.index import BYTES_PER_BLOCK, MOST_IN_ALL, CacheIndex
+from mmd_workers.caches.kinds import FEATURES, PREFIXES
 from mmd_workers.closing import close_each
 from mmd_workers.gateway.access import Access, LiveKeys
 from mmd_workers.gateway.admin import build_admin_app
+from mmd_workers.gateway.admission import FairAdmission
+from mmd_workers.gateway.answer_claims import AnswerClaims
 from mmd_workers.gateway.answers import answer_budget
 from mmd_workers.gateway.app import build_app
+from mmd_workers.gateway.audit_log import AuditLog
+from mmd_workers.gateway.certificate import Certificate, LiveCertificate
+from mmd_workers.gateway.cors import with_cors
+from mmd_workers.gateway.daily_tokens import DailyTokens
 from mmd_workers.gateway.demand import GatewayDemand
+from mmd_workers.gateway.encode_on_upload import EncodeOnUpload
+from mmd_workers.gateway.files import ENTRY_BYTES, Files
 from mmd_workers.gateway.gateway import Gateway
 from mmd_workers.gateway.hold import ALLOWANCE_BYTES, MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.leave import Leave, OtherGateways
 from mmd_workers.gateway.lifecycle import Dispatcher
+from mmd_workers.gateway.media_tiers import MediaTiers, Pressure
+from mmd_workers.gateway.pick_messages import Setup, View, picker_bytes
+from mmd_workers.gateway.picker import EndpointPicker, loads_of
+from mmd_workers.gateway.repeats import Repeats
+from mmd_workers.gateway.retained import BUDGET_DIVISOR, RetainedAnswers
 from mmd_workers.gateway.router import Router
+from mmd_workers.gateway.tokens import TokenVerifier
 from mmd_workers.gateway.undelivered import undelivered_bytes
+from mmd_workers.gateway.whole_requests import after_whole_requests
+from mmd_workers.gateway.work import Capacity
 from mmd_workers.identity import check_pinned, identified
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.live import LiveConfig
@@ -44,10 +64,17 @@ from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.memory import host_bytes, resident_bytes
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.interfaces import Frontend
+from mmd_workers.node import NODE
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.observe.server import HttpServer, is_loopback, listen_address, most_connections
+from mmd_workers.observe.server import (
+    HttpServer,
+    host_and_port,
+    is_loopback,
+    listen_address,
+    most_connections,
+)
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.settings import WorkerSettings
@@ -58,12 +85,16 @@ from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.media import MediaServer
 from mmd_workers.wire.messages import MESSAGES, Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, sent_now
+from mmd_workers.wire.tenant_tokens import TokenRecords
 
+QUEUE_HOLD_DIVISOR = 2  # of the media budget, for requests that wait for their turn: the others arrive or run
 HOLD_BODIES = 4  # largest bodies that the media budget has room for
 PROBE_PROCESSES = 2
 MIN_HOLD_BYTES = 64 << 20
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
 DEFAULT_MAX_WAITING_REQUESTS = 512
+INDEX_SHARE = 16  # part of the memory that the index of prefixes may take
+FEATURES_SHARE = 64  # and that of features
 QUEUE_PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 0.5  # from a request's deadline to the end of its answer
 DRAIN_CHECK_SECONDS = 0.1
@@ -90,7 +121,12 @@ async def _connected(settings: WorkerSettings) -> Bus:
     pipeline = settings.pipeline
     subjects = Subjects(pipeline.namespace, pipeline.name, settings.mesh)
     return await Bus.connect(
-        settings.nats_url, settings.pod, subjects, settings.nats_inbox, login=settings.nats_login
+        settings.nats_url,
+        settings.pod,
+        subjects,
+        settings.nats_inbox,
+        login=settings.nats_login,
+        stream_replicas=pipeline.spec.nats.replicas,
     )
 
 
@@ -111,29 +147,45 @@ class GatewayProcess:
         )
         self._sandbox = DecodePool(PROBE_PROCESSES, spec.gateway.media.decode_timeout_seconds)
         first_pool = spec.prefill
+        self._memory_bytes = host_bytes()
+        if spec.gateway.inference_pool is not None:
+            self._memory_bytes -= picker_bytes(self._memory_bytes)
         self._router = Router(
             pipeline.revision,
             first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
             random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
+            CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // INDEX_SHARE // BYTES_PER_BLOCK)),
+            CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // FEATURES_SHARE // BYTES_PER_BLOCK)),
             spec.decode.local_prefill_tokens,
+            spec.local_encode_tokens,
         )
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
-        self._others = OtherGateways(settings.pod)
+        self._others = OtherGateways(settings.pod, spec.gateway.replicas)
         directory.on_event(self._others.note)
         self._access = self._access_of(settings)
+        oidc = spec.gateway.auth.oidc if spec.gateway.auth is not None else None
+        self._tokens = TokenVerifier(oidc, self._metrics) if oidc is not None else None
+        self._certificate = self._certificate_of(settings)
         max_body_bytes = spec.gateway.max_body_mebibytes << 20
+        retained = RetainedAnswers(self._memory_bytes // BUDGET_DIVISOR)
+        self._claims = AnswerClaims(bus, settings.pod, self._others.names, retained)
+        hold = MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES)
+        self._admissions = self._admissions_of(directory, hold)
+        self._files = Files(bus, spec.gateway.files) if spec.gateway.files is not None else None
         self._gateway = Gateway(
             pod=settings.pod,
             models=spec.model.names,
             adapters=tuple(adapter.name for adapter in spec.engine.adapters),
+            prefixes_per_tenant=spec.gateway.auth is not None
+            and spec.gateway.auth.prefix_cache == "PerTenant",
             max_body_bytes=max_body_bytes,
             max_concurrent_requests=spec.gateway.max_concurrent_requests,
             request_timeout_seconds=spec.gateway.request_timeout_seconds,
-            block_tokens=spec.decode.kv_block_tokens,
             frontend=frontend,
-            intake=Intake(pipeline, frontend, self._sandbox, self._metrics),
-            hold=MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES),
-            answers=answer_budget(host_bytes()),
+            intake=Intake(pipeline, frontend, self._sandbox, self._metrics, self._files),
+            hold=hold,
+            answers=answer_budget(self._memory_bytes),
+            repeats=Repeats(retained, self._claims),
             dispatcher=Dispatcher(
                 bus, directory, self._router, settings.pod, spec.gateway.max_retries, self._metrics
             ),
@@ -143,21 +195,50 @@ class GatewayProcess:
             tracing=self._tracing,
             slo=spec.slo,
             demand=GatewayDemand(spec.slo.percentile),
+            prefix_index=self._router.index,
+            feature_index=self._router.features,
             web_page=spec.gateway.web_page,
             access=self._access,
+            tokens=self._tokens,
+            certificate=self._certificate,
+            audit=spec.gateway.audit_log,
+            audit_log=AuditLog(self._metrics),
+            admissions=self._admissions,
+            files=self._files,
+            allowed_origins=tuple(spec.gateway.cors.allowed_origins) if spec.gateway.cors is not None else (),
         )
         gateway = self._gateway
         gateway.dispatcher.on_first_token = gateway.demand.first_token
-        _check_memory(gateway)
+        gateway.picker = self._picker_of(settings, directory)
+        self._set_tiers(spec.gateway.media.under_load)
+        if spec.gateway.files is not None and spec.gateway.files.encode_on_upload:
+            gateway.encode_on_upload = EncodeOnUpload(
+                bus,
+                settings.pod,
+                settings.incarnation,
+                gateway.intake,
+                hold,
+                lambda: any(self._router.waiting_encode_work.values()),
+            )
+        _check_memory(gateway, self._memory_bytes)
+        self._feeds = [
+            CacheFeed(bus, directory, index, settings.pod, self._metrics, kind)
+            for kind, index in ((PREFIXES, self._router.index), (FEATURES, self._router.features))
+        ]
         self._heartbeater = Heartbeater(bus, self.heartbeat, spec.observability.heartbeat_milliseconds / 1000)
         self._media_server = MediaServer(bus, settings.pod, gateway.hold.get)
-        address = listen_address(settings.pod_ip)
+        address, encrypted = listen_address(settings.pod_ip), self._certificate is not None
+        app = with_cors(build_app(gateway), spec.gateway.cors)
         self._server = HttpServer(
-            build_app(gateway),
+            after_whole_requests(app) if gateway.picker is not None else app,
             address,
             settings.http_port,
-            lambda: max(most_connections(), 2 * gateway.max_concurrent_requests),
+            lambda: max(
+                most_connections(self._memory_bytes, encrypted=encrypted), 2 * gateway.max_concurrent_requests
+            ),
             lambda: gateway.request_timeout_seconds,
+            self._certificate.context if self._certificate is not None else None,
+            spec.gateway.cors.allowed_origins if spec.gateway.cors is not None else (),
         )
         self._admin = HttpServer(
             build_admin_app(gateway, self.heartbeat),
@@ -180,6 +261,92 @@ class GatewayProcess:
             )
         return Access(self._metrics, lambda: 1 + self._others.count())
 
+    def _certificate_of(self, settings: WorkerSettings) -> Certificate | None:
+        """What the port for clients shows them.
+
+        Raises:
+            RuntimeError: the spec wants TLS, and there is no certificate: this gateway must not serve without it.
+        """
+        if settings.pipeline.spec.gateway.tls is None:
+            return None
+        if not settings.tls_folder:
+            raise RuntimeError(
+                f"spec.gateway.tls is set, but environment variable {TLS_FOLDER} is not; the operator and `mmd up` set it"
+            )
+        return Certificate(self._metrics)
+
+    def _picker_of(self, settings: WorkerSettings, directory: PeerDirectory) -> EndpointPicker | None:
+        """Where Gateways ask which pod takes a request; None where there is no InferencePool."""
+        gateway, pool = self._gateway, settings.pipeline.spec.gateway.inference_pool
+        if pool is None:
+            return None
+
+        def view() -> View:
+            return View(
+                loads_of(directory.pods(state=None)),
+                gateway.max_body_bytes,
+                is_current=gateway.bus.is_connected,
+            )
+
+        setup = Setup(
+            address=listen_address(settings.pod_ip),
+            port=settings.picker_port,
+            tls=pool.picker_tls,
+            request_seconds=gateway.request_timeout_seconds,
+            memory_bytes=picker_bytes(host_bytes()),
+        )
+        return EndpointPicker(setup, view, self._metrics)
+
+    def _set_tiers(self, spec: UnderLoad | None) -> None:
+        """Take the tiers of quality under load; the tier in force stays only if they are the same."""
+        intake = self._gateway.intake
+        if spec is None or intake.tiers is None or intake.tiers.spec != spec:
+            intake.tiers = None if spec is None else MediaTiers(spec)
+        self._metrics.media_tier.set(intake.tiers.number if intake.tiers is not None else 0)
+
+    async def _watch_load(self) -> None:
+        """Follow the load of the pools, until cancelled, for the tier of quality that new requests get. While no pod is Ready it is unknown, and
+        the tier stays."""
+        gateway = self._gateway
+        while True:
+            pods = [pod for pod in self._router.routable(gateway.directory.pods(state=None)) if pod.roles]
+            if (tiers := gateway.intake.tiers) is not None and pods:
+                before = tiers.number
+                tiers.observe(pressure := Pressure.of(pods, self._waiting_work()), time.monotonic())
+                if tiers.number != before:
+                    self._metrics.media_tier.set(tiers.number)
+                    _log.warning(
+                        "quality of media: tier %d after tier %d, with %.0f%% of memory in use and %.1f s of backlog at encoders",
+                        *(tiers.number, before, 100 * pressure.memory, pressure.backlog_seconds),
+                    )
+            await asyncio.sleep(QUEUE_PERIOD_SECONDS)
+
+    def _waiting_work(self) -> dict[Modality, float]:
+        """For encoders: what is in their queue, and what waits for its turn here and, if as much does there, at the other gateways."""
+        work = dict(self._router.waiting_encode_work)
+        if self._admissions is not None:
+            for modality, amount in self._admissions.demand().encode_work.items():
+                work[modality] = work.get(modality, 0.0) + amount * (1 + self._others.count())
+        return work
+
+    def _admissions_of(self, directory: PeerDirectory, hold: MediaHold) -> FairAdmission | None:
+        """The order in which requests of tenants start; None where there are no tenants."""
+        if self._access is None:
+            return None
+
+        def capacity() -> Capacity:
+            pods = self._router.routable(directory.pods(state=None))
+            return Capacity.of(pods, self._router.local_encode_tokens)
+
+        gateway = self._settings.pipeline.spec.gateway
+        return FairAdmission(
+            self._access,
+            capacity,
+            hold.budget_bytes // QUEUE_HOLD_DIVISOR,
+            gateway.request_timeout_seconds,
+            self._metrics,
+        )
+
     async def serve(self) -> None:
         """Run until the stop event: then serve on until no new request comes, finish those in flight, and return."""
         self._watch_parts()
@@ -188,7 +355,7 @@ class GatewayProcess:
             await self._stop.wait()
             leave = self._leave()
             await _drain(self._gateway, self._heartbeater, leave, self._settings.grace_seconds)
-            if left := undelivered_bytes(self._server.port):
+            if left := self._undelivered_bytes():
                 _log.warning("ending although clients have not received %d bytes of their answers", left)
         finally:
             ended = await self.stop()
@@ -199,8 +366,12 @@ class GatewayProcess:
     def _leave(self) -> Leave:
         """Nothing takes its place on one machine, and one of which a part has failed is started again at once."""
         is_replaced = not (is_loopback(self._settings.pod_ip) or self._gateway.failed)
-        undelivered = partial(undelivered_bytes, self._server.port)
-        return Leave(self._gateway, self._others, undelivered, is_replaced)
+        return Leave(self._gateway, self._others, self._undelivered_bytes, is_replaced)
+
+    def _undelivered_bytes(self) -> int:
+        """Bytes of finished answers that clients have not received, or other gateways for theirs."""
+        elsewhere = self._gateway.repeats.answers.unread_elsewhere_bytes()
+        return undelivered_bytes(self._server.port) + elsewhere
 
     async def start(self) -> None:
         """Warm up what computes, then take requests."""
@@ -218,10 +389,19 @@ class GatewayProcess:
         await warm_up(steps, startup, torch.device("cpu"))
         await gateway.directory.start()
         await gateway.dispatcher.start()
+        await self._claims.start()
+        for feed in self._feeds:
+            await feed.start()
         await self._media_server.start()
         await self._admin.start()  # before heartbeats, which name its port
         await self._heartbeater.start()
         await self._server.start()
+        if gateway.picker is not None:
+            await gateway.picker.start()
+            await gateway.picker.until_it_answers()  # a pod that is Ready gets its streams
+        gateway.listening = True
+        if gateway.picker is not None:
+            await self._heartbeater.announce()  # without its endpoint pickers do not choose it
         where = settings.pod, ", ".join(gateway.names), settings.http_port, self._admin.port
         _log.info("gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *where, startup)
 
@@ -231,18 +411,24 @@ class GatewayProcess:
         gateway.max_body_bytes = spec.gateway.max_body_mebibytes << 20
         gateway.max_concurrent_requests = spec.gateway.max_concurrent_requests
         gateway.web_page = spec.gateway.web_page
+        gateway.audit = spec.gateway.audit_log
         gateway.models = spec.model.names
         gateway.slo = spec.slo
         gateway.intake.policy = spec.gateway.media
+        self._set_tiers(spec.gateway.media.under_load)
         self._sandbox.set_timeout(spec.gateway.media.decode_timeout_seconds)
         gateway.hold.resize(_hold_bytes(gateway.max_body_bytes))
+        if self._admissions is not None:
+            self._admissions.max_bytes = gateway.hold.budget_bytes // QUEUE_HOLD_DIVISOR
         gateway.dispatcher.max_retries = spec.gateway.max_retries
+        self._others.replicas = spec.gateway.replicas
         if spec.prefill is not None:
             self._router.max_waiting_requests = spec.prefill.max_waiting_requests
         self._router.local_prefill_tokens = spec.decode.local_prefill_tokens
+        self._router.local_encode_tokens = spec.local_encode_tokens
         gateway.demand.percentile = spec.slo.percentile
         _show_promises(self._metrics, spec.slo)
-        _check_memory(gateway)
+        _check_memory(gateway, self._memory_bytes)
         set_level(spec.observability.log_level)
 
     def heartbeat(self) -> Heartbeat:
@@ -261,6 +447,10 @@ class GatewayProcess:
             identity=settings.identity,
             commit=settings.commit,
             adapter_commits=settings.adapter_commits,
+            node=NODE,
+            api_endpoint=host_and_port(settings.pod_ip, settings.http_port) if self._gateway.serves else "",
+            requests=self._gateway.running,
+            max_requests=self._gateway.max_concurrent_requests,
         )
 
     async def stop(self) -> list[BaseException | None]:
@@ -270,14 +460,20 @@ class GatewayProcess:
             task.cancel()
         ended = await asyncio.gather(*self._watched, return_exceptions=True)
         await close_each(
+            *([] if gateway.picker is None else [gateway.picker.stop]),
             self._server.stop,
             self._heartbeater.close,
             gateway.dispatcher.close,
+            self._claims.close,
+            *([] if self._admissions is None else [self._admissions.close]),
+            *([] if self._files is None else [self._files.close]),
+            *(feed.close for feed in self._feeds),
             self._media_server.close,
             gateway.directory.close,
             self._sandbox.close,
             gateway.bus.close,
             self._admin.stop,
+            gateway.audit_log.close,  # both ports have requests with lines
             partial(asyncio.to_thread, self._tracing.close),
         )
         return ended
@@ -293,8 +489,21 @@ class GatewayProcess:
         if self._access is not None:
             keys = LiveKeys(Path(settings.keys_file), self._access, self._metrics)
             self._watch(keys.run(), "live-keys")
+            tokens = DailyTokens(TokenRecords(gateway.bus), self._access.tenants)
+            self._watch(tokens.run(), "daily-tokens")
+        if self._tokens is not None:
+            self._watch(self._tokens.keys.run(), "issuer-keys")
+        if self._certificate is not None:
+            pair = LiveCertificate(Path(settings.tls_folder), self._certificate, self._metrics)
+            self._watch(pair.run(), "live-certificate")
+        if gateway.encode_on_upload is not None:
+            self._watch(gateway.encode_on_upload.run(), "encode-on-upload")
+        if self._files is not None:
+            self._watch(self._files.run(), "files")
         if settings.pipeline.spec.encoder is not None:
-            self._watch(_watch_queue(EncodeQueue(gateway.bus), self._metrics, gateway.demand), "watch-queue")
+            watch = _watch_queue(EncodeQueue(gateway.bus), self._metrics, gateway.demand, self._router)
+            self._watch(watch, "watch-queue")
+        self._watch(self._watch_load(), "watch-load")
 
     def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -313,19 +522,26 @@ class GatewayProcess:
             self._stop.set()
 
 
-def _check_memory(gateway: Gateway) -> None:
-    """Warn where the bounds of what requests may hold add up to more than there is: the kernel would end the gateway first."""
-    present = host_bytes() - resident_bytes()
+def _check_memory(gateway: Gateway, memory_bytes: int) -> None:
+    """Warn where the bounds of what requests and the index of prefixes may hold add up to more than there is: the kernel would end the
+    gateway first. `memory_bytes`: of the container, without what its endpoint picker may take.
+    """
+    present = memory_bytes - resident_bytes()
     each = gateway.hold.allowance_bytes + gateway.answers.allowance_bytes
-    shared = gateway.hold.budget_bytes + gateway.answers.budget_bytes
+    shared = gateway.hold.budget_bytes + gateway.answers.budget_bytes + gateway.repeats.answers.budget_bytes
     most = gateway.max_concurrent_requests * each + shared
+    for index in (gateway.prefix_index, gateway.feature_index):  # `resident_bytes` has those that are there
+        most += (index.most_in_all - index.num_blocks) * BYTES_PER_BLOCK
+    if gateway.files is not None:
+        most += gateway.files.spec.max_files * ENTRY_BYTES
     if most > present:
         _log.warning(
-            "%d concurrent requests may need %d MiB of memory, but this gateway has only %d MiB for them; raise "
+            "%d concurrent requests and the index of caches may need %d MiB of memory, but this gateway has only %d MiB for them%s; raise "
             "spec.gateway.resources.memory, or lower spec.gateway.maxConcurrentRequests",
             gateway.max_concurrent_requests,
             most >> 20,
             present >> 20,
+            " beside its endpoint picker (spec.gateway.inferencePool)" if gateway.picker is not None else "",
         )
 
 
@@ -361,27 +577,31 @@ def _show_promises(metrics: Metrics, slo: SloSpec) -> None:
             metrics.slo_objective.labels(signal_name).set(slo.percentile / 100)
 
 
-async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDemand) -> None:
+async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDemand, router: Router) -> None:
     """Create the queue and report what waits in it, until cancelled. What cannot be read is absent, not zero.
 
     A server that lost its store has no queue any more: it is recreated within a period.
     """
     gauges = (metrics.queue_jobs, metrics.queue_work)
     limited = RateLimitedLog(_log)
+    is_ensured = False  # a queue that exists may have other limits
     while True:
         try:
+            if not is_ensured:
+                await queue.ensure()
+                is_ensured = True
             depths = await queue.depth()
             demand.queue_read(depths)
+            router.waiting_encode_work = demand.waiting_work  # while it cannot be read, what it was
             for modality, depth in depths.items():
                 for gauge, value in zip(gauges, (depth.jobs, depth.work), strict=True):
                     gauge.labels(modality).set(value)
         except MmdError as error:
-            _log.debug("%s", error.message)
+            limited.warning("unreadable", error.message)
             demand.queue_unreadable()
             for gauge in gauges:
                 gauge.clear()
-            with contextlib.suppress(PeerLostError):  # tried again in a moment
-                await queue.ensure()
+            is_ensured = False  # tried again in a moment
         except Exception as error:  # noqa: BLE001 - logged; no reason to end the requests that the gateway serves
             limited.warning(
                 "queue", f"reading the encode queue failed: {type(error).__name__}: {error}", error
@@ -398,6 +618,7 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace
     seconds = max(1.0, grace_seconds - DRAIN_RESERVE_SECONDS)
     gateway.drained_at = time.time() + seconds - ANSWER_SECONDS
     gateway.draining = True
+    picker, ends = gateway.picker, time.monotonic() + seconds
     await heartbeater.announce()
     if gateway.running:
         _log.info("draining: %d requests in flight", gateway.running)
@@ -405,8 +626,16 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace
         async with asyncio.timeout(seconds):
             while not leave.may_end():
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
+            if picker is not None:
+                picker.drain(ends - time.monotonic())
+            while not leave.may_end() or (picker is not None and picker.pid):
+                await asyncio.sleep(DRAIN_CHECK_SECONDS)
     except TimeoutError:
-        _log.warning("the grace period is over: ending with %d requests in flight", gateway.running)
+        _log.warning(
+            "the grace period is over: ending with %d requests in flight, and %d that arrive through the endpoint picker",
+            gateway.running,
+            picker.streams if picker is not None else 0,
+        )
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import io
+import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.call_parser import CallPart
 from mmd_workers.gateway.chat import ChoiceStream, CompleteChoice, with_logprobs
 from mmd_workers.gateway.chat_response import (
     ApiFinishReason,
     ChatCompletion,
     ChatCompletionChunk,
     ChunkChoice,
+    Piece,
     Usage,
 )
+from mmd_workers.gateway.reasoning_parser import ReasoningPart
 from mmd_workers.gateway.text_response import TextChoice, TextCompletion, TextLogprobs
 
 
@@ -157,13 +159,15 @@ class TextShape(_Chunks):
         found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if not self._logprobs:
             found.top_logprobs = None
-        for entry in part.logprobs.content:
+        for entry in (*part.prompt, *part.logprobs.content):
             offset = self._offsets.get(part.index, 0)
             self._offsets[part.index] = offset + len(entry.token)
             found.tokens.append(entry.token)
-            found.token_logprobs.append(entry.logprob)
+            found.token_logprobs.append(None if math.isnan(entry.logprob) else entry.logprob)
             found.text_offset.append(offset)
-            if found.top_logprobs is not None:
+            if found.top_logprobs is not None and math.isnan(entry.logprob):
+                found.top_logprobs.append(None)
+            elif found.top_logprobs is not None:
                 top = {entry.token: entry.logprob}
                 for other in entry.top_logprobs:
                     top[other.token] = max(other.logprob, top.get(other.token, other.logprob))
@@ -244,10 +248,15 @@ class _TextCollector:
 
 
 class AnswerBlock:
-    """Text of an answer, or one of its calls. `call_id`, `name`: None for text."""
+    """Text of an answer, its reasoning, or one of its calls. `call_id`, `name`: of a call."""
 
-    def __init__(self, call_id: str | None = None, name: str | None = None) -> None:
-        self.call_id, self.name = call_id, name
+    def __init__(
+        self,
+        kind: Literal["text", "reasoning", "call"] = "text",
+        call_id: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.kind, self.call_id, self.name = kind, call_id, name
         self._text = io.StringIO()
 
     def write(self, text: str) -> None:
@@ -256,12 +265,12 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
-        """The text, or the arguments of the call."""
+        """The text, the reasoning, or the arguments of the call."""
         return self._text.getvalue()
 
 
 class WholeAnswer:
-    """An answer as it is collected, where blocks of text and calls are all that is shown of it."""
+    """An answer as it is collected, where blocks of reasoning, text and calls are all that is shown of it."""
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
@@ -274,16 +283,24 @@ class WholeAnswer:
             self.take(piece)
         self.end(part)
 
-    def take(self, piece: str | CallPart) -> bool:
+    def take(self, piece: Piece) -> bool:
         """Take a piece. Returns whether it begins a block, the last one."""
-        last = self.blocks[-1] if self.blocks else None
+        before = len(self.blocks)
+        last = self.blocks[-1].kind if self.blocks else None
         if isinstance(piece, str):
-            if begins := last is None or last.call_id is not None:
+            text = piece
+            if last != "text":
                 self.blocks.append(AnswerBlock())
-        elif begins := piece.id is not None:
-            self.blocks.append(AnswerBlock(piece.id, piece.name))
-        self.blocks[-1].write(piece if isinstance(piece, str) else piece.arguments)
-        return begins
+        elif isinstance(piece, ReasoningPart):
+            text = piece.text
+            if last != "reasoning":
+                self.blocks.append(AnswerBlock("reasoning"))
+        else:
+            text = piece.arguments
+            if piece.id is not None:
+                self.blocks.append(AnswerBlock("call", piece.id, piece.name))
+        self.blocks[-1].write(text)
+        return len(self.blocks) > before
 
     def end(self, part: ChunkChoice) -> None:
         """Take how the answer ended, if it did."""
@@ -294,6 +311,43 @@ class WholeAnswer:
     def shown(self) -> list[AnswerBlock]:
         """Its blocks; an answer of nothing has an empty one."""
         return self.blocks or [AnswerBlock()]
+
+
+class OneAnswer(ABC):
+    """Answers to requests that have one answer, of blocks. `_streamed`: what a stream has had of it."""
+
+    def __init__(self) -> None:
+        self._streamed = WholeAnswer()
+
+    def chunk(self, _head: dict[str, Any], part: ChunkChoice) -> str:
+        """The events with this part of the answer; empty where it has neither reasoning nor text nor calls."""
+        self._streamed.end(part)
+        return "".join(event for piece in part.pieces for event in self._piece(piece))
+
+    def collector(self, _stream: ChoiceStream) -> WholeAnswer:
+        """Collects the answer."""
+        return WholeAnswer()
+
+    def body(
+        self,
+        head: dict[str, Any],
+        wholes: Sequence[WholeAnswer],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> list[bytes]:
+        """JSON of the answer."""
+        (whole,) = wholes
+        return [to_json(self._whole(head, whole, usage, timings))]
+
+    @abstractmethod
+    def _piece(self, piece: Piece) -> Iterator[str]:
+        """The events with a piece of the answer."""
+
+    @abstractmethod
+    def _whole(
+        self, head: dict[str, Any], whole: WholeAnswer, usage: Usage, timings: dict[str, float] | None
+    ) -> dict[str, Any]:
+        """The whole answer."""
 
 
 def named_event(value: dict[str, Any]) -> str:

@@ -33,6 +33,13 @@ class Ignored:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Marks a field whose values do not say what it does."""
+
+    what: str
+
+
 def _discard(_value: object) -> None:
     """Drop a value that has no effect: the request is held to its end, and megabytes of this value would be counted nowhere."""
 

@@ -10,11 +10,11 @@ from mmd_workers.gateway.chat_response import ApiFinishReason, Usage
 
 
 class TextLogprobs(BaseModel):
-    """Log probabilities, one item a token. `text_offset`: characters of the tokens before it."""
+    """Log probabilities, one item a token; null for the first one of a prompt. `text_offset`: characters of the tokens before it."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

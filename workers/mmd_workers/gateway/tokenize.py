@@ -13,12 +13,14 @@ from mmd_api.contract.errors import InvalidValueError, MissingParameterError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.chat_request import TAGS
 from mmd_workers.gateway.completion_request import TokenIds
-from mmd_workers.gateway.completions import Endpoint
+from mmd_workers.gateway.completions import JsonEndpoint
 from mmd_workers.gateway.conversation import Messages
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
+from mmd_workers.gateway.parts import ProcessorKwargs
 from mmd_workers.gateway.strict import NotServed, Strict, validated
 from mmd_workers.gateway.tools import Tools, tool_use
+from mmd_workers.media.choice import NO_CHOICE
 
 IN_THREAD_TOKENS = 4096  # from so many on, a thread takes the texts and JSON of tokens
 BYTES_PER_TOKEN = 64  # id, text, and the JSON of both
@@ -34,6 +36,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: Literal[True] | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
 
 
 class DetokenizeRequest(Strict):
@@ -62,7 +65,6 @@ TOKENIZE_NOT_SERVED: NotServed = {
     "continue_final_message": ((False,), "the prompt ends where the answer begins; omit it"),
     "chat_template": ((), "the model's own template is used; omit it"),
     "chat_template_kwargs": (({},), "omit it"),
-    "mm_processor_kwargs": (({},), "omit it"),
 }
 DETOKENIZE_NOT_SERVED: NotServed = {}
 
@@ -100,7 +102,7 @@ async def _reply(exchange: Exchange, response: Callable[[], bytes], num_tokens: 
     await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
 
 
-class Tokenize(Endpoint[TokenizeRequest]):
+class Tokenize(JsonEndpoint[TokenizeRequest]):
     """POST /tokenize."""
 
     prefix = "tok-"
@@ -118,7 +120,11 @@ class Tokenize(Endpoint[TokenizeRequest]):
         model_len, intake = gateway.model_len(), gateway.intake
         if request.messages is not None:
             tools = tool_use(request.tools, None, None)
-            work = intake.token_ids(request.messages, reservation, exchange.timeline, model_len, tools)
+            kwargs = request.mm_processor_kwargs
+            choice = NO_CHOICE if kwargs is None else kwargs.choice
+            work = intake.token_ids(
+                request.messages, reservation, exchange.timeline, model_len, tools, choice=choice
+            )
         else:
             work = intake.token_ids_of_text(
                 request.prompt or "", request.add_special_tokens is not False, reservation, model_len
@@ -136,7 +142,7 @@ class Tokenize(Endpoint[TokenizeRequest]):
         await _reply(exchange, response, len(token_ids))
 
 
-class Detokenize(Endpoint[DetokenizeRequest]):
+class Detokenize(JsonEndpoint[DetokenizeRequest]):
     """POST /detokenize."""
 
     prefix = "detok-"

@@ -200,5 +200,7 @@ class TranslatedRequest(ChatRequest):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     names: FieldNames
+    must_reason: bool = False
+    """Whether only a model that reasons may answer."""
     given: Any = None
     """What of the request its answer repeats."""

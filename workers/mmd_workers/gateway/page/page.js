@@ -1,4 +1,5 @@
-// The page's whole behaviour: attach files, ask, show the answer as it streams, where the request is, and the pods.
+// The page's whole behaviour: attach files, ask, show the answer as it streams, take results of its tool calls, show
+// where the request is, and the pods.
 // Text from people and models only ever becomes text nodes; the server's policy refuses anything else.
 
 const KINDS = {
@@ -38,6 +39,10 @@ function make(tag, properties = {}, ...children) {
 
 const milliseconds = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(1)} s` : `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`);
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+function submitOnEnter(event) {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
+}
 
 function say(text) {
   byId("progress").textContent = text;
@@ -171,13 +176,17 @@ function wavHeader(bytes, rate) {
 
 // --- asking --------------------------------------------------------------------------------------------------------
 
-async function requestBody() {
+async function question() {
   const parts = await Promise.all(
     attached.map(async ({ file, kind }) => ({ type: KINDS[kind].part, [KINDS[kind].part]: { url: await dataUrl(file) } })),
   );
+  return { role: "user", content: [...parts, { type: "text", text: byId("question").value }] };
+}
+
+function requestBody(messages, tools) {
   const body = {
     model: model.id,
-    messages: [{ role: "user", content: [...parts, { type: "text", text: byId("question").value }] }],
+    messages,
     max_tokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
     stream: true,
@@ -185,7 +194,31 @@ async function requestBody() {
     timings: true,
   };
   if (byId("seed").value !== "") body.seed = byId("seed").valueAsNumber;
-  return JSON.stringify(body);
+  const json = JSON.stringify(body);
+  return tools ? `${json.slice(0, -1)},"tools":${tools}}` : json; // as they were written: numbers here have 53 bits only
+}
+
+// The JSON array in the field of tools, or nothing; null where it has something else, which is then reported at the field.
+function readTools() {
+  const field = byId("tools");
+  const tools = field.value.trim();
+  let fault = "";
+  try {
+    if (tools && !Array.isArray(JSON.parse(tools))) fault = "Tools must be a JSON array; enclose them in [ and ].";
+  } catch (error) {
+    fault = `Tools are not valid JSON (${error.message}); correct them, or clear the field to ask without tools.`;
+  }
+  showToolsFault(fault);
+  if (!fault) return tools;
+  field.closest("details").open = true;
+  field.focus();
+  return null;
+}
+
+function showToolsFault(text) {
+  byId("tools-error").textContent = text;
+  byId("tools-error").hidden = !text;
+  byId("tools").setAttribute("aria-invalid", String(Boolean(text)));
 }
 
 // Server-sent events as parsed JSON, until [DONE].
@@ -209,12 +242,14 @@ async function* events(response) {
 // The answer on screen token by token; what a screen reader is told grows by whole sentences.
 class AnswerText {
   constructor() {
+    this.whole = "";
     this.tail = make("span", { "aria-hidden": "true" });
-    byId("answer").replaceChildren(this.tail);
-    byId("answer").setAttribute("aria-busy", "true");
+    const live = { role: "log", "aria-live": "polite", "aria-atomic": "false", "aria-labelledby": "answer-heading", "aria-busy": "true" };
+    this.log = make("div", { className: "answer", ...live }, this.tail);
   }
 
   add(text) {
+    this.whole += text;
     this.tail.append(text);
     const pending = this.tail.textContent;
     if (/[.!?…]\s|\n/.test(pending) || (pending.length > SPOKEN_CHARACTERS && /\s$/.test(pending))) this.settle();
@@ -227,16 +262,108 @@ class AnswerText {
 
   end() {
     this.settle();
-    byId("answer").setAttribute("aria-busy", "false");
+    this.log.setAttribute("aria-busy", "false");
   }
 }
 
-async function ask(event) {
+// A call as it streams: the first delta has its id and name, the others more of its arguments.
+class ToolCall {
+  constructor(number, { id, function: { name } }) {
+    this.title = `call ${number}, ${name}`;
+    this.id = id;
+    this.name = name;
+    this.arguments = make("pre", { className: "arguments" });
+    this.result = make("textarea", { rows: 2, required: true, spellcheck: false, autocomplete: "off", onkeydown: submitOnEnter });
+    this.item = make("li", {}, `Call ${number} `, make("code", {}, name), this.arguments);
+  }
+
+  askForResult() {
+    this.item.append(make("label", {}, `Result of ${this.title}`, this.result));
+  }
+
+  asked() {
+    return { id: this.id, type: "function", function: { name: this.name, arguments: this.arguments.textContent } };
+  }
+
+  answered() {
+    return { role: "tool", tool_call_id: this.id, content: this.result.value };
+  }
+}
+
+// An answer on screen, below the turn that it continues: its reasoning, its text and its tool calls. Results can be sent, and sent again,
+// from every turn: those after it give way to the new answer.
+class Turn {
+  constructor(before) {
+    this.messages = []; // what it answers
+    this.reasoning = null;
+    this.text = new AnswerText();
+    this.calls = new Map(); // by index
+    this.list = make("ol", { className: "calls", "aria-label": "Tool calls" });
+    this.form = make("form", { onsubmit: (event) => this.sendResults(event) }, this.list);
+    this.item = make("div", { className: "turn" }, this.text.log);
+    while (byId("answer").lastChild !== (before?.item ?? null)) byId("answer").lastChild.remove();
+    byId("answer").append(this.item);
+  }
+
+  // Show what a chunk adds; what the model is doing, or nothing.
+  add({ reasoning_content: reasoning, content, tool_calls: calls }) {
+    if (reasoning) this.addReasoning(reasoning);
+    if (content) this.text.add(content);
+    for (const call of calls ?? []) this.addCall(call);
+    if (calls?.length) return "Calling tools…";
+    return content ? "Answering…" : reasoning ? "Reasoning…" : "";
+  }
+
+  addReasoning(text) {
+    if (!this.reasoning) {
+      this.reasoning = make("div", { className: "reasoning" });
+      this.item.prepend(make("details", {}, make("summary", {}, "Reasoning"), this.reasoning));
+    }
+    this.reasoning.append(text);
+  }
+
+  addCall(delta) {
+    if (!this.calls.has(delta.index)) {
+      const call = new ToolCall(document.querySelectorAll(".calls li").length + 1, delta);
+      this.calls.set(delta.index, call);
+      this.list.append(call.item);
+      this.item.append(this.form);
+    }
+    this.calls.get(delta.index).arguments.append(delta.function.arguments);
+  }
+
+  askForResults() {
+    for (const call of this.calls.values()) call.askForResult();
+    this.button = make("button", { type: "submit", "data-sends": "" }, "Send results");
+    this.form.append(make("p", { className: "actions" }, this.button));
+  }
+
+  sendResults(event) {
+    event.preventDefault();
+    return send(() => {
+      this.button.textContent = "Send results again";
+      const calls = [...this.calls.values()];
+      const message = { role: "assistant", content: this.text.whole || null, tool_calls: calls.map((call) => call.asked()) };
+      if (this.reasoning) message.reasoning_content = this.reasoning.textContent;
+      return [...this.messages, message, ...calls.map((call) => call.answered())];
+    }, this);
+  }
+}
+
+function ask(event) {
   event.preventDefault();
-  if (running) return;
+  return send(async () => [await question()]);
+}
+
+// Send messages, and show the answer below the turn that they continue; without one they begin anew.
+async function send(compose, before = null) {
+  if (running) return undefined;
   if (!model) {
     return showError(NEEDS_KEY ? "Enter a valid API key first." : "The gateway did not report its model; check that it is reachable.");
   }
+  if (![...document.querySelectorAll(".settings input")].every((field) => field.reportValidity())) return undefined;
+  const tools = readTools();
+  if (tools === null) return undefined;
   const control = new AbortController();
   running = control;
   setRunning(true);
@@ -244,13 +371,14 @@ async function ask(event) {
   say("Reading files…");
   const id = `page-${[...crypto.getRandomValues(new Uint32Array(4))].map((word) => word.toString(16)).join("")}`;
   const request = { id, firstToken: false, over: false };
-  const answer = new AnswerText();
+  const turn = new Turn(before);
   clearJourney();
   let following = null;
   try {
-    const body = await requestBody();
+    turn.messages = await compose();
+    const body = requestBody(turn.messages, tools);
     if (limits && body.length > limits.max_body_bytes) {
-      throw new Error(`The files are ${readableSize(body.length)} as sent, more than the limit of ${readableSize(limits.max_body_bytes)}; remove one.`);
+      throw new Error(`The request is ${readableSize(body.length)}, more than the limit of ${readableSize(limits.max_body_bytes)}; remove a file or shorten its text.`);
     }
     say("Sent. Waiting for the first token…");
     if (ADMIN) following = follow(request);
@@ -264,19 +392,22 @@ async function ask(event) {
     byId("request-id").textContent = `Request ${response.headers.get("x-request-id")}`;
     let usage = null;
     let finish = "";
+    let doing = "";
     for await (const piece of events(response)) {
       if (piece.error) throw new Error(piece.error.message);
       usage = piece.usage ?? usage;
       if (piece.timings) showFigures(piece.timings, usage);
       for (const choice of piece.choices) {
         finish = choice.finish_reason ?? finish;
-        if (!choice.delta.content) continue;
-        if (!request.firstToken) say("Answering…");
+        const now = turn.add(choice.delta);
+        if (!now) continue;
+        if (now !== doing) say(now);
+        doing = now;
         request.firstToken = true;
-        answer.add(choice.delta.content);
       }
     }
-    say(finish === "length" ? "Stopped at the token limit; raise it in the settings." : "Done.");
+    if (finish === "tool_calls") turn.askForResults();
+    say(ending(finish, turn.calls.size));
   } catch (error) {
     if (control.signal.aborted) say("Stopped.");
     else {
@@ -284,13 +415,19 @@ async function ask(event) {
       showError(error instanceof TypeError ? "The gateway cannot be reached or closed the connection; try again." : error.message);
     }
   } finally {
-    answer.end();
+    turn.text.end();
     request.over = true;
     running = null;
     setRunning(false);
     await following;
   }
   return undefined;
+}
+
+function ending(finish, calls) {
+  if (finish === "length") return "Stopped at the token limit; raise it in the settings.";
+  if (finish === "tool_calls") return `The model calls ${calls === 1 ? "a tool" : `${calls} tools`}; enter what each call returns and send the results.`;
+  return "Done.";
 }
 
 async function refusal(response) {
@@ -302,7 +439,7 @@ async function refusal(response) {
 
 function setRunning(now) {
   const [askButton, stop] = [byId("ask"), byId("stop")];
-  askButton.setAttribute("aria-disabled", String(now));
+  for (const button of document.querySelectorAll("[data-sends]")) button.setAttribute("aria-disabled", String(now));
   if (!now && document.activeElement === stop) askButton.focus();
   stop.disabled = !now;
 }
@@ -396,6 +533,7 @@ function showFigures(timings, usage) {
     const media = Object.keys(KINDS).filter((kind) => details[`${kind}_tokens`]).map((kind) => `${kind} ${details[`${kind}_tokens`]}`);
     figures.push(["Prompt tokens", media.length ? `${usage.prompt_tokens} (${media.join(", ")})` : `${usage.prompt_tokens}`]);
     if (details.cached_tokens) figures.push(["Cached prompt tokens", `${details.cached_tokens}`]);
+    if (details.degraded_by?.length) figures.push(["Media reduced because of", details.degraded_by.join(", ")]);
     figures.push(["Answer tokens", `${usage.completion_tokens}`]);
     const seconds = (timings.total - (timings.ttft ?? 0)) / 1000;
     if (usage.completion_tokens > 1 && seconds > 0) figures.push(["Tokens per second", ((usage.completion_tokens - 1) / seconds).toFixed(1)]);
@@ -503,11 +641,10 @@ byId("key").addEventListener("change", (event) => {
   key = /^[!-~]*$/.test(typed) ? typed : ""; // other characters cannot be sent
   model = null;
 });
-byId("form").addEventListener("invalid", () => { byId("form").querySelector("details").open = true; }, true);
+byId("form").addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
 byId("stop").addEventListener("click", () => running?.abort());
-byId("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
-});
+byId("question").addEventListener("keydown", submitOnEnter);
+byId("tools").addEventListener("input", () => showToolsFault(""));
 byId("files").addEventListener("change", (event) => {
   [...event.target.files].forEach(attach);
   event.target.value = ""; // the same file may be chosen again
