@@ -18,7 +18,16 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import extra_arguments, features, lora, ranks, sampling, structured, weights
+from mmd_workers.vllm_engine import (
+    extra_arguments,
+    features,
+    lora,
+    ranks,
+    sampling,
+    structured,
+    weights,
+    worker,
+)
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
@@ -89,7 +98,7 @@ def engine_arguments(
         "speculative_config": drafts and drafts.model_dump(exclude_none=True),
         "async_scheduling": False,  # KV may be read only after the step that computes it
         "distributed_executor_backend": "mp" if split else "uni",
-        "worker_cls": f"{ranks.__name__}.{ranks.Rank.__name__}" if split else "auto",
+        "worker_cls": qualified(ranks.Rank if split else worker.MaskedWorker),
         "disable_hybrid_kv_cache_manager": True,  # one block table for all layers: what moves between pods
         "limit_mm_per_prompt": dict.fromkeys(MODALITIES, 0),  # no tower: features come from encoders
         "enable_mm_embeds": True,
@@ -110,6 +119,11 @@ def engine_arguments(
         **_group(pod),
         **_memory(pod, folder, device, config, longest, size, lora_bytes, features_bytes, tower_bytes),
     }
+
+
+def qualified(kind: type) -> str:
+    """The name by which vLLM finds a class, in whichever process."""
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def feature_row_bytes(adapter: Adapter, dtype: torch.dtype) -> int:

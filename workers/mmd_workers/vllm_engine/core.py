@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -35,8 +34,9 @@ from mmd_api.contract.errors import (
 )
 from mmd_workers.device import check_device
 from mmd_workers.engine.blocks import extend_identities, root_of
+from mmd_workers.engine.cache_changes import CacheChanges
 from mmd_workers.engine.estimates import Estimates
-from mmd_workers.engine.interface import EngineStats, KvReady, SampledToken, StepOutput
+from mmd_workers.engine.interface import EngineStats, KvReady, Logprob, SampledToken, StepOutput
 from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempted
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.grammar import Constraint, Grammars
@@ -46,12 +46,12 @@ from mmd_workers.vllm_engine.kv_of_ranks import Kv
 from mmd_workers.vllm_engine.metrics import VllmMetrics
 from mmd_workers.vllm_engine.ranks import RankExecutor
 from mmd_workers.vllm_engine.reasons import FROM_A_RANK, reason
-from mmd_workers.vllm_engine.requests import RequestBuilder, in_order, joined
+from mmd_workers.vllm_engine.requests import RequestBuilder, check_unguided, in_order, joined
+from mmd_workers.vllm_engine.structured import StepMasks
 from mmd_workers.vllm_engine.weights import loaded_bytes
 from mmd_workers.wire.messages import GenerateRequest, Sampling
 
 MOST_SUSPICIONS = 2  # engines that may fail in a step that ran a request beside others
-LEAST_PREFIXES = 4096  # blocks whose identity is remembered, or twice as many as the pool holds
 
 
 @dataclass(slots=True)
@@ -116,6 +116,7 @@ class VllmCore:
         self._pool = self._manager.block_pool
         self._shelf = shelf
         shelf.on_plan = self._planned
+        self._scheduler.get_grammar_bitmask = self._masks  # called for each step, while it runs
         self._plan: SchedulerOutput | None = None  # of the step that runs
         self._builder = builder
         self.grammars = grammars
@@ -128,10 +129,10 @@ class VllmCore:
         self._vocabulary = int(config.model_config.get_vocab_size())
         self._feature_width = feature_row_bytes // config.model_config.dtype.itemsize
         driver = getattr(core.model_executor, "driver_worker", None)  # none where workers are other processes
-        self._in_process = driver is not None
         model = driver.worker.model_runner.get_model() if driver is not None else None
         self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
+        self._masked_on = self.device if driver is not None else torch.device("cpu")  # of masks that travel
         self.max_model_len = int(config.model_config.max_model_len)
         self._num_drafts = int(config.num_speculative_tokens)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
@@ -140,11 +141,12 @@ class VllmCore:
         self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's own
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
-        self._prefixes: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
-        """By identity vLLM's hashes of the blocks that have its tokens, in order."""
-        self._most_prefixes = max(
-            LEAST_PREFIXES, 2 * self._num_blocks * self._block_tokens // identity_tokens
-        )
+        self._prefixes: dict[bytes, tuple[BlockHash, ...]] = {}
+        """By identity vLLM's hashes of the blocks that have its tokens, in order; all of them are cached. Where several blocks have them,
+        because they go on differently, the one that was used last counts."""
+        self._identities_in: dict[BlockHash, set[bytes]] = {}  # `_prefixes` by vLLM's hash
+        self.prefix_changes = CacheChanges()
+        self._pool._emit_block_removed_events = self._evicted  # called for every block that vLLM evicts
         self._failure: Exception | None = None  # of the step that ended this engine
         self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
@@ -179,8 +181,7 @@ class VllmCore:
                 self._warm_up(adapter)
         finally:
             self.metrics.paused = False
-        self._manager.reset_prefix_cache()
-        self._prefixes.clear()
+        self.forget_prefixes()
         self._hit_tokens = self._miss_tokens = 0
         self._estimates = Estimates()
 
@@ -203,7 +204,9 @@ class VllmCore:
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def cached_tokens(self, request: GenerateRequest) -> int:
-        """Leading tokens whose KV is in the prefix cache now, but for the last token."""
+        """Leading tokens whose KV is in the prefix cache now, but for the last token. Only looks blocks up, which may come and go meanwhile:
+        another thread may ask, and gets RuntimeError or StopIteration where one did.
+        """
         probe = self._builder.build("probe", request, request.output_token_ids, 1)
         return int(self._manager.get_computed_blocks(probe)[1])
 
@@ -232,7 +235,7 @@ class VllmCore:
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
         self._check_layout(request)
-        made = self._build(name, request, outputs, 1 if stop_after_prefill else left, constraint)
+        made = self._build(name, request, outputs, 1 if stop_after_prefill else left)
         self._sequences[name] = _Sequence(
             request, made, len(outputs), stop_after_prefill, constraint=constraint
         )
@@ -274,16 +277,10 @@ class VllmCore:
             self.metrics.forget(name)
 
     def _build(
-        self,
-        name: str,
-        request: GenerateRequest,
-        output_token_ids: Sequence[int],
-        max_tokens: int,
-        constraint: Constraint | None,
+        self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> Request:
-        """vLLM's request, which the model can run. Where the model is in this process, the request brings its compiled grammar."""
-        here = constraint if self._in_process else None
-        made = self._builder.build(name, request, output_token_ids, max_tokens, here)
+        """vLLM's request, which the model can run."""
+        made = self._builder.build(name, request, output_token_ids, max_tokens)
         self._check_runs(made)
         return made
 
@@ -353,15 +350,24 @@ class VllmCore:
             return None
         return self._kv.read([block.block_id for block in sequence.blocks], start, end)
 
-    def reserve(self, name: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes] = ()) -> int:
+    def reserve(
+        self,
+        name: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        prefix: Sequence[bytes] = (),
+        companion_tokens: int = 0,
+    ) -> int:
         """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts. `prefix`: identities of the leading
         whole blocks. Returns how many tokens have their KV in the prefix cache: what is written begins there.
 
         Raises:
             CapacityError: this can never fit.
             OverloadedError: no blocks or no place for a sequence now.
+            UnsupportedParameterError: it has a companion.
         """
         self._check_new(name)
+        check_unguided(companion_tokens)
         self._check_fits(prompt_tokens, max_tokens)
         assert self._kv is not None
         there = len(self._reservations) + sum(self._scheduler.get_request_counts())
@@ -448,7 +454,7 @@ class VllmCore:
         self._check_fits(known, 1)
         self._check_layout(request)
         left = request.sampling.max_tokens - len(output_token_ids)
-        made = self._build(name, request, output_token_ids, left, constraint)
+        made = self._build(name, request, output_token_ids, left)
         self._adopt(made, reservation, known - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(
@@ -554,6 +560,17 @@ class VllmCore:
             if (sequence := self._sequences.get(name)) is not None and sequence.stop_after_prefill:
                 self._keep_blocks(sequence)
 
+    def _masks(self, plan: SchedulerOutput) -> StepMasks | None:
+        """What the grammars allow of the requests that get a token in this step."""
+        constraints = {
+            name: sequence.constraint
+            for name in plan.num_scheduled_tokens
+            if (sequence := self._sequences.get(name)) is not None
+            and sequence.constraint is not None
+            and not sequence.request.is_prefill_chunk
+        }
+        return StepMasks.of(constraints, self._masked_on) if constraints else None
+
     def _note_plan(self, output: StepOutput) -> None:
         """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
         for name, tokens in self._shelf.short.items():
@@ -604,6 +621,9 @@ class VllmCore:
             self._abort_spoiled(name, sequence)
             output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
+        if made.new_token_ids:  # from KV alone it goes on
+            self._shelf.release(name)
+            self._reported.pop(name, None)  # should it be preempted, its role has to bring them again
         complete = False
         for number, token in enumerate(made.new_token_ids):
             last = number == len(made.new_token_ids) - 1
@@ -619,8 +639,9 @@ class VllmCore:
             if complete:
                 reason = "stop"
             logprob, top = _logprobs(made, number, sequence.source.sampling.logprobs)
+            of_prompt = _prompt_logprobs(made) if number == 0 else ()
             output.tokens.append(
-                SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top)
+                SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top, of_prompt)
             )
             sequence.made += 1
             if sequence.made == 1:
@@ -671,6 +692,15 @@ class VllmCore:
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 
+    def forget_prefixes(self) -> bool:
+        """Empty the prefix cache; False: sequences use blocks of it."""
+        if not self._manager.reset_prefix_cache():
+            return False
+        self._prefixes.clear()
+        self._identities_in.clear()
+        self.prefix_changes.clear()
+        return True
+
     def _note_prefix(self, sequence: _Sequence) -> None:
         """Remember under which identities routers and other pods know the blocks of all tokens so far, whatever size vLLM's blocks have."""
         request, size = sequence.request, self._identity_tokens
@@ -678,25 +708,36 @@ class VllmCore:
             return
         tokens, identities = list(request.all_token_ids), sequence.identities
         covered = min(len(tokens) // self._block_tokens, len(request.block_hashes)) * self._block_tokens
-        spans, root = media_spans(sequence.source), root_of(sequence.source.adapter)
+        source = sequence.source
+        spans, root = media_spans(source.features), root_of(source.adapter, source.cache_salt)
         extend_identities(identities, tokens, spans, size, covered // size, root)
         for number, identity in enumerate(identities):
             first, last = number * size, (number + 1) * size - 1
-            blocks = request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1]
-            self._prefixes[identity] = tuple(blocks)
-            self._prefixes.move_to_end(identity)
-        while len(self._prefixes) > self._most_prefixes:
-            self._prefixes.popitem(last=False)
+            blocks = tuple(request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1])
+            if self._prefixes.get(identity) != blocks and all(map(self._is_cached, blocks)):
+                self._forget_identity(identity)
+                self._prefixes[identity] = blocks
+                for known in blocks:
+                    self._identities_in.setdefault(known, set()).add(identity)
+                self.prefix_changes.add(identity)
 
-    def prefix_blocks(self, limit: int) -> list[str]:
-        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
-        found: list[str] = []
-        for identity in reversed(self._prefixes):
-            if len(found) == limit:
-                break
-            if self._pool.get_cached_block(self._prefixes[identity][-1], [0]) is not None:
-                found.append(identity.hex())
-        return found
+    def _is_cached(self, known: BlockHash) -> bool:
+        return self._pool.get_cached_block(known, [0]) is not None
+
+    def _forget_identity(self, identity: bytes) -> None:
+        """Its blocks no longer have it; nothing happens if none had."""
+        for known in self._prefixes.pop(identity, ()):
+            self._identities_in[known].discard(identity)
+            if not self._identities_in[known]:
+                del self._identities_in[known]
+        self.prefix_changes.remove(identity)
+
+    def _evicted(self, evicted: list[BlockHashWithGroupId]) -> None:
+        """vLLM has removed a block from its prefix cache; it may have another with the same tokens."""
+        for known in map(get_block_hash, evicted):
+            if not self._is_cached(known):
+                for identity in tuple(self._identities_in.get(known, ())):
+                    self._forget_identity(identity)
 
     # --- figures --------------------------------------------------------------------------------------------------
 
@@ -758,3 +799,11 @@ def _logprobs(
     ids = made.new_logprobs.logprob_token_ids[number].tolist()
     values = made.new_logprobs.logprobs[number].tolist()
     return values[0], tuple(zip(ids[1 : wanted + 1], values[1 : wanted + 1], strict=True))
+
+
+def _prompt_logprobs(made: EngineCoreOutput) -> tuple[Logprob, ...]:
+    """Those of the prompt's tokens from the second one on, and of the likeliest ones in their places, which come with the first output token."""
+    if (found := made.new_prompt_logprobs_tensors) is None:
+        return ()
+    rows = zip(found.logprob_token_ids.tolist(), found.logprobs.tolist(), strict=True)
+    return tuple((values[0], tuple(zip(ids[1:], values[1:], strict=True))) for ids, values in rows)

@@ -32,14 +32,16 @@ may come meanwhile."""
 
 
 class Shelf:
-    """Features of the requests that an engine has, by identity, until none of these is there any longer.
+    """Features of the requests that an engine has, by identity, until none of these needs them for its next token.
 
-    A preempted request starts again and needs its features again, so a feature stays as long as a request that has it.
+    What comes after is decoded from KV alone. A request that is preempted then starts again and lacks its features, which its role
+    brings once more: its store may still have them, within a budget that this shelf does not know.
     """
 
     def __init__(self) -> None:
         self._features: dict[str, torch.Tensor] = {}
         self._users: dict[str, set[str]] = {}
+        self._held: dict[str, set[str]] = {}  # by request: identities of its features
         # In the newest step: requests that wait for a feature, and how many tokens of them are computed or cached.
         self.short: dict[str, int] = {}
         self.on_plan: Callable[[SchedulerOutput], None] = lambda _: (
@@ -49,7 +51,7 @@ class Shelf:
     def put(self, identity: str, request_id: str, feature: torch.Tensor) -> None:
         """Keep a feature [tokens, width] for a request."""
         self._features[identity] = feature
-        self._users.setdefault(identity, set()).add(request_id)
+        self._hold(identity, request_id)
 
     def get(self, identity: str) -> torch.Tensor | None:
         """The feature, if it is here."""
@@ -62,12 +64,16 @@ class Shelf:
         """Keep a feature that another request brought for this one, too. False: it is not here."""
         if identity not in self._features:
             return False
-        self._users[identity].add(request_id)
+        self._hold(identity, request_id)
         return True
+
+    def _hold(self, identity: str, request_id: str) -> None:
+        self._users.setdefault(identity, set()).add(request_id)
+        self._held.setdefault(request_id, set()).add(identity)
 
     def release(self, request_id: str) -> None:
         """Forget what only this request has."""
-        for identity in [i for i, users in self._users.items() if request_id in users]:
+        for identity in self._held.pop(request_id, ()):
             users = self._users[identity]
             users.discard(request_id)
             if not users:
@@ -148,7 +154,7 @@ class FeatureConnector(ECConnectorBase):
 
 class FeatureCacheManager(EncoderCacheManager):
     """vLLM's own accounting of encoder outputs, in which a medium without a feature has no room, and nothing stays that no request needs:
-    the shelf has a feature as long as a request may need it again, and one that spoiled a request must not come back."""
+    the shelf has what the prompts lack, and a feature that spoiled a request must not come back."""
 
     def __init__(self, cache_size: int, shelf: Shelf) -> None:
         super().__init__(cache_size)

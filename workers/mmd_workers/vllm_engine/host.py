@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from mmd_workers.closing import close_each, end_now
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.group import Leader
 from mmd_workers.model.grammar import Grammars
-from mmd_workers.model.prompt import KvLayout
+from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.observe.server import Progress
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
@@ -61,6 +61,11 @@ class VllmEngine(SteppedEngine):
         self._feature_row_bytes = feature_row_bytes
 
     @property
+    def keeps_features(self) -> bool:
+        """They have gone with the next token: memory for those of all that decode is not reserved."""
+        return False
+
+    @property
     def kv_layout(self) -> KvLayout:
         """That of the model: vLLM's own is converted."""
         return self._kv_layout
@@ -71,15 +76,24 @@ class VllmEngine(SteppedEngine):
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
         """Ask vLLM's prefix cache."""
-        return await self._runner.call(lambda core: core.cached_tokens(request))
+        return await self._runner.look(lambda core: core.cached_tokens(request))
 
-    async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
+    async def add(
+        self,
+        sequence: str,
+        request: GenerateRequest,
+        *,
+        stop_after_prefill: bool,
+        features: Mapping[int, Feature] | None = None,
+    ) -> Added:
         """Queue it with vLLM's scheduler. vLLM computes rotary positions itself, so none travels."""
         constraint = await self._constraint(request, request.output_token_ids)
 
         def begin(core: VllmCore) -> Added:
             at = time.time()
             core.add(sequence, request, stop_after_prefill=stop_after_prefill, constraint=constraint)
+            for medium, feature in (features or {}).items():
+                core.fill(sequence, medium, feature)
             return Added(at, next_position=0)
 
         return await self._runner.call(begin)

@@ -24,19 +24,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
-from vllm.platforms import current_platform
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
 
 from mmd_workers.vllm_engine.kv import PagedKv
 from mmd_workers.vllm_engine.kv_of_ranks import KvShare, Place
 from mmd_workers.vllm_engine.reasons import reason
+from mmd_workers.vllm_engine.worker import MaskedWorker
 from mmd_workers.vllm_engine.zeroing import zero_new_blocks
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
 
 zero_new_blocks()  # each rank's process imports this module, and so does the engine's
 
@@ -183,8 +178,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-class Rank(DeviceWorker):
-    """vLLM's worker for this device."""
+class Rank(MaskedWorker):
+    """vLLM's worker in a process of its own."""
 
     @_explains
     def __init__(self, *arguments: Any, **named: Any) -> None:

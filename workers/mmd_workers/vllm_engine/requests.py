@@ -19,10 +19,8 @@ from vllm.v1.request import Request
 
 from mmd_api.contract.errors import StepFailedError, UnsupportedParameterError
 from mmd_workers.engine.sampler import uniform
-from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
-from mmd_workers.vllm_engine.structured import followed
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 ON_HOST = MultiModalSharedField(
@@ -62,24 +60,25 @@ class RequestBuilder:
         request: GenerateRequest,
         output_token_ids: Sequence[int],
         max_tokens: int,
-        begun: Constraint | None = None,
     ) -> Request:
-        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt. `begun`: of its grammar,
-        after them, where vLLM computes in this process.
+        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt. vLLM does not learn of its
+        grammar.
 
         Raises:
             StepFailedError: it is for an adapter that is not loaded.
-            UnsupportedParameterError: it has a grammar or rules about logits, beside speculative decoding.
+            UnsupportedParameterError: it has guidance, or a grammar or rules about logits beside speculative decoding.
         """
+        check_unguided(request.companion_tokens)
         return Request(
             request_id=name,
             prompt_token_ids=[*request.token_ids, *output_token_ids],
-            sampling_params=self._sampling(request, output_token_ids, max_tokens, begun),
+            sampling_params=self._sampling(request, output_token_ids, max_tokens),
             pooling_params=None,
             arrival_time=request.arrived,
             mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
-            block_hasher=self._block_hasher,  # its hashes contain the adapter
+            block_hasher=self._block_hasher,  # its hashes contain the adapter and the salt
             lora_request=self._lora(request.adapter),
+            cache_salt=request.cache_salt or None,
         )
 
     @property
@@ -95,11 +94,7 @@ class RequestBuilder:
         return self._loras.get(adapter)
 
     def _sampling(
-        self,
-        request: GenerateRequest,
-        output_token_ids: Sequence[int],
-        max_tokens: int,
-        begun: Constraint | None,
+        self, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> SamplingParams:
         """Greedy with `Draws` and `Constraints`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
         first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
@@ -113,6 +108,7 @@ class RequestBuilder:
         params = SamplingParams(
             temperature=0.0,
             logprobs=wanted.logprobs,
+            prompt_logprobs=(wanted.logprobs or 0) if wanted.prompt_logprobs and not first else None,
             max_tokens=max_tokens,
             min_tokens=min(max(0, wanted.min_tokens - first), max_tokens),
             ignore_eos=wanted.ignore_eos,
@@ -121,10 +117,7 @@ class RequestBuilder:
             output_kind=RequestOutputKind.DELTA,
         )
         if not self._drafts:
-            params.extra_args = {
-                **(draw_of(wanted, first) or {}),
-                **followed(wanted.grammar, output_token_ids, begun),
-            } or None
+            params.extra_args = draw_of(wanted, first)
         elif wanted.temperature > 0:
             params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k
             params.seed = int(uniform(wanted.seed, first) * 2**53) if self._seeded else None
@@ -144,6 +137,18 @@ class RequestBuilder:
             identifier=ref.feature_id,
             mm_position=placeholder(ref.ranges, before if opened else None),
             mm_hash=ref.feature_id,
+        )
+
+
+def check_unguided(companion_tokens: int) -> None:
+    """Refuse a request with a companion, from a gateway that does not know yet.
+
+    Raises:
+        UnsupportedParameterError: it has one.
+    """
+    if companion_tokens:
+        raise UnsupportedParameterError(
+            "guidance_scale is not supported with spec.engine.type VLLM; omit it, or set spec.engine.type to Native"
         )
 
 
