@@ -1,4 +1,4 @@
-"""`mmd worker` and `mmd gateway`, the commands that run in pods.
+"""`mmd worker`, `mmd gateway` and `mmd fetch-weights`, the commands that run in pods.
 
 What takes long to import is imported when they run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -41,6 +42,23 @@ def gateway() -> None:
         from mmd_workers.settings import WorkerSettings
 
     run(WorkerSettings.from_environment())
+
+
+def fetch_weights(
+    items: Annotated[
+        list[str], typer.Option("--item", help="Field of the spec and URL, as FIELD=URL. Repeatable.")
+    ],
+    claim: Annotated[str, typer.Option(help="Name of the volume in messages.")] = "",
+    last_words: Annotated[Path, typer.Option(help="File for the final progress.")] = Path(
+        "/dev/termination-log"
+    ),
+) -> None:
+    """Download weights to the cache (what the Job of spec.model.storage.cache runs)."""
+    from mmd_api.weights import Download
+    from mmd_workers.weights import pod
+
+    downloads = [Download(field, url) for field, _, url in (item.partition("=") for item in items)]
+    pod.end(pod.run(downloads, claim, last_words))
 
 
 def _exit_on_sigterm() -> None:

@@ -84,6 +84,27 @@ class LiveFile(ABC):
             return file.read(self._max_bytes + 1).decode(errors="replace")
 
 
+class LiveSecret(LiveFile):
+    """A file of a Secret, whose content must be the same at two checks.
+
+    One that is being written in place may be valid before it is complete. At the start nothing is in force that it could replace: there
+    the first content is taken at once.
+    """
+
+    def __init__(self, file: Path, max_bytes: int) -> None:
+        super().__init__(file, max_bytes)
+        self._seen: str | None = None  # at the last check; None: this is the first
+
+    def _is_settled(self, text: str) -> bool:
+        seen, self._seen = self._seen, text
+        return seen is None or text == seen
+
+    def _unreadable(self, error: OSError) -> None:
+        self._text = None  # what comes next is new, even if it is what was there before
+        self._seen = ""
+        self._rejected(error.strerror or type(error).__name__)
+
+
 class LiveConfig(LiveFile):
     """Hands over the settings of a configuration file that may change while this process runs, whenever they have changed."""
 
@@ -107,6 +128,9 @@ class LiveConfig(LiveFile):
 
     async def _take(self, text: str) -> None:
         fresh = self._parsed(text)
+        if fresh.readers != self._config.readers:
+            _log.info("%s is for the pods that replace this one; present settings stay in effect", self._file)
+            return
         self._check_file(fresh)
         config = self._config.with_live_fields_of(fresh)
         if config.dump() != self._config.dump():
@@ -132,10 +156,9 @@ class LiveConfig(LiveFile):
 
     def _parsed(self, text: str) -> PipelineConfig:
         fresh, own = PipelineConfig.parse(text), self._config
-        identity = (own.namespace, own.name, own.revision, own.readers)
-        if (fresh.namespace, fresh.name, fresh.revision, fresh.readers) != identity:
+        if (fresh.namespace, fresh.name, fresh.revision) != (own.namespace, own.name, own.revision):
             raise ValueError(
-                f"it is for {fresh.namespace}/{fresh.name}, revision {fresh.revision}, {fresh.readers}, and this process is of "
-                f"{own.namespace}/{own.name}, revision {own.revision}, {own.readers}"
+                f"it is for {fresh.namespace}/{fresh.name}, revision {fresh.revision}, and this process is of {own.namespace}/{own.name}, "
+                f"revision {own.revision}"
             )
         return fresh

@@ -14,9 +14,11 @@ from typing import Any
 from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import PoolName, Role
+from mmd_api.pipeline import encodes_small_media
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.engine import VllmPoolSpec
 from mmd_api.spec.pools import DecodeSpec, EncoderSpec, PrefillSpec
+from mmd_workers.features.held import HeldFeatures
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import Progress
 from mmd_workers.observe.startup import Startup
@@ -29,7 +31,7 @@ from mmd_workers.wire.peers import PeerDirectory
 log = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 60.0
-ADVERTISED_FEATURES = 64
+DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
 
 
 class Tasks:
@@ -89,6 +91,7 @@ class Pod:
     tracing: Tracing
     startup: Startup
     tasks: Tasks
+    held: HeldFeatures = field(default_factory=HeldFeatures)
     bus: Bus = field(init=False)  # from the connection on
     directory: PeerDirectory = field(init=False)
 
@@ -112,9 +115,19 @@ class Pod:
         return self.settings.pod
 
     @property
+    def drain_seconds(self) -> float:
+        """From the request to drain until what is left is given back."""
+        return max(1.0, self.settings.grace_seconds - DRAIN_RESERVE_SECONDS)
+
+    @property
     def encoder_spec(self) -> EncoderSpec:
         """Settings of encoding, wherever it is done."""
         return self.spec.encoder or EncoderSpec()
+
+    @property
+    def encodes_small_media(self) -> bool:
+        """Whether this pod has a tower for small media, beside encoder pods for the rest."""
+        return encodes_small_media(self.spec, self.pool)
 
     @property
     def prefill_spec(self) -> PrefillSpec:
@@ -143,9 +156,10 @@ class Advertised:
     """What a part adds to the pod's heartbeat besides its load. None: the part has nothing to add to this field."""
 
     max_model_len: int | None = None
-    prefix_blocks: list[str] | None = None
-    features: list[str] | None = None
+    prefix_number: int | None = None
+    feature_number: int | None = None
     takes_prompts: bool | None = None
+    encodes_small_media: bool | None = None
 
 
 class Part:

@@ -36,9 +36,12 @@ class WorkerSettings:
     subjects on which replies come, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
     `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
     `keys_file`: tenants and hashes of their API keys, of a gateway that needs keys; empty where it needs none.
+    `tls_folder`: certificate and key of a gateway that speaks TLS to clients; empty where it does not.
     `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
     `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
+    `picker_port`: of a gateway with an InferencePool, where Gateways ask which pod takes a request; 0: a free one.
     `turns`: a file that pods share which compute with all cores of one machine, one at a time; empty: this one has its cores to itself.
+    `feature_disk`, `feature_disk_mebibytes`: where and how much the encoder's cache may write of what it evicts; empty: nothing.
     `identity`, `commit`, `adapter_commits`: see `mmd_workers.identity`; empty until it has looked.
     """
 
@@ -54,13 +57,17 @@ class WorkerSettings:
     grace_seconds: float = 120.0
     config_file: str = ""
     keys_file: str = ""
+    tls_folder: str = ""
     gpus: int = 0
     memory_fraction: float = 1.0
     turns: str = ""
+    feature_disk: str = ""
+    feature_disk_mebibytes: int = 0
     identity: str = ""
     commit: str = ""
     adapter_commits: dict[str, str] = field(default_factory=dict)
     admin_port: int = 0
+    picker_port: int = 0
     group: Group | None = None
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
@@ -112,6 +119,7 @@ class WorkerSettings:
             pod_ip=need(environment.POD_IP),
             http_port=int(need(environment.HTTP_PORT)),
             admin_port=int(os.environ.get(environment.ADMIN_PORT, "0")),
+            picker_port=int(os.environ.get(environment.PICKER_PORT, "0")),
             nats_url=need(environment.NATS_URL),
             threads=int(os.environ.get(environment.THREADS, "0")),
             annotations=os.environ.get(environment.POD_ANNOTATIONS, ""),
@@ -119,8 +127,11 @@ class WorkerSettings:
             nats_login=_login(user, need(environment.NATS_PASSWORD)) if user else None,
             grace_seconds=float(os.environ.get(environment.GRACE_SECONDS, "120")),
             keys_file=os.environ.get(environment.KEYS_FILE, ""),
+            tls_folder=os.environ.get(environment.TLS_FOLDER, ""),
             gpus=int(os.environ.get(environment.GPUS, "0")),
             memory_fraction=float(os.environ.get(environment.MEMORY_FRACTION, "1")),
+            feature_disk=os.environ.get(environment.FEATURE_DISK, ""),
+            feature_disk_mebibytes=int(os.environ.get(environment.FEATURE_DISK_MEBIBYTES, "0")),
             turns=os.environ.get(environment.TURNS, ""),
             group=_group(need) if int(os.environ.get(LWS_GROUP_SIZE, "1")) > 1 else None,
         )

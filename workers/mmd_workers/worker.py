@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -22,12 +23,14 @@ from mmd_api.contract.pools import PoolName, Role
 from mmd_api.contract.subjects import Subjects
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers import closing
+from mmd_workers.caches.reports import FeatureReports
 from mmd_workers.closing import close_each
 from mmd_workers.decode.role import DecodeRole
 from mmd_workers.device import chosen_device
 from mmd_workers.encoder.role import EncoderRole
 from mmd_workers.identity import check_pinned, identified
 from mmd_workers.live import LiveConfig
+from mmd_workers.node import NODE
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.server import HttpServer, Progress, listen_address, routes
@@ -51,7 +54,9 @@ SAMPLE_SECONDS = 0.25
 DRAIN_CHECK_SECONDS = 0.05
 ANNOTATIONS_SECONDS = 1.0
 SURRENDER_SECONDS = 5.0  # for each step of a process that has failed
-DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
+SWITCH_SECONDS = 0.0005
+"""How long a thread keeps the interpreter when another wants it. Towers and engine steps give it up around every operation; with Python's own 5 ms
+each such wait would be as long as a third of a step."""
 BLOCKING_THREADS = (
     64  # KV links wait in threads: one that waits for a lost peer must not keep others from theirs
 )
@@ -59,8 +64,8 @@ BLOCKING_THREADS = (
 
 def parts_of(pod: Pod, device: torch.device) -> list[Part]:
     """The roles of a pod and what they share, each after those that it builds on."""
-    parts: list[Part] = []
-    encoder = EncoderRole(pod, device) if "encode" in pod.roles else None
+    parts: list[Part] = [FeatureReports(pod)] if "encode" in pod.roles or "prefill" in pod.roles else []
+    encoder = EncoderRole(pod, device) if "encode" in pod.roles or pod.encodes_small_media else None
     if encoder is not None:
         parts.append(encoder)
     if "prefill" not in pod.roles and "decode" not in pod.roles:
@@ -70,6 +75,8 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
     if links is not None:
         parts.append(links)
     engine = engine_host(pod, device, encoder)
+    if encoder is not None and pod.spec.engine.type == "Native":
+        encoder.somebody_waits = engine.somebody_waits
     sequences = Sequences(pod, engine)
     parts += [engine, sequences]
     if decodes and links is not None:
@@ -240,9 +247,11 @@ class Worker:
             commit=settings.commit,
             adapter_commits=settings.adapter_commits,
             max_model_len=advertised.max_model_len or 0,
-            prefix_blocks=advertised.prefix_blocks or [],
-            features=advertised.features or [],
+            prefix_number=advertised.prefix_number or 0,
+            feature_number=advertised.feature_number or 0,
+            node=NODE,
             takes_prompts=bool(advertised.takes_prompts),
+            encodes_small_media=bool(advertised.encodes_small_media),
         )
 
     def _described(self) -> dict[str, Any]:
@@ -273,7 +282,7 @@ class Worker:
 
     async def _drain(self) -> None:
         """Take no more work, finish what is held, give back what cannot be finished in the grace period."""
-        grace = max(1.0, self.settings.grace_seconds - DRAIN_RESERVE_SECONDS)
+        grace = self.pod.drain_seconds
         log.info("draining for at most %.0f s", grace)
         for part in self._parts:
             part.drain()
@@ -320,6 +329,7 @@ def _process(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) 
 def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
     """Run a worker until it is asked to stop; the exit code shows whether it ended well."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level.upper())
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         closing.run(_process(identified(settings), pool, roles).serve())
     except MmdError as error:

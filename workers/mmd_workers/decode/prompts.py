@@ -30,7 +30,7 @@ class _Prompt:
     placed: float
     task: asyncio.Task[None] | None = None
     added: float = 0.0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # found by the engine
 
 
 class PromptService(SequenceOwner):
@@ -64,6 +64,16 @@ class PromptService(SequenceOwner):
         """Take requests from now on."""
         await self._bus.serve(self._bus.subjects.prefill(self._pod), GenerateRequest, self._place)
 
+    def waiting(self, sampled_at: float) -> list[int]:
+        """Tokens of each prompt that waits for its first token and is not in the engine's figures of that time (Unix seconds), without what
+        the engine has found in its prefix cache, or is expected there.
+        """
+        return [
+            tracked.tokens_to_compute(prompt.cached_tokens)
+            for name, prompt in self._prompts.items()
+            if not 0 < prompt.added < sampled_at and (tracked := self._book.get(name))
+        ]
+
     def drain(self) -> None:
         """Take no more requests."""
         self._draining = True
@@ -96,13 +106,19 @@ class PromptService(SequenceOwner):
             if request.features:
                 cached = await self._engine.cached_tokens(name, request)
                 if cached < media_end(request.features):
-                    raise _without_media(request, cached)
+                    return await self._return(name, request, cached)
             prompt.added = (await self._engine.add(name, request, stop_after_prefill=False)).at
         except MmdError as error:
             await self._give_back(name, error)
         except Exception as error:  # the request must not vanish, whatever went wrong
             log.exception("prompt of %s crashed", name)
             await self._give_back(name, MmdError(f"internal error: {type(error).__name__}: {error}"))
+
+    async def _return(self, name: str, request: GenerateRequest, cached_tokens: int) -> None:
+        """Give it back for its media, once."""
+        if self._book.get(name) is not None:
+            self._metrics.local_prompts.labels("returned").inc()
+            await self._give_back(name, _without_media(request, cached_tokens))
 
     async def _give_back(self, name: str, error: MmdError) -> None:
         self._prompts.pop(name, None)
@@ -123,8 +139,7 @@ class PromptService(SequenceOwner):
             return
         request = tracked.request
         if not request.decode_pods and cached_tokens < media_end(request.features):
-            self._metrics.local_prompts.labels("returned").inc()
-            task = asyncio.create_task(self._give_back(sequence, _without_media(request, cached_tokens)))
+            task = asyncio.create_task(self._return(sequence, request, cached_tokens))
             self._returns.add(task)
             task.add_done_callback(self._returns.discard)
 
@@ -134,7 +149,7 @@ class PromptService(SequenceOwner):
         tracked = self._book.get(token.sequence_id)
         if prompt is None or tracked is None:
             return
-        sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": prompt.cached_tokens}
+        sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": prompt.cached_tokens or 0}
         tracked.phases += [
             Phase("queue", prompt.placed, prompt.added, {"for": "prefill"}),
             Phase("prefill", prompt.added, time.time(), sizes),

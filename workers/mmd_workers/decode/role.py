@@ -4,6 +4,7 @@ its sequences simply stay in the engine, and there is nothing to do here.
 
 from __future__ import annotations
 
+from mmd_api.contract.load import PodLoad
 from mmd_workers.decode.prompts import PromptService
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.pod import Advertised, Part, Pod
@@ -34,6 +35,7 @@ class DecodeRole(Part):
             self._links.manager,
             self._sequences.book,
             pod.metrics,
+            pod.spec.transfer.kv.wire_format,
         )
         self._prompts = prompts = PromptService(
             pod.bus,
@@ -68,6 +70,11 @@ class DecodeRole(Part):
     def drained(self) -> bool:
         """Whether every handover that was granted is committed or has ended."""
         return self._service is None or not self._service.inbound
+
+    def load(self) -> PodLoad:
+        """Prompts that the engine's figures do not show: gateways count them themselves only until the next heartbeat."""
+        waiting = self._prompts.waiting(self._engine.sampled_at) if self._prompts is not None else []
+        return PodLoad(prefill_waiting_tokens=sum(waiting), decode_waiting=len(waiting))
 
     def advertised(self) -> Advertised:
         """That it takes prompts."""

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,10 +27,12 @@ from mmd_api.contract.errors import (
     OverloadedError,
     RequestCancelledError,
 )
+from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.decode.queue import OfferQueue
 from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
 from mmd_workers.kv.links import LinkManager, PairLink
+from mmd_workers.kv.quantize import KvWire
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.sequences.book import SequenceBook, Tracked, sequence_id
 from mmd_workers.sequences.engine import SequenceEngine
@@ -56,7 +58,7 @@ ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it
 ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
 MAX_COMMITS = 8192  # whose answers are remembered
 UNWRITTEN_BYTES = 64 << 20
-"""Received while the engine is in a step, besides one chunk of each prefill pod."""
+"""Held unpacked while the engine is in a step, besides one chunk of each prefill pod."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class _Inbound:
     received: int = 0  # chunks; the engine writes them in this order
     first_byte: float = 0.0
     last_byte: float = 0.0
+    wire_seconds: float = 0.0  # while bytes came: a prefill in chunks leaves time between them
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     held: ExitStack = field(default_factory=ExitStack)  # keeps its link from being evicted between two chunks
     error: MmdError | None = None
@@ -112,7 +115,9 @@ class DecodeService(SequenceOwner):
         links: LinkManager,
         book: SequenceBook,
         metrics: Metrics,
+        wire_format: KvWireFormat = "Model",
     ) -> None:
+        """`wire_format`: of the KV that comes."""
         self._bus = bus
         self._pod = pod
         self._engine = engine
@@ -120,6 +125,7 @@ class DecodeService(SequenceOwner):
         self._book = book
         self._metrics = metrics
         self._kv_layout = engine.kv_layout
+        self._wire = KvWire(engine.kv_layout, wire_format)
         self._leases = LeaseTable()
         self._inbound: dict[str, _Inbound] = {}
         self._pumps: dict[str, _Pump] = {}  # by prefill pod
@@ -238,8 +244,10 @@ class DecodeService(SequenceOwner):
 
     def _mismatch(self, offer: KvOffer) -> str:
         """Why KV of the pod that offers cannot come here; empty if it can."""
-        if offer.layout != asdict(self._kv_layout):
-            return f"KV layout {offer.layout} differs from {asdict(self._kv_layout)}"
+        if offer.layout.get("wire_format") != self._wire.terms.get("wire_format"):
+            return f"{offer.pod} and {self._pod} pack KV differently on its way; set spec.transfer.kv.wireFormat once for both pools"
+        if offer.layout != self._wire.terms:
+            return f"KV layout {offer.layout} differs from {self._wire.terms}"
         if offer.backend != self._links.backend:
             return (
                 f"{offer.pod} sends KV over {offer.backend}, and {self._pod} receives it over {self._links.backend};"
@@ -265,7 +273,9 @@ class DecodeService(SequenceOwner):
             self._queue.join(offer.request_id, offer.arrived, now)
             return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
         try:
-            cached = await self._engine.reserve(sequence, offer.prompt_tokens, offer.max_tokens, offer.prefix)
+            cached = await self._engine.reserve(
+                sequence, offer.prompt_tokens, offer.max_tokens, offer.prefix, offer.companion_tokens
+            )
         except MmdError as error:
             if error.retryable:
                 self._queue.join(offer.request_id, offer.arrived, time.monotonic())
@@ -372,10 +382,20 @@ class DecodeService(SequenceOwner):
                     inbound.first_byte = inbound.first_byte or time.time()
                 tensors: list[torch.Tensor] = []
                 if chunk.num_tokens:  # else it renews the lease
+                    begun = time.monotonic()
                     with link.held():  # its lease may end meanwhile
                         tensors = await asyncio.to_thread(
-                            recv_range, link, self._kv_layout, chunk.num_tokens, chunk.first_tag, link.device
+                            recv_range,
+                            link,
+                            self._wire.layout,
+                            chunk.num_tokens,
+                            chunk.first_tag,
+                            link.device,
                         )
+                    if inbound is not None:
+                        inbound.wire_seconds += time.monotonic() - begun
+                    if self._wire.packs:
+                        tensors = await asyncio.to_thread(self._wire.unpack, tensors)
                 writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
                 self._writes.add(writing)
                 writing.add_done_callback(partial(self._wrote, pump, num_bytes))
@@ -420,7 +440,7 @@ class DecodeService(SequenceOwner):
             return
         try:
             self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
-            num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
+            num_bytes = chunk.num_tokens * self._wire.bytes_per_token
             self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
             inbound.received += 1
             inbound.last_byte = time.time()
@@ -479,6 +499,7 @@ class DecodeService(SequenceOwner):
             await self._engine.abort(inbound.sequence)
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
         self._metrics.leases.labels("committed").inc()
+        await self._book.report_phases(inbound.sequence)  # gateways learn from it how fast KV travels
         return KvCommitted(commit.lease_id, ok=True)
 
     def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
@@ -487,8 +508,9 @@ class DecodeService(SequenceOwner):
         if inbound.last_byte:  # else all of it was cached here
             self._metrics.transfer.labels("kv").observe(last - first)
         tokens = inbound.offer.prompt_tokens - inbound.cached_tokens
-        num_bytes = tokens * self._kv_layout.bytes_per_token()
-        tracked.phases.append(Phase("kv_transfer", first, now, {"tokens": tokens, "bytes": num_bytes}))
+        num_bytes = tokens * self._wire.bytes_per_token
+        sizes = {"tokens": tokens, "bytes": num_bytes, "wire_seconds": round(inbound.wire_seconds, 6)}
+        tracked.phases.append(Phase("kv_transfer", first, now, sizes))
         self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:

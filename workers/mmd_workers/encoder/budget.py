@@ -1,4 +1,4 @@
-"""A bound on bytes held at the same time: work that needs more waits, in order of arrival. Belongs to one event loop."""
+"""A bound on bytes held at the same time: work that needs more waits, modalities in turn. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from mmd_api.contract.errors import CapacityError
+from mmd_api.contract.pools import Modality
+from mmd_workers.encoder.shares import FairShares
 
 
 class Held:
@@ -25,17 +27,20 @@ class Held:
 
 
 class ByteBudget:
-    """Reserved before anything is produced. First come, first served, so that a large medium is not starved by small ones."""
+    """Reserved before anything is produced. Modalities that wait get the same bytes, each its media in the order in which they came. Whichever is next
+    holds up the others until it fits, so that a large medium is not starved by small ones.
+    """
 
     def __init__(self, budget_bytes: int, field: str) -> None:
         """`field`: the field of the spec that raises the budget."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._field = field
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: dict[Modality, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._shares = FairShares()
 
     @asynccontextmanager
-    async def hold(self, num_bytes: int, what: str) -> AsyncIterator[Held]:
+    async def hold(self, num_bytes: int, what: str, modality: Modality) -> AsyncIterator[Held]:
         """Wait for room, and reserve bytes for the duration of the `with` block.
 
         Raises:
@@ -46,26 +51,23 @@ class ByteBudget:
                 f"{what} needs {num_bytes >> 20} MiB of host memory to be encoded, but the budget is {self.budget_bytes >> 20} MiB; "
                 f"send a smaller one, or raise {self._field}"
             )
-        await self._reserve(num_bytes)
+        await self._reserve(num_bytes, modality)
         held = Held(self, num_bytes)
         try:
             yield held
         finally:
             held.shrink(0)
 
-    async def _reserve(self, num_bytes: int) -> None:
-        if not self._waiting and self.used_bytes + num_bytes <= self.budget_bytes:
-            self.used_bytes += num_bytes
-            return
+    async def _reserve(self, num_bytes: int, modality: Modality) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, turn))
+        self._waiting.setdefault(modality, deque()).append((num_bytes, turn))
+        self._admit()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.free(num_bytes)
             else:
-                self._waiting = deque(item for item in self._waiting if item[1] is not turn)
                 self._admit()
             raise
 
@@ -75,11 +77,20 @@ class ByteBudget:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting:
-            num_bytes, turn = self._waiting[0]
-            if not turn.done():
-                if self.used_bytes + num_bytes > self.budget_bytes:
-                    return
-                self.used_bytes += num_bytes
-                turn.set_result(None)
-            self._waiting.popleft()
+        while (modality := self._turn()) is not None:
+            num_bytes, turn = self._waiting[modality][0]
+            if self.used_bytes + num_bytes > self.budget_bytes:
+                return
+            self._waiting[modality].popleft()
+            self._shares.add(modality, num_bytes)
+            self.used_bytes += num_bytes
+            turn.set_result(None)
+
+    def _turn(self) -> Modality | None:
+        """Whose oldest medium is next; None: nothing waits. Those that have given up are removed."""
+        for modality, turns in [*self._waiting.items()]:
+            while turns and turns[0][1].done():
+                turns.popleft()
+            if not turns:
+                del self._waiting[modality]
+        return self._shares.next_of(self._waiting) if self._waiting else None

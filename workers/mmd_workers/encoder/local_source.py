@@ -13,7 +13,7 @@ from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import FeatureTimes
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.media import read_medium
+from mmd_workers.wire.media import SharedReads, read_medium
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -22,11 +22,9 @@ log = logging.getLogger(__name__)
 class LocalSource:
     """Encodes on this pod: the bytes come from the gateway, the feature never leaves the process."""
 
-    encodes_here = True
-
     def __init__(self, bus: Bus, pipeline: EncodePipeline, store: FeatureStore, max_attempts: int) -> None:
         """`max_attempts`: placements of a request that may fail on one of its media before it is rejected."""
-        self._bus = bus
+        self._reads = SharedReads(lambda *medium: read_medium(bus, *medium))
         self._max_attempts = max_attempts
         self._pipeline = pipeline
         self._store = store
@@ -44,25 +42,28 @@ class LocalSource:
 
     async def _encode(self, ref: FeatureRef, request: GenerateRequest) -> None:
         try:
-            feature = self._pipeline.cached(ref.feature_id)
+            feature = await self._pipeline.cached(ref.feature_id)
             if feature is None:
                 feature, times = await self._pipeline.encode(
                     ref,
-                    lambda: read_medium(
-                        self._bus, request.gateway, ref.digest, ref.num_bytes, request.deadline
-                    ),
+                    lambda: self._reads.read(request.gateway, ref.digest, ref.num_bytes, request.deadline),
                 )
                 self._times.add(ref.feature_id, {**times, "encoded": time.time()})
         except MmdError as error:
             self._store.fail(ref.feature_id, EncodeError(error, retryable=error.retryable))
         except Exception as error:  # the model can raise anything; waiters must be notified
             log.exception("encoding %s failed", ref.feature_id[:12])
-            attempts = request.attempt + 1
+            attempts = request.attempt - request.first_attempt + 1
             failure = unprocessable(ref, attempts, error)
             again = attempts < self._max_attempts
-            self._store.fail(ref.feature_id, EncodeError(failure, retryable=again))
+            given_up = "" if again else ref.feature_id
+            self._store.fail(ref.feature_id, EncodeError(failure, retryable=again, feature_id=given_up))
         else:
             self._store.deliver(ref.feature_id, feature)
+
+    def has(self, feature_id: str) -> bool:
+        """Whether the tower's cache has the feature, or the tower is making it."""
+        return self._pipeline.has(feature_id)
 
     def times(self, feature_id: str) -> dict[str, float]:
         """See `FeatureSource.times`."""

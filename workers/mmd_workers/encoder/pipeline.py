@@ -1,6 +1,7 @@
-"""From the bytes of a medium to its feature: decode in the sandbox, process on the CPU, batch by shape, run the tower.
+"""From the bytes of a medium to its feature: decode in the sandbox, process on the CPU, batch by work, run the tower.
 
-Used by encoder pods for jobs from the queue and, in the same way, by prefill or decode pods that hold the encode role.
+A medium with more work than a run may have is divided between runs where its architecture allows it, and media that came meanwhile have
+their turn between them. Used by encoder pods for jobs from the queue and, in the same way, by prefill or decode pods that hold the encode role.
 Independent of NATS.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -15,17 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from mmd_api.contract.errors import DeviceLostError, MmdError
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderSpec
 from mmd_workers.device import run_isolating
 from mmd_workers.encoder.budget import ByteBudget, Held
+from mmd_workers.encoder.run_pace import RunPaces
 from mmd_workers.encoder.stages import EncodeStage, Stages
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.references import layout_of
 from mmd_workers.media.medium import Decoded
 from mmd_workers.media.sandbox import DecodePool
+from mmd_workers.model.frame_pooling import Mean, clips
 from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
@@ -34,12 +40,64 @@ from mmd_workers.wire.messages import FeatureRef
 _Encoding = asyncio.Task[tuple[Feature, dict[str, float]]]
 
 
-@dataclass(slots=True, eq=False)
 class _Waiting:
-    feature_id: str
+    """A medium that waits for the tower, and the rows that it has had from it."""
+
+    def __init__(self, feature_id: str, medium: ProcessedMedium, work: int) -> None:
+        self.feature_id = feature_id
+        self.medium = medium
+        self.work = work
+        self.begun = 0  # parts that are in a run, or were
+        self.done: asyncio.Future[tuple[Feature, float, float]] = (
+            asyncio.get_running_loop().create_future()
+        )  # feature, start of the first run, end of the last (Unix seconds)
+        self._start = 0.0
+        self._rows = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def work_of(self, first: int, last: int) -> int:
+        """Of the parts [first, last)."""
+        parts = self.medium.parts
+        return self.work * last // parts - self.work * first // parts
+
+    @property
+    def work_left(self) -> int:
+        """Of the parts that are in no run yet."""
+        return self.work_of(self.begun, self.medium.parts)
+
+    def parts_within(self, work: int) -> int:
+        """How many of the parts that are left have no more work than this; one in any case."""
+        parts = range(self.begun + 1, self.medium.parts + 1)
+        found = bisect_right(parts, work, key=lambda last: self.work_of(self.begun, last))
+        return max(1, found)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more, nor for the error that it may have."""
+        if not self.done.cancel() and not self.done.cancelled():
+            self.done.exception()
+
+    def add(self, feature: Feature, start: float, end: float) -> None:
+        """Rows of the next parts; the feature is complete with the last."""
+        self._start = self._start or start
+        if feature.num_tokens < self.medium.num_tokens:
+            for name, rows in feature.tensors.items():
+                if name not in self._tensors:
+                    self._tensors[name] = rows.new_empty(self.medium.num_tokens, *rows.shape[1:])
+                self._tensors[name][self._rows : self._rows + feature.num_tokens] = rows
+            self._rows += feature.num_tokens
+            if self._rows < self.medium.num_tokens:
+                return
+            feature = Feature(feature.modality, self._tensors)
+        self.done.set_result((feature, self._start, end))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a run has of one medium: some of its parts, or all."""
+
+    item: _Waiting
     medium: ProcessedMedium
     work: int
-    done: asyncio.Future[tuple[Feature, float, float]]  # feature, tower start, tower end (Unix seconds)
 
 
 class EncodePipeline:
@@ -53,8 +111,12 @@ class EncodePipeline:
         spec: EncoderSpec,
         cache: FeatureCache,
         metrics: Metrics,
+        paces: RunPaces | None = None,
+        processors: int = 1,
     ) -> None:
+        """`paces`: of the tower's runs, where an engine steps beside it. `processors`: threads."""
         self._model = model
+        self._paces = paces
         self._decoders = decoders
         self.policy = policy
         self._batching = spec.batching
@@ -63,14 +125,14 @@ class EncodePipeline:
         self._running: dict[str, _Encoding] = {}
         self._users: Counter[_Encoding] = Counter()
         self.max_media = 2 * spec.batching.max_items  # between arrival and feature
-        self._slots = asyncio.Semaphore(self.max_media)
+        self._places = EncodeStage("pipeline", self.max_media, lambda *_: None)
         self._memory = ByteBudget(spec.media_mebibytes << 20, "spec.encoder.mediaMebibytes")
         self.stages = Stages(self._count_busy)
         self._fetch = self.stages.add("fetch", self.max_media)
         self._decode = self.stages.add("decode", decoders.processes)
-        self._process = self.stages.add("process", 1)
+        self._process = self.stages.add("process", processors)
         self._tower = self.stages.add("tower", 1)
-        self._processor = ThreadPoolExecutor(1, thread_name_prefix="process")
+        self._processors = ThreadPoolExecutor(processors, thread_name_prefix="process")
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._ready: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
@@ -78,31 +140,47 @@ class EncodePipeline:
         self.queued_work: dict[Modality, int] = {}
         self.last_progress = time.monotonic()  # of the tower
         self.job_timeout_seconds = spec.job_timeout_seconds
-        self._processing_since: float | None = None  # time.monotonic
+        self._processing: dict[object, float] = {}  # since when (time.monotonic), by medium
 
     def _count_busy(self, stage: EncodeStage, seconds: float) -> None:
         self._metrics.encode_busy.labels(stage.name).inc(seconds / stage.servers)
 
     @property
     def processing_seconds(self) -> float:
-        """Time since the processor started on its current medium."""
-        begun = self._processing_since  # read once: the processor's thread sets it
-        return 0.0 if begun is None else time.monotonic() - begun
+        """Time since a processor started on the medium that it has had longest."""
+        now = time.monotonic()
+        return now - min([*self._processing.values()], default=now)  # copied at once: the threads change it
+
+    @property
+    def media_bytes_used(self) -> int:
+        """Host memory of media that are being encoded."""
+        return self._memory.used_bytes
+
+    @property
+    def media_bytes_budget(self) -> int:
+        """Maximum of it."""
+        return self._memory.budget_bytes
 
     @property
     def running(self) -> int:
         """Media between arrival and feature."""
         return len(self._running)
 
-    def cached(self, feature_id: str) -> Feature | None:
-        """The feature, if it is in the cache."""
+    async def cached(self, feature_id: str) -> Feature | None:
+        """The feature, if it is in the cache, in memory or on disk."""
         feature = self._cache.get(feature_id)
         self._metrics.cache.labels("feature", "hit" if feature is not None else "miss").inc()
+        if feature is None and (feature := await self._cache.read_below(feature_id)) is not None:
+            self._keep(feature_id, feature)
         return feature
 
-    def newest(self, count: int) -> list[str]:
-        """Up to `count` ids of kept features, most recently used first."""
-        return self._cache.newest(count)
+    def has(self, feature_id: str) -> bool:
+        """Whether the feature is in the cache, or is being made for somebody."""
+        return feature_id in self._cache or self.is_making(feature_id)
+
+    def is_making(self, feature_id: str) -> bool:
+        """Whether the feature is being made for somebody."""
+        return feature_id in self._running
 
     async def encode(
         self, ref: FeatureRef, read: Callable[[], Coroutine[Any, Any, bytes]]
@@ -141,16 +219,23 @@ class EncodePipeline:
         self, ref: FeatureRef, read: Callable[[], Coroutine[Any, Any, bytes]]
     ) -> tuple[Feature, dict[str, float]]:
         self.queued_work[ref.modality] = self.queued_work.get(ref.modality, 0) + ref.work
+        self._cache.held.add(ref.feature_id)  # so that a second job for it comes here
         times = {"start": time.time()}
         what = f"this {ref.modality} of {ref.num_tokens} tokens"
         try:
-            async with self._slots, self._memory.hold(ref.num_bytes + ref.host_bytes, what) as memory:
+            async with (
+                self._places.run(ref.modality, ref.work),
+                self._memory.hold(ref.num_bytes + ref.host_bytes, what, ref.modality) as memory,
+            ):
                 feature = await self._make(layout_of(ref), ref, read, times, memory)
+            self._keep(ref.feature_id, feature)
         finally:
             self.queued_work[ref.modality] -= ref.work
-        self._metrics.cache_evictions.labels("feature").inc(self._cache.put(ref.feature_id, feature))
-        self._metrics.cache_bytes.labels("feature").set(self._cache.used_bytes)
+            self._cache.held.remove(ref.feature_id)
         return feature, times
+
+    def _keep(self, feature_id: str, feature: Feature) -> None:
+        self._metrics.cache_evictions.labels("feature").inc(self._cache.put(feature_id, feature))
 
     async def _make(
         self,
@@ -174,32 +259,49 @@ class EncodePipeline:
         del data
         memory.shrink(ref.host_bytes)
         async with self._process.run(ref.modality, ref.work):
-            medium = await loop.run_in_executor(self._processor, self._processed, decoded, layout)
+            media = await loop.run_in_executor(self._processors, self._processed, decoded, layout)
         times["processed"] = time.time()
         del decoded
-        memory.shrink(sum(t.numel() * t.element_size() for t in medium.tensors.values()))
-        waiting = _Waiting(ref.feature_id, medium, ref.work, loop.create_future())
-        self._ready.append(waiting)
+        memory.shrink(sum(t.numel() * t.element_size() for medium in media for t in medium.tensors.values()))
+        work = ref.work // len(media)
+        waiting = deque(_Waiting(ref.feature_id, medium, work) for medium in media)
+        del media
+        self._ready.extend(waiting)
         self._arrived.set()
+        mean, count = Mean(), len(waiting)
         try:
-            feature, times["tower_start"], times["tower_end"] = await waiting.done
-        except asyncio.CancelledError:
-            if waiting in self._ready:
-                self._ready.remove(waiting)
-            raise
+            while waiting:  # the tower runs them in this order
+                feature, start, times["tower_end"] = await waiting[0].done
+                waiting.popleft()
+                times.setdefault("tower_start", start)
+                if waiting:
+                    await loop.run_in_executor(self._processors, mean.add, feature)
+                elif count > 1:
+                    feature = await loop.run_in_executor(self._processors, mean.of_all, feature)
+        finally:
+            for item in waiting:  # of a medium that failed or that nobody wants any more
+                item.abandon()
+                if item in self._ready:
+                    self._ready.remove(item)
         return feature
 
-    def _processed(self, decoded: Decoded, layout: MediumLayout) -> ProcessedMedium:
-        """Runs on the processor's thread: a medium that hangs here blocks those behind it until a restart."""
-        self._processing_since = time.monotonic()
+    def _processed(self, decoded: Decoded, layout: MediumLayout) -> list[ProcessedMedium]:
+        """Runs on a processor's thread: a medium that hangs here keeps the thread until a restart."""
+        medium = object()
+        self._processing[medium] = time.monotonic()
         try:
-            return self._model.process(decoded, layout)
+            return self._inputs(decoded, layout)
         finally:
-            self._processing_since = None
+            del self._processing[medium]
+
+    def _inputs(self, decoded: Decoded, layout: MediumLayout) -> list[ProcessedMedium]:
+        return [self._model.process(clip, layout) for clip in clips(decoded, layout.sampling)]
 
     async def _decoded(self, data: bytes, layout: MediumLayout) -> Decoded:
-        info = await self._decoders.probe(data, layout.modality, self.policy)
         sampling = layout.sampling
+        info = await self._decoders.probe(
+            data, layout.modality, self.policy, sampling.page, sampling.of_video
+        )
         if layout.modality == "image":
             return await self._decoders.decode_image(data, info)
         if layout.modality == "video":
@@ -207,14 +309,18 @@ class EncodePipeline:
         return await self._decoders.decode_audio(data, info, sampling.sample_rate_hz, sampling.num_samples)
 
     async def warm_up(self, data: bytes, layout: MediumLayout) -> None:
-        """Send a medium along the request path, through every decode process and the threads of processor and tower, before there
+        """Send a medium along the request path, through every decode process and the threads of processors and tower, before there
         are requests. It is neither counted nor cached, and no stage updates its speed from it.
         """
         loop = asyncio.get_running_loop()
         decodes = (self._decoded(data, layout) for _ in range(self._decoders.processes))
         decoded, *_ = await asyncio.gather(*decodes)
-        medium = await loop.run_in_executor(self._processor, self._model.process, decoded, layout)
-        await loop.run_in_executor(self._tower_thread, self._model.encode, [medium])
+        processes = (
+            loop.run_in_executor(self._processors, self._inputs, decoded, layout)
+            for _ in range(self._process.servers)
+        )
+        media, *_ = await asyncio.gather(*processes)
+        await loop.run_in_executor(self._tower_thread, self._model.encode, media[:1])
 
     async def run(self) -> None:
         """Batch what is processed and run the tower, until cancelled.
@@ -231,61 +337,82 @@ class EncodePipeline:
                         await self._arrived.wait()
                 except TimeoutError:
                     continue
-            if not self._batch_is_full() and len(self._running) > len(self._ready):
+            ready = {item.feature_id for item in self._ready}
+            if not self._batch_is_full() and len(self._running) > len(ready):
                 await asyncio.sleep(self._batching.max_wait_milliseconds / 1000)
             if self._ready:  # not cancelled meanwhile
                 await self._run_tower(self._take_batch())
 
-    async def _run_tower(self, batch: list[_Waiting]) -> None:
-        modality, work = batch[0].medium.modality, sum(item.work for item in batch)
+    async def _run_tower(self, batch: list[_Share]) -> None:
+        modality, work = batch[0].medium.modality, sum(share.work for share in batch)
         loop, start = asyncio.get_running_loop(), time.time()
-        media = [item.medium for item in batch]
+        media = [share.medium for share in batch]
+        began = time.monotonic()
         try:
             async with self._tower.run(modality, work):
                 results = await loop.run_in_executor(
                     self._tower_thread, run_isolating, media, self._model.encode, self._model.device
                 )
         except DeviceLostError as lost:
-            self.on_lost_device = {item.feature_id for item in batch}
-            for item in batch:
-                if not item.done.done():
-                    item.done.set_exception(lost)
+            self.on_lost_device = {share.item.feature_id for share in batch}
+            for share in batch:
+                if not share.item.done.done():
+                    share.item.done.set_exception(lost)
             raise
         finally:
             self.last_progress = time.monotonic()
-        for item, result in zip(batch, results, strict=True):
-            if not isinstance(result, Exception):
-                self._metrics.encode_work.labels(modality).inc(item.work)
-            if item.done.done():
-                continue
-            if isinstance(result, Exception):
-                item.done.set_exception(result)
-            else:
-                item.done.set_result((result, start, time.time()))
+        if self._paces is not None and not any(isinstance(result, Exception) for result in results):
+            parts = sum(medium.parts for medium in media)
+            self._paces.ran(modality, work, parts, self.last_progress - began)
+        for share, result in zip(batch, results, strict=True):
+            self._ended_run(share, result, start)
+
+    def _ended_run(self, share: _Share, result: Feature | Exception, start: float) -> None:
+        item = share.item
+        if not isinstance(result, Exception):
+            self._metrics.encode_work.labels(share.medium.modality).inc(share.work)
+        if item.done.done():
+            return
+        if isinstance(result, Exception):
+            item.done.set_exception(result)
+            return
+        item.add(result, start, time.time())
+        if not item.done.done():
+            self._ready.append(item)  # behind what came meanwhile
 
     def _batch_is_full(self) -> bool:
         """Whether waiting for more media would not make the next batch larger."""
-        waiting, batching = self._ready, self._batching
-        return len(waiting) >= batching.max_items or sum(item.work for item in waiting) >= batching.max_work
+        waiting, most = self._ready, self._max_work(self._ready[0].medium.modality)
+        return len(waiting) >= self._batching.max_items or sum(item.work_left for item in waiting) >= most
 
-    def _take_batch(self) -> list[_Waiting]:
-        """The oldest medium and those behind it that may share its batch."""
-        key, work = self._ready[0].medium.shape_key, 0
-        batch: list[_Waiting] = []
-        for item in self._ready:
-            if item.medium.shape_key != key:
-                continue
-            if batch and work + item.work > self._batching.max_work:
+    def _max_work(self, modality: Modality) -> int:
+        """Of a run, unless one part has more."""
+        return self._batching.max_work if self._paces is None else self._paces.max_work(modality)
+
+    def _take_batch(self) -> list[_Share]:
+        """The oldest medium of the modality that is next, and those behind it that may share its run. Of a medium with more work than a run, as
+        many parts as fit.
+        """
+        modality = self._tower.shares.next_of({item.medium.modality for item in self._ready})
+        key = next(item.medium.shape_key for item in self._ready if item.medium.modality == modality)
+        work, most = 0, self._max_work(modality)
+        batch: list[_Share] = []
+        for item in [item for item in self._ready if item.medium.shape_key == key]:
+            if batch and work + item.work_left > most:
                 break
-            batch.append(item)
-            work += item.work
+            batch.append(self._share(item, most))
+            work += batch[-1].work
             if len(batch) == self._batching.max_items:
                 break
-        for item in batch:
-            self._ready.remove(item)
         return batch
+
+    def _share(self, item: _Waiting, most: int) -> _Share:
+        first, last = item.begun, item.begun + item.parts_within(most)
+        item.begun = last
+        self._ready.remove(item)
+        return _Share(item, self._model.part(item.medium, first, last), item.work_of(first, last))
 
     def close(self) -> None:
         """Stop the threads; what is running is abandoned."""
-        self._processor.shutdown(wait=False, cancel_futures=True)
+        self._processors.shutdown(wait=False, cancel_futures=True)
         self._tower_thread.shutdown(wait=False, cancel_futures=True)

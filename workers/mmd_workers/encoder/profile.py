@@ -5,6 +5,7 @@ On a GPU the largest batches are run. On a CPU, where that would take long, a fe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching
 from mmd_workers.device import check_device
 from mmd_workers.engine.profile import LiveBytes
+from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.interfaces import EncoderModel, Frontend
@@ -35,7 +37,7 @@ SHAPES = (1.0, 4 / 3, 3 / 2, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A medium without content, and its encoder work."""
+    """A medium without content, or parts of one, and its encoder work."""
 
     medium: ProcessedMedium
     work: int
@@ -114,10 +116,10 @@ def _of_modality(
     modality: Modality,
 ) -> int:
     if model.device.type != "cuda":
-        large = largest(model, frontend, policy, modality)
+        large = one_run(model, largest(model, frontend, policy, modality), batching)
         return estimated(model, frontend, modality, large, batching)
     run, least = partial(_bytes_on_gpu, model), small(model, frontend, modality, 1)
-    media = from_largest(model, frontend, policy, modality)
+    media = from_largest(model, frontend, policy, modality, batching)
     large = next(media)
     full = fullest(model, frontend, policy, modality, large, batching)
     others = [least] if full is large else [full, least]
@@ -131,6 +133,13 @@ def _of_modality(
             f"the smallest {modality} ({least.medium.num_tokens} tokens); give the pod a GPU with more memory, or choose a smaller model"
         )
     return num_bytes
+
+
+def one_run(model: EncoderModel, blank: _Blank, batching: EncoderBatching) -> _Blank:
+    """What a run has of a medium: as many of its parts as have no more work than a run may, and one in any case."""
+    parts = blank.medium.parts
+    last = max(1, min(parts, parts * batching.max_work // blank.work))
+    return _Blank(model.part(blank.medium, 0, last), -(-blank.work * last // parts))
 
 
 def estimated(
@@ -220,13 +229,17 @@ def _bytes_on_gpu(model: EncoderModel, medium: ProcessedMedium, items: int) -> i
 
 
 def from_largest(
-    model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality
+    model: EncoderModel,
+    frontend: Frontend,
+    policy: MediaPolicy,
+    modality: Modality,
+    batching: EncoderBatching,
 ) -> Iterator[_Blank]:
-    """The largest medium, then ever smaller ones, each with at most three quarters of the work of the one before."""
-    blank = largest(model, frontend, policy, modality)
+    """What a run has of the largest medium, then of ever smaller ones, each with at most three quarters of the work of the one before."""
+    blank = one_run(model, largest(model, frontend, policy, modality), batching)
     yield blank
     for halvings in range(1, math.ceil(_halvings(policy, modality))):
-        smaller = largest(model, frontend, policy, modality, halvings)
+        smaller = one_run(model, largest(model, frontend, policy, modality, halvings), batching)
         if 4 * smaller.work <= 3 * blank.work:  # else the processor makes nearly the same of both
             blank = smaller
             yield blank
@@ -290,7 +303,8 @@ def fullest(
     for _ in range(FULLEST_TRIES if items > 1 else 0):
         halvings = (more + fewer) / 2
         try:
-            found.append(largest(model, frontend, policy, modality, halvings))
+            medium = largest(model, frontend, policy, modality, halvings)
+            found.append(one_run(model, medium, batching))
         except UnsupportedInputError:  # too small for this model
             fewer = halvings
             continue
@@ -310,8 +324,14 @@ def small(model: EncoderModel, frontend: Frontend, modality: Modality, times: in
 
 
 def _blank(model: EncoderModel, frontend: Frontend, info: MediumInfo) -> _Blank:
+    """Of a video all frames, which a request may choose, or as many as the processor takes of its own accord if those are more."""
     message = {"role": "user", "content": [{"type": info.modality}]}
     (layout,) = frontend.layout([message], [info]).media
+    if info.modality == "video":
+        with contextlib.suppress(UnsupportedInputError):  # it samples by rate alone
+            choice = SamplingChoice(num_frames=info.num_frames)
+            (chosen,) = frontend.layout([message], [info], choices=[choice]).media
+            layout = max(layout, chosen, key=lambda each: each.work)
     return _Blank(model.blank(info, layout), layout.work)
 
 
@@ -319,11 +339,19 @@ def _picture(
     modality: Modality, pixels: int, shape: float, frames: int = 0, fps: float = SMALL_FPS
 ) -> MediumInfo:
     height = max(1, math.isqrt(int(pixels / shape)))
-    info = {"width": pixels // height if shape > 1 else height, "height": height}
+    width = pixels // height if shape > 1 else height
     if modality == "image":
-        return MediumInfo("image", "0" * 64, 1, "png", **info)
+        return MediumInfo("image", "0" * 64, 1, "png", width=width, height=height)
     return MediumInfo(
-        "video", "0" * 64, 1, "mp4", **info, num_frames=frames, fps=fps, duration_seconds=frames / fps
+        "video",
+        "0" * 64,
+        1,
+        "mp4",
+        width=width,
+        height=height,
+        num_frames=frames,
+        fps=fps,
+        duration_seconds=frames / fps,
     )
 
 

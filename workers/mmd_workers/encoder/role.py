@@ -1,6 +1,7 @@
 """The encode role of a pod: the tower and, on an encoder pod, the service that takes jobs from the queue.
 
-On a pod that also holds the prefill role nothing comes from the queue: that role asks for features through `local_source`.
+On a pod that also holds the prefill role nothing comes from the queue: that role asks for features through `local_source`, for all
+media, or for small ones alone where other pods encode the rest.
 """
 
 from __future__ import annotations
@@ -8,29 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers import memory
+from mmd_workers.closing import close_each
+from mmd_workers.encoder.cache_handover import FeatureTaker, hand_over, seconds_of
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.profile import tower_memory
+from mmd_workers.encoder.run_pace import RunPaces
 from mmd_workers.encoder.service import EncoderService
+from mmd_workers.encoder.stages import decoders_for, processors_beside
 from mmd_workers.features.cache import FeatureCache
+from mmd_workers.features.disk import DiskTier
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.observe.server import Progress
-from mmd_workers.pod import ADVERTISED_FEATURES, LIVENESS_SECONDS, Advertised, Part, Pod
+from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod
 from mmd_workers.warmup import media_steps, warm_up
 
 log = logging.getLogger(__name__)
 
-DECODE_PROCESSES = 2
+STOP_SECONDS = 1.0  # for a hand-over and for transfers, when the pod ends
 
 
 class EncoderRole(Part):
@@ -44,6 +52,11 @@ class EncoderRole(Part):
         self._decoders: DecodePool | None = None
         self._pipeline: EncodePipeline | None = None
         self._service: EncoderService | None = None
+        self._cache: FeatureCache | None = None
+        self._taker: FeatureTaker | None = None
+        self._disk: DiskTier | None = None
+        self._handover: asyncio.Task[None] | None = None
+        self.somebody_waits: Callable[[], bool] | None = None  # for steps of an engine in this process
         self.tower_bytes = 0  # of its activations: what a KV pool on the same device must leave
 
     async def load_weights(self) -> None:
@@ -58,15 +71,35 @@ class EncoderRole(Part):
         """Start the decode processes and the tower, and find out what it needs of memory."""
         assert self._model is not None
         pod, media, spec = self._pod, self._pod.spec.gateway.media, self._pod.encoder_spec
-        self._decoders = DecodePool(DECODE_PROCESSES, media.decode_timeout_seconds)
+        decoders = decoders_for(
+            pod.settings.compute_threads, spec.media_mebibytes * MEBIBYTE, 2 * spec.batching.max_items
+        )
+        self._decoders = DecodePool(decoders, media.decode_timeout_seconds)
         with pod.startup.phase("sandbox"):
             await self._decoders.start()
         for layer, active in self._decoders.layers.items():
             pod.metrics.sandbox_layers.labels(layer).set(active)
-        cache = FeatureCache(spec.cache_mebibytes * MEBIBYTE)
-        self._pipeline = EncodePipeline(self._model, self._decoders, media, spec, cache, pod.metrics)
+        self._disk = self._disk_tier()
+        self._cache = cache = FeatureCache(spec.cache_mebibytes * MEBIBYTE, pod.held, self._disk)
+        paces = None
+        if self.somebody_waits is not None:
+            paces = RunPaces(pod.spec.engine.step_seconds, spec.batching.max_work, self.somebody_waits)
+        self._pipeline = EncodePipeline(
+            *(self._model, self._decoders, media, spec, cache, pod.metrics, paces),
+            processors=processors_beside(decoders),
+        )
         pod.tasks.spawn(self._pipeline.run(), "tower")
         await self._measure_tower(self._model)
+
+    def _disk_tier(self) -> DiskTier | None:
+        """What is below the cache, where spec.encoder.cache.disk is set."""
+        pod, settings = self._pod, self._pod.settings
+        if not settings.feature_disk:
+            return None
+        budget = settings.feature_disk_mebibytes * MEBIBYTE
+        tier = DiskTier(Path(settings.feature_disk), settings.mesh, budget, pod.held, pod.metrics)
+        pod.tasks.spawn(tier.run(), "feature-disk")
+        return tier
 
     async def _measure_tower(self, model: EncoderModel) -> None:
         """What the KV pool must leave for encoding. On a CPU only where a pool is sized by it: elsewhere it would only cost time.
@@ -118,6 +151,9 @@ class EncoderRole(Part):
             tracing=pod.tracing,
         )
         pod.tasks.spawn(self._service.run(), "encoder")
+        assert self._cache is not None
+        self._taker = FeatureTaker(pod.bus, pod.name, self._cache, lambda: self._handover is not None)
+        await self._taker.start()
 
     def _incarnation_of(self, pod: str) -> str | None:
         beat = self._pod.directory.get(pod)
@@ -130,22 +166,44 @@ class EncoderRole(Part):
         return LocalSource(pod.bus, self._pipeline, store, pod.encoder_spec.max_deliveries)
 
     def drain(self) -> None:
-        """Take no more jobs."""
+        """Take no more jobs, and hand the cache over to encoders that remain."""
         if self._service is not None:
             self._service.drain()
+        if self._taker is not None and self._handover is None:
+            self._handover = asyncio.create_task(self._hand_over(), name="cache-handover")
+
+    async def _hand_over(self) -> None:
+        pod, cache = self._pod, self._cache
+        assert cache is not None
+        encoders = [beat.pod for beat in pod.directory.pods("encode") if beat.roles == ["encode"]]
+        others = [name for name in encoders if name != pod.name]
+        try:
+            await hand_over(pod.bus, cache, others, seconds_of(pod.drain_seconds), pod.metrics)
+        except Exception:  # what is not handed over is encoded again, and the drain goes on
+            log.exception("handing over the cache failed")
 
     @property
     def drained(self) -> bool:
-        """Whether the jobs in progress are done; media of this pod's own requests are the prefill role's."""
-        return self._service is None or self._service.drained
+        """Whether the jobs in progress and the hand-over are done; media of this pod's own requests are the prefill role's."""
+        handed_over = self._handover is None or self._handover.done()
+        return self._service is None or (self._service.drained and handed_over)
 
     async def surrender(self) -> None:
         """Return the jobs in progress to the queue, for other encoders."""
+        if self._handover is not None:
+            self._handover.cancel()
         if self._service is not None:
             await self._service.abandon()
 
     async def stop(self) -> None:
         """End the threads and the decode processes."""
+        if self._handover is not None:
+            self._handover.cancel()
+            await asyncio.wait([self._handover], timeout=STOP_SECONDS)
+        if self._taker is not None:
+            await close_each(self._taker.close, seconds=STOP_SECONDS)
+        if self._disk is not None:
+            self._disk.close()
         if self._pipeline is not None:
             self._pipeline.close()
         if self._decoders is not None:
@@ -160,19 +218,17 @@ class EncoderRole(Part):
             encode_running=pipeline.running,
             encode_work_per_second=pipeline.stages.work_per_second(),
             encode_busy_fraction=pipeline.stages.busy_fraction(),
-        )
-
-    def advertised(self) -> Advertised:
-        """Features in the cache."""
-        return Advertised(
-            features=self._pipeline.newest(ADVERTISED_FEATURES) if self._pipeline is not None else []
+            media_bytes_used=pipeline.media_bytes_used,
+            media_bytes_budget=pipeline.media_bytes_budget,
         )
 
     async def sample(self) -> None:
-        """Rates of the stages, and the backlog in seconds."""
+        """Rates of the stages, the backlog in seconds, and the size of the cache."""
         if (pipeline := self._pipeline) is None:
             return
         metrics = self._pod.metrics
+        if self._cache is not None:
+            metrics.cache_bytes.labels("feature").set(self._cache.used_bytes)
         backlog, rates = 0.0, pipeline.stages.work_per_second()
         for modality, rate in rates.items():
             metrics.encode_rate.labels(modality).set(rate)
@@ -186,7 +242,7 @@ class EncoderRole(Part):
         metrics.backlog.labels("encode").set(backlog)
 
     def progress(self) -> dict[str, Progress]:
-        """The tower's turns, and the time on the processor's current medium, which is too long beyond the job's timeout or `LIVENESS_SECONDS`, whichever is longer."""
+        """The tower's turns, and the time on the medium that a processor has had longest, which is too long beyond the job's timeout or `LIVENESS_SECONDS`, whichever is longer."""
         if (pipeline := self._pipeline) is None:
             return {}
         return {

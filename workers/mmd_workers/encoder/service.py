@@ -11,6 +11,7 @@ from collections.abc import Callable
 from mmd_api.contract.errors import (
     DeadlineError,
     DeviceLostError,
+    FeatureLostError,
     MediaGoneError,
     MmdError,
     PeerLostError,
@@ -27,7 +28,7 @@ from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embedding_sender import EmbeddingSender
 from mmd_workers.wire.jobs import Delivery, EncodeQueue, report_failure
-from mmd_workers.wire.media import read_medium
+from mmd_workers.wire.media import SharedReads, read_medium
 from mmd_workers.wire.messages import (
     EncodeCheck,
     EncodeFailed,
@@ -44,12 +45,17 @@ PULL_WAIT_SECONDS = 1.0
 RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
 CRASH_RETRY_SECONDS = 0.5
 CHECK_SECONDS = 1.0  # between two questions whether a job is still wanted
+WAITED_SECONDS = 0.3  # of a job in the queue, after which that is asked before it is begun
+MOST_CACHED_JOBS = 256  # past the queue, that wait for their turn or are served
 CHECK_TIMEOUT_SECONDS = 1.0
 MAX_MESSAGE_CHARACTERS = 4096
 
 
 class EncoderService:
     """Pulls as many jobs as the tower can batch; everything else stays in the queue, where any encoder may take it.
+
+    Features that this pod has, or is making for somebody else, are sent past the queue, without a wait for decoding or the tower, and while the
+    pod drains too.
 
     A job that comes again may have ended the encoder that had it: it is handled with no other job in progress, so that
     neither can cost the other an attempt.
@@ -72,6 +78,7 @@ class EncoderService:
         self._pipeline = pipeline
         self._modalities = modalities
         self._sender = EmbeddingSender(bus)
+        self._reads = SharedReads(lambda *medium: read_medium(bus, *medium))
         self._incarnation_of = incarnation_of
         self._metrics = metrics
         self._tracing = tracing
@@ -79,7 +86,8 @@ class EncoderService:
         self._slots = asyncio.Semaphore(self._max_jobs)
         self._sending = pipeline.stages.add("send", self._max_jobs)
         self._jobs: dict[asyncio.Task[None], Delivery] = {}
-        self._cached_jobs: set[asyncio.Task[None]] = set()  # of features in the cache, past the queue
+        self._cached_jobs: dict[str, asyncio.Task[None]] = {}  # past the queue, by job
+        self._cached_slots = asyncio.Semaphore(self._max_jobs)  # those that wait for one hold no feature
         self._draining = asyncio.Event()
         self._abandoned = False
         self.drained = False
@@ -113,7 +121,7 @@ class EncoderService:
                     self._start(delivery)
             if suspects:
                 await self._handle_alone(*suspects)
-        if left := {*self._jobs, *self._cached_jobs}:
+        if left := {*self._jobs, *self._cached_jobs.values()}:
             await asyncio.wait(left)
         self.drained = True
 
@@ -151,9 +159,10 @@ class EncoderService:
         self._abandoned = True
         self._draining.set()
         held = dict(self._jobs)
-        for task in held:
+        both = [*held, *self._cached_jobs.values()]
+        for task in both:
             task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
+        await asyncio.gather(*both, return_exceptions=True)
         for task, delivery in held.items():
             if not task.cancelled():
                 continue
@@ -173,25 +182,39 @@ class EncoderService:
         self._draining.set()
 
     async def _take_cached(self, job: EncodeJob) -> EncodeTaken:
-        """Send a feature from the cache. Should that fail, its receiver queues the job."""
-        modality = job.feature.modality
-        free = len(self._cached_jobs) < self._max_jobs and not self._draining.is_set()
-        if not free or self._pipeline.cached(job.feature.feature_id) is None:
+        """Send a feature that this pod has or is making; True for a job in progress, too. Should that fail, its receiver queues the job."""
+        feature_id, modality = job.feature.feature_id, job.feature.modality
+        in_queue = (delivery.job.job_id for delivery in self._jobs.values())
+        if job.job_id in self._cached_jobs or job.job_id in in_queue:
+            return EncodeTaken(job.job_id, taken=True, making=self._pipeline.is_making(feature_id))
+        full = len(self._cached_jobs) >= MOST_CACHED_JOBS
+        if full or self._abandoned or not self._pipeline.has(feature_id):
             return EncodeTaken(job.job_id, taken=False)
 
         async def serve() -> None:
             try:
-                await self._while_wanted(job)
+                making = self._pipeline.is_making(
+                    feature_id
+                )  # which takes long, and holds up none that is there
+                async with contextlib.nullcontext() if making else self._cached_slots:
+                    if not self._pipeline.has(feature_id):
+                        raise FeatureLostError(
+                            f"feature {feature_id[:16]} was evicted before its turn to be sent"
+                        )
+                    await self._while_wanted(job)
             except MmdError as error:
                 log.info("failed to deliver the cached feature for %s: %s", job.request_id, error.message)
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
+            except Exception:  # the model can raise anything, for a job that this one joined
+                log.exception("making the feature for %s failed", job.request_id)
+                self._metrics.encode_jobs.labels(modality, MmdError.code).inc()
             else:
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
 
         task = asyncio.create_task(serve(), name=f"cached-{job.job_id}")
-        self._cached_jobs.add(task)
-        task.add_done_callback(self._cached_jobs.discard)
-        return EncodeTaken(job.job_id, taken=True)
+        self._cached_jobs[job.job_id] = task
+        task.add_done_callback(lambda _: self._cached_jobs.pop(job.job_id))
+        return EncodeTaken(job.job_id, taken=True, making=self._pipeline.is_making(feature_id))
 
     async def _handle(self, delivery: Delivery) -> None:
         job, modality = delivery.job, delivery.job.feature.modality
@@ -240,7 +263,7 @@ class EncoderService:
             ) from error
 
     async def _serve_while_wanted(self, job: EncodeJob) -> None:
-        waited = time.time() - job.published > CHECK_SECONDS
+        waited = time.time() - job.published > WAITED_SECONDS
         if waited and not await self._is_wanted(job):
             raise ReceiverGoneError("the feature is no longer needed")
         serving = asyncio.create_task(self._serve(job), name=f"serve-{job.job_id}")
@@ -308,12 +331,12 @@ class EncoderService:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     async def _encode(self, job: EncodeJob, times: dict[str, float]) -> tuple[Feature, dict[str, float]]:
-        feature = self._pipeline.cached(job.feature.feature_id)
+        feature = await self._pipeline.cached(job.feature.feature_id)
         if feature is None:
             feature, times = await self._pipeline.encode(
                 job.feature,
-                lambda: read_medium(
-                    self._bus, job.gateway, job.feature.digest, job.feature.num_bytes, job.deadline
+                lambda: self._reads.read(
+                    job.gateway, job.feature.digest, job.feature.num_bytes, job.deadline
                 ),
             )
         return feature, times | {"encoded": time.time()}

@@ -2,6 +2,8 @@
 
 Every stage has servers: processes, threads or connections that work on one batch each. A pod encodes no faster than its
 slowest stage, whichever that is for a modality: decoding for video, the tower for images, the transfer for slow links.
+
+Media that wait for a stage have it in turn by modality, each the same time, so that an image waits for no backlog of videos.
 """
 
 from __future__ import annotations
@@ -13,10 +15,26 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from mmd_api.contract.pools import Modality
+from mmd_workers.encoder.shares import FairShares
 
 BUSY_WINDOW_SECONDS = 10.0
 THROUGHPUT_SMOOTHING = 0.2  # weight of the newest run
 MAX_RUNS = 4096  # runs remembered by a stage; more of them in one window are too short to matter
+LEAST_DECODERS = 2  # so that a long video holds up nobody
+BYTES_PER_DECODER = 1 << 30
+"""Of what media may take: a decoder needs memory of its own beside what it decodes to, which nothing counts."""
+DECODERS_PER_PROCESSOR = 4  # most media take their decoder longer than that many times their processor
+
+
+def decoders_for(cores: int, media_bytes: int, most: int) -> int:
+    """How many processes decode: one for each core, as far as each has its part of the bytes that media may take, and no more than the media that
+    are encoded at once, which are `most`."""
+    return max(LEAST_DECODERS, min(cores, media_bytes // BYTES_PER_DECODER, most))
+
+
+def processors_beside(decoders: int) -> int:
+    """How many threads process what so many processes decode."""
+    return max(1, decoders // DECODERS_PER_PROCESSOR)
 
 
 class EncodeStage:
@@ -33,25 +51,62 @@ class EncodeStage:
         self.name = name
         self.servers = servers
         self.work_per_second: dict[Modality, float] = {}  # by modality, all servers together
+        self.shares = FairShares()
         self._on_end = on_end
         self._clock = clock
-        self._free = asyncio.Semaphore(servers)
-        self._running: dict[object, float] = {}  # start of each run
+        self._free = servers
+        self._waiting: dict[Modality, deque[asyncio.Future[None]]] = {}
+        self._running: dict[object, tuple[Modality, float]] = {}  # start of each run
         self._ended: deque[tuple[float, float]] = deque(maxlen=MAX_RUNS)
 
     @asynccontextmanager
     async def run(self, modality: Modality, work: int) -> AsyncIterator[None]:
         """Occupy a server, after waiting for one. A run that raises counts as busy time, not as throughput."""
-        async with self._free:
-            run, start = object(), self._clock()
-            self._running[run] = start
-            finished = False
-            try:
-                yield
-                finished = True
-            finally:
-                del self._running[run]
-                self.record(modality, work if finished else 0, start, self._clock())
+        await self._take_server(modality)
+        run, start = object(), self._clock()
+        self._running[run] = modality, start
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            del self._running[run]
+            end = self._clock()
+            self.shares.add(modality, end - start)
+            self._free_server()
+            self.record(modality, work if finished else 0, start, end)
+
+    async def _take_server(self, modality: Modality) -> None:
+        if self._free:
+            self._free -= 1
+            self.shares.next_of((modality,))
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(modality, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._free_server()  # it had its turn at the same moment
+            elif turn in (turns := self._waiting.get(modality, deque())):
+                turns.remove(turn)
+            raise
+
+    def _free_server(self) -> None:
+        """Hand a server to whoever is next; those that have just been cancelled are passed over."""
+        while waiting := [modality for modality, turns in self._waiting.items() if turns]:
+            turn = self._waiting[self.shares.next_of(waiting, self._having())].popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _having(self) -> dict[Modality, float]:
+        """Seconds that those have had which still run, by modality."""
+        now, seconds = self._clock(), dict[Modality, float]()
+        for modality, start in self._running.values():
+            seconds[modality] = seconds.get(modality, 0.0) + now - start
+        return seconds
 
     def record(self, modality: Modality, work: int, start: float, end: float) -> None:
         """Note a run that was timed elsewhere, from `start` to `end` of the clock. Without work it counts as busy time alone."""
@@ -66,7 +121,7 @@ class EncodeStage:
         """Share of the last ten seconds that the servers worked, runs in flight included."""
         now = self._clock()
         begin = now - BUSY_WINDOW_SECONDS
-        runs = (*self._ended, *((start, now) for start in self._running.values()))
+        runs = (*self._ended, *((start, now) for _, start in self._running.values()))
         busy = sum(max(0.0, end - max(start, begin)) for start, end in runs)
         return busy / (BUSY_WINDOW_SECONDS * self.servers)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mmd_api.contract.errors import UnprocessableMediumError
 from mmd_workers.model.prompt import MediumLayout, SamplingPlan
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from mmd_workers.wire.messages import FeatureRef
 
 
 def layout_of(ref: FeatureRef) -> MediumLayout:
@@ -16,15 +16,15 @@ def layout_of(ref: FeatureRef) -> MediumLayout:
         num_tokens=ref.num_tokens,
         ranges=[(start, length) for start, length in ref.ranges],
         geometry=ref.geometry,
-        sampling=SamplingPlan(**ref.sampling),
+        sampling=SamplingPlan(**ref.sampling, size=ref.size),
         work=ref.work,
         host_bytes=ref.host_bytes,
     )
 
 
-def media_spans(request: GenerateRequest) -> list[tuple[int, int, str]]:
+def media_spans(features: Iterable[FeatureRef]) -> list[tuple[int, int, str]]:
     """(start, length, feature id) of every run of placeholders, for the identity of KV blocks."""
-    return [(start, length, ref.feature_id) for ref in request.features for start, length in ref.ranges]
+    return [(start, length, ref.feature_id) for ref in features for start, length in ref.ranges]
 
 
 def media_end(features: Iterable[FeatureRef]) -> int:

@@ -1,4 +1,4 @@
-"""Where the prefill role requests features: from encoder pods, or from the tower in the same process."""
+"""Where the prefill role requests features: from encoder pods, from the tower in the same process, or from either."""
 
 from __future__ import annotations
 
@@ -11,25 +11,52 @@ from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 class FeatureSource(Protocol):
     """Where features come from: the queue and an encoder pod, or the tower of this process."""
 
-    encodes_here: bool  # else the encoding pod reports that phase
-
     def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """Request the feature; it, or its failure, arrives in the store."""
         ...
 
     def times(self, feature_id: str) -> dict[str, float]:
-        """Unix times of the steps of a feature that has arrived; empty when it was here already."""
+        """Unix times of the steps of a feature that has arrived; empty when it was here already. `arrived`: of one that another pod encoded,
+        which reports how.
+        """
         ...
+
+
+class LocalFeatureSource(FeatureSource, Protocol):
+    """The tower of this process."""
+
+    def has(self, feature_id: str) -> bool:
+        """Whether the feature is in its cache, or is being made."""
+        ...
+
+
+class EitherSource:
+    """Small media from the tower of this process where the router says so, and what that tower has in its cache; the rest from encoder pods."""
+
+    def __init__(self, local: LocalFeatureSource, remote: FeatureSource) -> None:
+        self._local = local
+        self._remote = remote
+
+    def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
+        """See `FeatureSource.request`."""
+        here = request.encode_here or self._local.has(ref.feature_id)
+        (self._local if here else self._remote).request(ref, request)
+
+    def times(self, feature_id: str) -> dict[str, float]:
+        """See `FeatureSource.times`."""
+        return self._local.times(feature_id) or self._remote.times(feature_id)
 
 
 class EncodeError(MmdError):
     """A medium was given up; code, status and remedy are those of the encoder's error.
 
     `retryable` is about the request, placed anew as a whole. When the gateway that held the bytes is done with them the request can still be served: placed again, it brings its own.
-    A deadline here is that of a job or of another request that shares the feature; the request's own is watched elsewhere.
+    A deadline here is that of a job or of another request that shares the feature; the request's own is watched elsewhere. `feature_id`: of the
+    medium, where another try at encoding it is of no use; else empty.
     """
 
-    def __init__(self, error: MmdError, *, retryable: bool) -> None:
+    def __init__(self, error: MmdError, *, retryable: bool, feature_id: str = "") -> None:
         super().__init__(error.message)
+        self.feature_id = feature_id
         self.code, self.status, self.remedy = error.code, error.status, error.remedy
         self.retryable = retryable or isinstance(error, MediaGoneError | DeadlineError)

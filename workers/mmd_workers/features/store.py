@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Literal
 
 from mmd_api.contract.errors import CapacityError, FeatureLostError, MmdError
+from mmd_workers.features.held import HeldFeatures
 from mmd_workers.model.prompt import Feature
 
 
@@ -36,13 +37,24 @@ class _Entry:
     arrival: asyncio.Future[Feature]
     users: set[str] = field(default_factory=set)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the feature has come."""
+        arrival = self.arrival
+        return arrival.done() and not arrival.cancelled() and arrival.exception() is None
+
 
 class FeatureStore:
     """Reserves, holds and evicts features. Belongs to one event loop; `on_transition(from, to)` counts every step."""
 
     def __init__(
-        self, budget_bytes: int, on_transition: Callable[[FeatureState | None, FeatureState], None]
+        self,
+        budget_bytes: int,
+        on_transition: Callable[[FeatureState | None, FeatureState], None],
+        held: HeldFeatures | None = None,
     ) -> None:
+        """`held`: is told which features come and go."""
+        self._held = held if held is not None else HeldFeatures()
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._on_transition = on_transition
@@ -151,6 +163,7 @@ class FeatureStore:
         entry.num_bytes = feature.num_bytes
         self._move(entry, FeatureState.ENCODED)
         entry.arrival.set_result(feature)
+        self._held.add(feature_id)
         self._admit_waiting()
 
     def fail(self, feature_id: str, error: MmdError) -> None:
@@ -162,7 +175,7 @@ class FeatureStore:
         self._admit_waiting()
 
     def merged(self, feature_id: str) -> None:
-        """Its rows have been scattered into a prompt."""
+        """A prompt has it."""
         if (entry := self._entries.get(feature_id)) is not None and entry.state is FeatureState.ENCODED:
             self._move(entry, FeatureState.MERGED)
 
@@ -185,6 +198,17 @@ class FeatureStore:
         entry = self._entries.pop(feature_id)
         self.used_bytes -= entry.num_bytes
         self._move(entry, FeatureState.DISCARDED)
+        if entry.is_here:
+            self._held.remove(feature_id)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of features that requests need, which no other can have, and of those that requests wait for room for."""
+        held = sum(entry.num_bytes for entry in self._entries.values() if entry.users)
+        waiting = {
+            fid: size for needs, _, turn in self._waiting if not turn.done() for fid, size in needs.items()
+        }
+        return held + sum(size for fid, size in waiting.items() if fid not in self._entries)
 
     def bytes_by_state(self) -> dict[FeatureState, int]:
         """Reserved and held bytes by the state of their features."""

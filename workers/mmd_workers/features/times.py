@@ -8,7 +8,7 @@ MAX_REMEMBERED_TIMES = 4096
 
 
 class FeatureTimes:
-    """Unix times of the steps of recent features; a bounded memory, for timelines only."""
+    """Unix times of the steps of recent features, and the `wire_seconds` of their transfers; a bounded memory, for timelines only."""
 
     def __init__(self) -> None:
         self._times: OrderedDict[str, dict[str, float]] = OrderedDict()

@@ -43,7 +43,7 @@ def configure(pod: str, level: str = "INFO", stream: TextIO | None = None) -> No
     root = logging.getLogger()
     root.handlers[:] = [handler]
     set_level(level)
-    for chatty in ("httpx", "httpcore", "uvicorn.access", "PIL", "libav"):
+    for chatty in ("httpx", "httpx2", "httpcore", "uvicorn.access", "PIL", "libav"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

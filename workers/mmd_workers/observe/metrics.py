@@ -20,10 +20,12 @@ LABELS: dict[str, str] = {
     "link": "embedding, kv",
     "direction": "sent, received",
     "role": "encode, prefill, decode",
-    "cache": "feature (encoded media, on the pod that encodes), store (embeddings, on the pod that prefills)",
+    "cache": "feature (encoded media, on the pod that encodes), disk (those evicted there), store (embeddings, on the pod that prefills)",
     "kind": "prompt_text, prompt_image, prompt_video, prompt_audio, prompt_cached, output",
     "signal": "ttft, itl",
 }
+INDEXED = "of: blocks, features"
+ERROR_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -71,7 +73,7 @@ class Metrics(MetricTable):
         self.retries = counter(
             "mmd_retries_total",
             "Requests placed again after a placement was lost",
-            "reason: pod_lost, preempted, gave_up, gap, silent, forgotten",
+            "reason: pod_lost, preempted, gave_up, gap, silent, forgotten, unencodable",
             moved_by="trouble",
         )
         self.migrations = counter(
@@ -95,6 +97,46 @@ class Metrics(MetricTable):
             "state: loading, ready, draining, drained",
         )
 
+        self._begin("Router (gateway)", "gateway")
+        self.prefix_index_blocks = gauge(
+            "mmd_router_index_blocks",
+            "Entries in the router's index of the pods' caches; each counts once for every pod that has it",
+            INDEXED,
+        )
+        self.prefix_index_limit = gauge(
+            "mmd_router_index_limit_blocks",
+            "Maximum of mmd_router_index_blocks, by the gateway's memory; all pods have the same share of it",
+            INDEXED,
+        )
+        self.prefix_index_cut = gauge(
+            "mmd_router_index_cut_pods",
+            "Pods of which the router's index leaves entries out, for lack of room",
+            INDEXED,
+            moved_by="trouble",
+        )
+        self.prefix_snapshots = counter(
+            "mmd_router_index_snapshots_total",
+            "Requests to a pod to report all that it has cached, because reports were missed or there is room for more",
+            INDEXED,
+            moved_by="trouble",
+        )
+
+        self.router_error = histogram(
+            "mmd_router_error_ratio",
+            "Difference between the estimated and the actual time from placement to first token ÷ the actual time",
+            ERROR_RATIOS,
+            "modality",
+        )
+        self.router_factor = gauge(
+            "mmd_router_factor_ratio",
+            "Factor of a term of the router's estimate, fitted to what requests took; 1 before the first",
+            "term: queue, encode, transfer, prefill",
+        )
+        self.router_overhead = gauge(
+            "mmd_router_overhead_seconds",
+            "Part of the router's estimate that no term explains, fitted in the same way",
+        )
+
         self._begin("Tenants (gateway, with spec.gateway.auth)", "gateway")
         self.tenant_requests = counter(
             "mmd_tenant_requests_total",
@@ -109,15 +151,100 @@ class Metrics(MetricTable):
             "tenant: `name` in keys.yaml",
             moved_by="tenants",
         )
+        self.tenant_work = counter(
+            "mmd_tenant_work_seconds_total",
+            "Estimated work of the requests of each tenant that have started, in seconds of the whole deployment",
+            "tenant: `name` in keys.yaml, or (removed)",
+            moved_by="tenants",
+        )
+        self.tenant_queued = gauge(
+            "mmd_tenant_queued_requests",
+            "Requests of each tenant that wait for their turn; absent where none does",
+            "tenant: `name` in keys.yaml",
+            moved_by="tenants",
+        )
+        self.tenant_queued_work = gauge(
+            "mmd_tenant_queued_seconds",
+            "Estimated work of these requests, in seconds of the whole deployment",
+            "tenant: `name` in keys.yaml",
+            moved_by="tenants",
+        )
+        self.queue_seconds = histogram(
+            "mmd_gateway_queue_seconds",
+            "Time that requests waited for their turn before they were placed",
+            LONG_SECONDS,
+            "priority: High, Normal, Low",
+            moved_by="tenants",
+        )
+        self.refused_waiting = counter(
+            "mmd_gateway_refused_waiting_total",
+            "Requests refused while they waited, because the queue was full: of their tenant's share, or of the deployment",
+            "full: tenant, deployment",
+            moved_by="trouble",
+        )
         self.refused_keys = counter(
             "mmd_gateway_unauthorized_total",
-            "Requests answered with status 401, by what was wrong with their API key",
-            "reason: missing, malformed, unknown, expired",
+            "Requests that were not let in, by what was wrong with their API key or token",
+            "reason: missing, malformed, unknown, expired, token, tenant",
             moved_by="trouble",
         )
         self.keys_rejected = gauge(
             "mmd_gateway_keys_rejected_state",
             "1 while the file of API keys is missing or invalid; the last valid one is in effect, if there was one",
+            moved_by="trouble",
+        )
+
+        self.issuer_unreachable = gauge(
+            "mmd_gateway_issuer_unreachable_state",
+            "1 while the signing keys of spec.gateway.auth.oidc.issuer cannot be fetched; those fetched before are in effect for an hour",
+            moved_by="trouble",
+        )
+
+        self._begin("Endpoint picker (gateway, with spec.gateway.inferencePool)", "gateway")
+        self.picks = counter(
+            "mmd_gateway_picks_total",
+            "Requests that proxies asked about: picked has a pod; passed has none, while NATS cannot be reached, and the proxy chooses; the others were refused, some after they had counted as picked or passed. late: its client sent it too slowly; unread: its proxy took no answer in time",
+            "outcome: picked, passed, no_gateway, too_large, invalid, late, too_many, unread, failed",
+            moved_by="deployment",
+        )
+        self.pick_seconds = histogram(
+            "mmd_gateway_pick_seconds",
+            "Time from the headers of such a request to the answer; at most 2048 are observed in a second",
+            SHORT_SECONDS,
+            moved_by="deployment",
+        )
+        self.picker_streams = gauge(
+            "mmd_gateway_picker_requests",
+            "Requests that arrive through the endpoint picker now; answers do not pass through it",
+            moved_by="deployment",
+        )
+        self.picker_restarts = counter(
+            "mmd_gateway_picker_restarts_total",
+            "Times that the process of the endpoint picker ended unexpectedly and was started again",
+            moved_by="trouble",
+        )
+        self.picker_down = gauge(
+            "mmd_gateway_picker_down_state",
+            "1 while the process of the endpoint picker does not answer; proxies that ask it then choose a gateway for requests without a body, and Envoy answers 500 to others",
+            moved_by="trouble",
+        )
+
+        self._begin("Audit log (gateway, with spec.gateway.auditLog)", "gateway")
+        self.audit_dropped = counter(
+            "mmd_gateway_audit_dropped_total",
+            "Lines of the audit log that could not be written, or that too many others waited before",
+            moved_by="trouble",
+        )
+
+        self._begin("TLS (gateway, with spec.gateway.tls)", "gateway")
+        self.certificate_expiry = gauge(
+            "mmd_gateway_certificate_expiry_timestamp_seconds",
+            "When the TLS certificate in force expires, in Unix seconds; 0 while there is none",
+            moved_by="trouble",
+        )
+        self.certificate_rejected = gauge(
+            "mmd_gateway_certificate_rejected_state",
+            "1 while the TLS certificate or its key is missing or invalid; the last valid pair is in effect, if there was one",
             moved_by="trouble",
         )
 
@@ -135,6 +262,25 @@ class Metrics(MetricTable):
         self.media_waiting = gauge(
             "mmd_media_waiting_requests", "Requests waiting for media memory", moved_by="trouble"
         )
+        self.media_tier = gauge(
+            "mmd_media_quality_tier_state",
+            "Tier of spec.gateway.media.underLoad that new requests get; 0: full quality",
+            moved_by="trouble",
+        )
+        self.tiered_media = counter(
+            "mmd_media_by_quality_tier_total",
+            "Media of requests, where spec.gateway.media.underLoad is set",
+            "modality",
+            "tier: number of the tier, 0 for full quality",
+            moved_by="trouble",
+        )
+        self.fallbacks = counter(
+            "mmd_media_fallbacks_total",
+            "Requests with a medium that could not be encoded, where spec.gateway.media.failurePolicy is not Fail",
+            "policy: TextOnly, DegradeFrames, DegradeResolution",
+            "outcome: placed, failed",
+            moved_by="trouble",
+        )
         self.answer_bytes = gauge(
             "mmd_answer_reserved_bytes",
             "Memory reserved for answers at their full length, beyond the allowance of each request",
@@ -143,6 +289,27 @@ class Metrics(MetricTable):
         self.answer_budget = gauge("mmd_answer_budget_bytes", "Maximum of mmd_answer_reserved_bytes")
         self.answers_waiting = gauge(
             "mmd_answer_waiting_requests", "Requests waiting for answer memory", moved_by="trouble"
+        )
+
+        self._begin("Uploaded files (gateway, with spec.gateway.files)", "gateway")
+        self.file_bytes = gauge(
+            "mmd_file_stored_bytes",
+            "Files of all tenants and uploads in progress, as this gateway last read them; every gateway has the same",
+            moved_by="trouble",
+        )
+        self.file_budget = gauge(
+            "mmd_file_budget_bytes", "Maximum of mmd_file_stored_bytes", moved_by="trouble"
+        )
+        self.file_items = gauge(
+            "mmd_file_stored_items",
+            "Files, uploads in progress and recent deletions, which count against spec.gateway.files.maxFiles",
+            moved_by="trouble",
+        )
+        self.refused_uploads = counter(
+            "mmd_file_refused_uploads_total",
+            "Uploads that did not become a file, by error",
+            "code",
+            moved_by="trouble",
         )
 
         self._begin(
@@ -211,11 +378,36 @@ class Metrics(MetricTable):
             "state: registered … discarded",
         )
         self.feature_budget = gauge("mmd_feature_budget_bytes", "Maximum size of the features held")
+        self.late_features = counter(
+            "mmd_late_features_total",
+            "Features that prompts in the engine needed again, because KV was preempted or evicted from the prefix cache",
+            moved_by="trouble",
+        )
         self.cache = counter("mmd_cache_lookups_total", "Lookups, by outcome", "cache", "outcome: hit, miss")
         self.cache_evictions = counter(
-            "mmd_cache_evictions_total", "Entries evicted to make room", "cache: feature", moved_by="trouble"
+            "mmd_cache_evictions_total",
+            "Entries evicted to make room",
+            "cache: feature, disk",
+            moved_by="trouble",
         )
-        self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache: feature")
+        self.cache_bytes = gauge("mmd_cache_used_bytes", "Bytes held by a cache", "cache: feature, disk")
+        self.disk_features = counter(
+            "mmd_cache_disk_features_total",
+            "Features that were to go to or come from the disk tier of an encoder's cache, by what became of them",
+            "outcome: written, dropped (too much waited to be written), too_large (for the disk's budget), damaged (and removed), failed (the disk turned off)",
+            moved_by="deployment",
+        )
+        self.disk_off = gauge(
+            "mmd_cache_disk_off_state",
+            "1 while the disk tier of an encoder's cache is off because of an error",
+            moved_by="trouble",
+        )
+        self.handed_over = counter(
+            "mmd_cache_handed_over_total",
+            "Features in the cache of an encoder that drained, by what became of them",
+            "outcome: sent, held (by an encoder that remains), refused (no room), failed, late",
+            moved_by="scaling",
+        )
         self.prefix_tokens = counter(
             "mmd_prefix_cache_tokens_total",
             "Tokens of prompts at their first admission, by whether their KV was in the prefix cache",
@@ -256,7 +448,7 @@ class Metrics(MetricTable):
         self.local_prompts = counter(
             "mmd_decode_prompts_total",
             "Prompts placed on this decode pod itself, without a prefill pod, by outcome",
-            "outcome: accepted, refused, returned",
+            "outcome: accepted, refused, returned (accepted, then given back because a medium was not in the prefix cache)",
         )
         self.leases = counter(
             "mmd_kv_leases_total",
@@ -275,6 +467,11 @@ class Metrics(MetricTable):
             "Blocks of the KV pool; the native engine allocates those of a prompt when it admits it, vLLM chunk by chunk",
             "state: free, reserved, used",
         )
+        self.sequence_tokens = gauge(
+            "mmd_sequence_tokens",
+            "Tokens of the sequences that the pod works on, waiting ones included, by what they stand for; each takes KV here, which those of a shared prefix share",
+            "modality: text, image, video, audio",
+        )
         self.prefill_waiting = gauge(
             "mmd_prefill_waiting_tokens",
             "Prompt tokens not yet prefilled, by the pool they wait for: this one, or encoders first",
@@ -291,6 +488,20 @@ class Metrics(MetricTable):
             "mmd_max_sequences", "Maximum number of sequences that the engine runs at once"
         )
         self.step = histogram("mmd_step_seconds", "Duration of one engine step", SHORT_SECONDS)
+        self.media_step_tokens = gauge(
+            "mmd_media_step_tokens",
+            "Prompt tokens that a step with media may have by the speed of the steps before; 0 with vLLM",
+        )
+        self.draft_tokens = counter(
+            "mmd_draft_tokens_total",
+            "Tokens that prompt lookup drafted and a step computed; 0 without spec.engine.promptLookupTokens, and with vLLM",
+            moved_by="deployment",
+        )
+        self.accepted_draft_tokens = counter(
+            "mmd_accepted_draft_tokens_total",
+            "Drafted tokens that the model sampled too, each of which saved a step",
+            moved_by="deployment",
+        )
         self.step_sequences = histogram(
             "mmd_step_sequences", "Sequences computed in an engine step, prefills included", STEP_SEQUENCES
         )

@@ -12,13 +12,13 @@ import ipaddress
 import logging
 import math
 import socket
+import ssl
 import termios
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mmd_api.contract import paths
 from mmd_api.contract.errors import ForbiddenError
 from mmd_workers.memory import host_bytes
+from mmd_workers.observe import tls
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.unread import UnreadBodyMiddleware
 
@@ -120,10 +121,10 @@ class _Connections:
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
-        self._open: set[_Connection] = set()
-        self._idle: dict[_Connection, None] = {}  # the longest first
+        self._open: set[_Counted] = set()
+        self._idle: dict[_Counted, None] = {}  # the longest first
 
-    def enter(self, connection: _Connection) -> None:
+    def enter(self, connection: _Counted) -> None:
         """Take a new connection in, or abort it where all others are busy."""
         self._open.add(connection)
         self._idle[connection] = None
@@ -132,16 +133,16 @@ class _Connections:
             self.leave(longest_idle)
             longest_idle.abort()
 
-    def busy(self, connection: _Connection) -> None:
+    def busy(self, connection: _Counted) -> None:
         """A request has come."""
         self._idle.pop(connection, None)
 
-    def idle(self, connection: _Connection) -> None:
+    def idle(self, connection: _Counted) -> None:
         """An answer is complete."""
         if connection in self._open:
             self._idle[connection] = None
 
-    def leave(self, connection: _Connection) -> None:
+    def leave(self, connection: _Counted) -> None:
         """The connection is closed, or about to be."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
@@ -151,9 +152,11 @@ class _Connection(H11Protocol):
     """uvicorn's connection, with deadlines for clients that do not finish a request's head or do not read an answer.
 
     A connection that misses one is aborted: the application sees a disconnect, and frees what it holds. `answer_seconds()`: from a
-    request's head to the end of its answer, what the client may take to read it aside.
+    request's head to the end of its answer, what the client may take to read it aside. `under`: the TLS that it runs over, set before it
+    begins.
     """
 
+    under: tls.TlsConnection | None = None
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
     _answered: object = None  # the request, uvicorn's cycle, that the next two belong to
@@ -171,6 +174,9 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is due."""
         super().connection_made(transport)
+        if self.under is not None:
+            transport.set_write_buffer_limits(high=tls.BUFFER_BYTES)
+            self.under.leave()
         self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
         self._others.enter(self)
 
@@ -224,6 +230,8 @@ class _Connection(H11Protocol):
     def _undelivered_bytes(self) -> int:
         """Sent, and not yet received. The kernel's share is often minutes of a stream, and it takes more only when much of it is gone."""
         size = int(self.transport.get_write_buffer_size())
+        if self.under is not None:
+            size += self.under.unsent_bytes()
         sent = self.transport.get_extra_info("socket")
         queued = array("i", [0])
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or a kernel that does not tell
@@ -245,6 +253,9 @@ class _Connection(H11Protocol):
     def abort(self) -> None:
         """Close it at once, sending nothing more."""
         self.transport.abort()
+
+
+_Counted = _Connection | tls.TlsConnection
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
@@ -273,15 +284,16 @@ class _EmbeddedServer(uvicorn.Server):
 class _LoopbackGuard:
     """Refuses what a web page of another site makes a browser of this machine send to a server that is for this machine alone.
 
-    A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin.
+    A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin; those of
+    `origins` may send requests.
     """
 
-    def __init__(self, application: Any) -> None:
-        self._application = application
+    def __init__(self, application: Any, origins: Collection[str]) -> None:
+        self._application, self._origins = application, origins
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or answer it with 403."""
-        if scope["type"] == "http" and (fault := _foreign(Headers(scope=scope))):
+        if scope["type"] == "http" and (fault := _foreign(Headers(scope=scope), self._origins)):
             error = {
                 "message": fault,
                 "type": "invalid_request_error",
@@ -293,13 +305,13 @@ class _LoopbackGuard:
         await self._application(scope, receive, send)
 
 
-def _foreign(headers: Headers) -> str:
+def _foreign(headers: Headers, origins: Collection[str]) -> str:
     """What shows that a request is not from this machine; empty if nothing does."""
     for host in headers.getlist("host") or [""]:
         if not _of_loopback(f"//{host}"):
             return f"this server is only for this machine: address it as localhost or 127.0.0.1, not as {host[:253]!r}"
     for origin in headers.getlist("origin"):
-        if not _of_loopback(origin):
+        if origin not in origins and not _of_loopback(origin):
             return f"this server is only for this machine, not for pages of {origin[:253]!r}"
     return ""
 
@@ -319,9 +331,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def most_connections() -> int:
-    """Of one server in the memory of this pod."""
-    return min(MAX_CONNECTIONS, int(CONNECTIONS_SHARE * host_bytes() / CONNECTION_BYTES))
+def most_connections(memory_bytes: int | None = None, *, encrypted: bool = False) -> int:
+    """Of one server in so much memory; None: in that of this pod."""
+    each = CONNECTION_BYTES + (tls.BYTES if encrypted else 0)
+    present = host_bytes() if memory_bytes is None else memory_bytes
+    return min(MAX_CONNECTIONS, int(CONNECTIONS_SHARE * present / each))
 
 
 def listen_address(pod_ip: str) -> str:
@@ -329,8 +343,26 @@ def listen_address(pod_ip: str) -> str:
     return pod_ip if ipaddress.ip_address(pod_ip).is_loopback else "0.0.0.0"  # noqa: S104
 
 
+def host_and_port(ip: str, port: int) -> str:
+    """`ip:port`, with an IPv6 address in brackets."""
+    return f"[{ip}]:{port}" if ipaddress.ip_address(ip).version == 6 else f"{ip}:{port}"
+
+
+def is_host_and_port(text: str) -> bool:
+    """Whether it is `ip:port` as `host_and_port` writes it."""
+    host, _, port = text.rpartition(":")
+    try:
+        return text == host_and_port(host.strip("[]"), int(port)) and 0 < int(port) < 1 << 16
+    except ValueError:
+        return False
+
+
 class HttpServer:
-    """Serves an ASGI application inside the running event loop; the gateway's and the workers' alike."""
+    """Serves an ASGI application inside the running event loop; the gateway's and the workers' alike.
+
+    `context()`: TLS of the connections that come now; None: there is no certificate yet, and they are closed. Omitted: plain HTTP.
+    `origins`: of web pages that may use it even on a loopback address.
+    """
 
     def __init__(
         self,
@@ -339,12 +371,14 @@ class HttpServer:
         port: int,
         max_connections: Callable[[], int] = most_connections,
         answer_seconds: Callable[[], float] = lambda: ANSWER_SECONDS,
+        context: Callable[[], ssl.SSLContext | None] | None = None,
+        origins: Collection[str] = (),
     ) -> None:
-        guarded = _LoopbackGuard(application) if is_loopback(host) else application
+        guarded = _LoopbackGuard(application, origins) if is_loopback(host) else application
         self._application = UnreadBodyMiddleware(guarded)
         self._address = (host, port)
-        self._connections = _Connections(max_connections)
-        self._answer_seconds = answer_seconds
+        self._connections, self._handshakes = _Connections(max_connections), tls.Handshakes()
+        self._answer_seconds, self._context = answer_seconds, context
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = port
@@ -352,7 +386,9 @@ class HttpServer:
     @classmethod
     def of_routes(cls, table: list[Route], host: str, port: int) -> HttpServer:
         """A server of plain routes. Port 0 takes a free one, found in `port` after `start`."""
-        return cls(Starlette(routes=table), host, port)
+        application = Starlette(routes=table)
+        application.router.redirect_slashes = False
+        return cls(application, host, port)
 
     async def start(self) -> None:
         """Listen; returns once connections are accepted.
@@ -368,7 +404,7 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=partial(_Connection, self._connections, self._answer_seconds),  # type: ignore[arg-type]
+                http=self._accepted,  # type: ignore[arg-type]
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_SECONDS),
@@ -378,6 +414,16 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve([listening]), name="http-server")
         async with asyncio.timeout(START_TIMEOUT_SECONDS):
             await self._server.listening.wait()
+
+    def _accepted(self, **options: Any) -> asyncio.BaseProtocol:
+        """The protocol of a new connection, with uvicorn's `options`."""
+        connection = _Connection(self._connections, self._answer_seconds, **options)
+        if self._context is None:
+            return connection
+        if (context := self._context()) is None:
+            return tls.Refused()
+        connection.under = tls.TlsConnection(context, connection, self._connections, self._handshakes)
+        return connection.under
 
     async def stop(self) -> None:
         """Stop accepting, let running answers end within the deadline, close the port."""

@@ -12,7 +12,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,11 +25,13 @@ from mmd_api.contract.errors import (
     OverloadedError,
     PeerLostError,
 )
+from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.backoff import Backoff
-from mmd_workers.engine.blocks import leading_identities
+from mmd_workers.engine.blocks import leading_identities, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
+from mmd_workers.kv.quantize import KvWire
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.sequences.engine import SequenceEngine
@@ -89,7 +91,8 @@ class KvReservation:
 def prefix_of(request: GenerateRequest, block_tokens: int) -> list[bytes]:
     """Identities of the leading whole blocks of all that has to travel."""
     tokens = [*request.token_ids, *request.output_token_ids]
-    return leading_identities(tokens, media_spans(request), request.adapter, block_tokens)
+    root = root_of(request.adapter, request.cache_salt)
+    return leading_identities(tokens, media_spans(request.features), root, block_tokens)
 
 
 class KvSender:
@@ -106,9 +109,10 @@ class KvSender:
         incarnations: Callable[[], Mapping[str, str]],
         metrics: Metrics,
         block_tokens: int = 0,
+        wire_format: KvWireFormat = "Model",
     ) -> None:
         """`incarnations()`: of the decode pods that are ready now, by name. `block_tokens`: of the blocks that decoders have cached; 0:
-        they cache none.
+        they cache none. `wire_format`: of the KV that is sent.
         """
         self._bus = bus
         self._pod = pod
@@ -116,7 +120,7 @@ class KvSender:
         self._engine = engine
         self._links = links
         self._announce_seconds = min(ANNOUNCE_SECONDS, ANNOUNCE_FRACTION * links.chunk_timeout_seconds)
-        self._kv_layout = engine.kv_layout
+        self._wire = KvWire(engine.kv_layout, wire_format)
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
         self._metrics = metrics
@@ -212,7 +216,7 @@ class KvSender:
             return
         self._linking += 1
         try:
-            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time(), [])
+            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time(), [], 0)
             if not grant.granted:
                 raise OverloadedError(f"{pod} refused the link: {grant.reason}")
             await self._connect(pod, incarnation, grant)
@@ -241,7 +245,10 @@ class KvSender:
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
-                return await self._ask(pod, incarnation, name, attempt, tokens, more, request.arrived, prefix)
+                return await self._ask(
+                    *(pod, incarnation, name, attempt, tokens, more, request.arrived, prefix),
+                    request.companion_tokens,
+                )
             except (DeadlineError, OverloadedError) as error:
                 if time.time() > end or self._incarnations().get(pod) != incarnation:
                     raise
@@ -258,6 +265,7 @@ class KvSender:
         max_tokens: int,
         arrived: float,
         prefix: list[bytes],
+        companion_tokens: int,
     ) -> KvGrant:
         offer = KvOffer(
             request_id=request_id,
@@ -266,13 +274,14 @@ class KvSender:
             incarnation=self._incarnation,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
-            layout=asdict(self._kv_layout),
+            layout=self._wire.terms,
             backend=self._links.backend,
             link_endpoint=self._links.endpoint,
             lease_seconds=self._lease_seconds,
             arrived=arrived,
             failed_epoch=self._links.failed_epoch(pod, incarnation),
             prefix=prefix,
+            companion_tokens=companion_tokens,
         )
         return await self._bus.request(
             self._bus.subjects.kv_offer(pod), offer, KvGrant, timeout=OFFER_SECONDS
@@ -367,8 +376,12 @@ class KvSender:
     async def _send(
         self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int
     ) -> None:
-        tensors = await self._engine.read_kv(sequence, start, end) if start < end else []
-        tag = link.reserve_tags(num_pieces(self._kv_layout, end - start))
+        tensors: list[torch.Tensor] = []
+        if start < end:
+            tensors = await self._engine.read_kv(sequence, start, end)
+            if self._wire.packs:
+                tensors = await asyncio.to_thread(self._wire.pack, tensors)
+        tag = link.reserve_tags(num_pieces(self._wire.layout, end - start))
         chunk = KvChunk(
             pod=self._pod,
             epoch=link.epoch,
@@ -385,9 +398,7 @@ class KvSender:
             except asyncio.CancelledError:
                 await asyncio.gather(sending, return_exceptions=True)  # the link outlives this request
                 raise
-        self._metrics.transfer_bytes.labels("kv", "sent").inc(
-            (end - start) * self._kv_layout.bytes_per_token()
-        )
+        self._metrics.transfer_bytes.labels("kv", "sent").inc((end - start) * self._wire.bytes_per_token)
 
     async def _announce_and_send(
         self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]

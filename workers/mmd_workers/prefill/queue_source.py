@@ -9,7 +9,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError, error_of
+from mmd_api.contract.errors import (
+    DeadlineError,
+    MmdError,
+    OverloadedError,
+    PeerLostError,
+    UnprocessableMediumError,
+    error_of,
+)
 from mmd_workers.backoff import Backoff
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
@@ -36,15 +43,17 @@ log = logging.getLogger(__name__)
 
 PUBLISH_PAUSE_SECONDS = (0.5, 4.0)  # first and longest
 HOLDER_REPLY_SECONDS = 1.0
-HOLDER_SECONDS = 5.0  # for an encoder to deliver a feature from its cache; then any encoder may make it
+HOLDER_CHECK_SECONDS = (
+    0.5  # between two looks at which encoders have a feature, and two questions to the one that is to send it
+)
+SENDING_SECONDS = 5.0  # for the first bytes of a feature that an encoder has; then any encoder may make it
+MOST_HOLDERS = 8  # that are asked for one feature
 
 
 class QueueSource:
-    """Publishes an encode job for every feature that is wanted, and takes what encoders offer. `holders(feature_id)`: ready encoder
-    pods that report to have it.
+    """Publishes an encode job for every feature that is wanted, and takes what encoders offer. `holders(feature_id)`: encoder pods that
+    report to have it or to be making it, in the order in which to ask them.
     """
-
-    encodes_here = False
 
     def __init__(
         self,
@@ -117,16 +126,17 @@ class QueueSource:
 
     async def _see_to(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
         feature_id = job.feature.feature_id
+        asked: set[str] = set()
         try:
-            await self._from_holder(job, arrival)
-            await self._queued_until(job, arrival)
+            await self._from_holders(job, arrival, asked)
+            await self._queued_until(job, arrival, asked)
             if not arrival.done():
                 raise DeadlineError(
                     f"no encoder delivered the feature within {job.deadline - job.published:.0f} s; check that encoders are "
                     "Ready and that jobTimeoutSeconds is enough for this medium"
                 )
         except MmdError as error:
-            self._give_up(job, EncodeError(error, retryable=error.retryable))
+            self._give_up(job, self._encode_error(job, error, error.retryable))
         except Exception as error:  # waiters must be notified
             log.exception("requesting feature %s failed", feature_id[:12])
             message = (
@@ -137,8 +147,9 @@ class QueueSource:
             if self._wanted.get(feature_id) is job:
                 del self._wanted[feature_id]
 
-    async def _queued_until(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
-        """Keep the job in the queue until the feature has arrived or the job's deadline is over.
+    async def _queued_until(self, job: EncodeJob, arrival: asyncio.Future[Feature], asked: set[str]) -> None:
+        """Keep the job in the queue until the feature has arrived or the job's deadline is over. An encoder that turns out to have the
+        feature, or to be making it for another pod, is asked for it meanwhile.
 
         A server that comes back may have lost what it had stored, so the job is published again: one that is still there, or was there
         within two minutes, is not queued twice.
@@ -156,10 +167,11 @@ class QueueSource:
                 )  # the first copy may be there still
                 continue
             published = True
-            left = job.deadline - time.time()
-            if back is self._back and left > 0:
+            while back is self._back and not arrival.done() and (left := job.deadline - time.time()) > 0:
                 either: set[asyncio.Future[Any]] = {arrival, back}
-                await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                pause = min(left, HOLDER_CHECK_SECONDS)
+                await asyncio.wait(either, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                await self._from_holders(job, arrival, asked)
 
     async def _reconnected(self) -> None:
         back, self._back = self._back, asyncio.get_running_loop().create_future()
@@ -170,19 +182,35 @@ class QueueSource:
         if self._wanted.get(feature_id) is job:
             self._store.fail(feature_id, error)
 
-    async def _from_holder(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
-        """Have an encoder that reports the feature in its cache send it: from the queue, any other might take the job and encode
-        again. Returns when it has arrived, or has to come from the queue after all.
+    async def _from_holders(self, job: EncodeJob, arrival: asyncio.Future[Feature], asked: set[str]) -> None:
+        """Have an encoder that reports the feature send it: from the queue, any other might take the job and encode again. Each is asked
+        once, one after the other. Returns when it has arrived, or has to come from the queue after all.
         """
-        for pod in self._holders(job.feature.feature_id)[:1]:
-            subject = self._bus.subjects.encode_cached(pod)
+        while not arrival.done() and len(asked) < MOST_HOLDERS:
+            pod = next((pod for pod in self._holders(job.feature.feature_id) if pod not in asked), None)
+            if pod is None:
+                return
+            asked.add(pod)
+            await self._from_holder(pod, job, arrival)
+
+    async def _from_holder(self, pod: str, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+        """Wait for an encoder for as long as it confirms that it is making the feature or its bytes arrive: one that has lost the feature, or
+        dies, is noticed at the next question.
+        """
+        subject, progress = self._bus.subjects.encode_cached(pod), time.time()
+        while not arrival.done() and time.time() < job.deadline:
             try:
                 answer = await self._bus.request(subject, job, EncodeTaken, timeout=HOLDER_REPLY_SECONDS)
             except MmdError as error:
-                log.info("%s did not accept the job for its cached feature: %s", pod, error.message)
-                continue
-            if answer.taken:
-                await asyncio.wait([arrival], timeout=HOLDER_SECONDS)
+                log.info("%s does not send the feature that it reported: %s", pod, error.message)
+                return
+            if not answer.taken:
+                return
+            if answer.making or self._receiver.receives(job.feature.feature_id):
+                progress = time.time()
+            elif time.time() - progress > SENDING_SECONDS:
+                return
+            await asyncio.wait([arrival], timeout=HOLDER_CHECK_SECONDS)
 
     async def _publish(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
         """Publish until the queue confirms it; repeating is safe. A full queue is raised: the request retries."""
@@ -231,5 +259,11 @@ class QueueSource:
         job = self._wanted.get(failure.feature_id)
         if job is not None and job.job_id == failure.job_id:
             error = error_of(failure.code, failure.message)
-            self._store.fail(failure.feature_id, EncodeError(error, retryable=failure.retryable))
+            self._store.fail(failure.feature_id, self._encode_error(job, error, failure.retryable))
         return Acknowledged()
+
+    def _encode_error(self, job: EncodeJob, error: MmdError, retryable: bool) -> EncodeError:
+        """The failure of a job: of the medium itself where all encoders failed on it, or its job had all the time that one may take."""
+        took_all = isinstance(error, DeadlineError) and job.deadline >= job.published + self._job_timeout
+        gave_up = took_all or (isinstance(error, UnprocessableMediumError) and not retryable)
+        return EncodeError(error, retryable=retryable, feature_id=job.feature.feature_id if gave_up else "")

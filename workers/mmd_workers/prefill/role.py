@@ -11,11 +11,16 @@ from functools import partial
 import torch
 
 from mmd_api.contract.errors import MmdError
-from mmd_api.contract.load import PodLoad
-from mmd_workers.features.source import FeatureSource
+from mmd_api.contract.load import PodLoad, WorkerState
+from mmd_workers.caches.feed import CacheFeed
+from mmd_workers.caches.index import CacheIndex
+from mmd_workers.caches.kinds import FEATURES
+from mmd_workers.engine.cache_changes import MOST_REPORTED
+from mmd_workers.features.held import feature_identity
+from mmd_workers.features.source import EitherSource, FeatureSource, LocalFeatureSource
 from mmd_workers.features.store import FeatureState, FeatureStore
 from mmd_workers.memory import MEBIBYTE
-from mmd_workers.pod import ADVERTISED_FEATURES, Advertised, Part, Pod
+from mmd_workers.pod import Advertised, Part, Pod
 from mmd_workers.prefill.handover import KvSender
 from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.prefill.service import PrefillService
@@ -29,6 +34,7 @@ from mmd_workers.wire.peers import PeerEvent
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+HOLDER_STATES: tuple[WorkerState, ...] = ("ready", "draining")  # in which an encoder sends what it has
 LINK_SECONDS = 5.0  # for the links with decode pods that are ready before this one
 
 
@@ -41,9 +47,9 @@ class PrefillRole(Part):
         engine: EngineHost,
         sequences: Sequences,
         links: KvLinks | None,
-        local_source: Callable[[FeatureStore], FeatureSource] | None,
+        local_source: Callable[[FeatureStore], LocalFeatureSource] | None,
     ) -> None:
-        """`links`: None where sequences stay. `local_source`: of the tower in this process; None: features come from encoder pods."""
+        """`links`: None where sequences stay. `local_source`: of the tower in this process, if it has one."""
         self._pod = pod
         self._engine = engine
         self._sequences = sequences
@@ -53,6 +59,8 @@ class PrefillRole(Part):
         self._queue_source: QueueSource | None = None
         self._sender: KvSender | None = None
         self._service: PrefillService | None = None
+        self._features = CacheIndex(most_in_all=MOST_REPORTED)  # of encoder pods
+        self._feed: CacheFeed | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -60,9 +68,9 @@ class PrefillRole(Part):
         """Take placed requests."""
         pod, prefill = self._pod, self._pod.prefill_spec
         self._store = store = FeatureStore(
-            prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition
+            prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition, pod.held
         )
-        source = self._local_source(store) if self._local_source else await self._start_queue_source(store)
+        source = await self._source(store)
         if self._links is not None:
             self._sender = self._make_sender(self._links)
         self._service = service = PrefillService(
@@ -82,6 +90,17 @@ class PrefillRole(Part):
         pod.directory.on_event(self._peer_event)
         await service.start()
 
+    async def _source(self, store: FeatureStore) -> FeatureSource:
+        """Features from encoder pods, if there is a pool of them, and from the tower in this process, if there is one."""
+        if self._local_source is None:
+            return await self._start_queue_source(store)
+        local = self._local_source(store)
+        return (
+            EitherSource(local, await self._start_queue_source(store))
+            if self._pod.encodes_small_media
+            else local
+        )
+
     async def _start_queue_source(self, store: FeatureStore) -> QueueSource:
         pod, embedding = self._pod, self._pod.spec.transfer.embedding
         self._queue_source = source = QueueSource(
@@ -97,14 +116,25 @@ class PrefillRole(Part):
             transfer_timeout_seconds=float(embedding.timeout_seconds),
             metrics=pod.metrics,
         )
+        self._feed = CacheFeed(
+            pod.bus, pod.directory, self._features, pod.name, pod.metrics, FEATURES, encoders_only=True
+        )
+        await self._feed.start()
         await source.start()
         return source
 
     def _encoders_with(self, feature_id: str) -> list[str]:
-        """Ready encoder pods that report a feature in their cache, in random order, to spread the load."""
-        encoders = self._pod.directory.pods("encode")
-        pods = [beat.pod for beat in encoders if feature_id in beat.features and beat.roles == ["encode"]]
-        return random.sample(pods, len(pods))
+        """Encoder pods that have reported a feature, in random order, to spread the load; those that drain last."""
+        if not (holders := self._features.holders(feature_identity(feature_id))):
+            return []
+        found: list[str] = []
+        for state in HOLDER_STATES:
+            encoders = [
+                beat.pod for beat in self._pod.directory.pods("encode", state) if beat.roles == ["encode"]
+            ]
+            pods = [pod for pod in encoders if holders >> self._features.slot(pod) & 1]
+            found += random.sample(pods, len(pods))
+        return found
 
     def _make_sender(self, links: KvLinks) -> KvSender:
         pod = self._pod
@@ -118,6 +148,7 @@ class PrefillRole(Part):
             lambda: {beat.pod: beat.incarnation for beat in pod.directory.pods("decode")},
             pod.metrics,
             pod.spec.decode.kv_block_tokens if pod.prefill_spec.prefix_cache else 0,
+            pod.spec.transfer.kv.wire_format,
         )
 
     def _count_transition(self, _before: FeatureState | None, after: FeatureState) -> None:
@@ -160,26 +191,36 @@ class PrefillRole(Part):
         """Whether every request has been handed over, or has ended."""
         return self._service is None or not self._service.active
 
+    async def stop(self) -> None:
+        """Follow the caches of encoder pods no more."""
+        if self._feed is not None:
+            await self._feed.close()
+
     # --- report ---------------------------------------------------------------------------------------------------
 
     def load(self) -> PodLoad:
-        """Requests that have not reached the engine, and the bytes of their features."""
+        """Requests that the engine's figures do not show, and the bytes of features."""
         store, service = self._store, self._service
         if store is None:
             return PodLoad()
         if service is None or self._engine.stats is None:
-            return PodLoad(feature_bytes_used=store.used_bytes, feature_bytes_budget=store.budget_bytes)
+            return PodLoad(
+                feature_bytes_used=store.used_bytes,
+                feature_bytes_budget=store.budget_bytes,
+                feature_bytes_needed=store.needed_bytes,
+            )
         return PodLoad(
-            prefill_waiting_tokens=service.waiting_tokens(),
+            prefill_waiting_tokens=service.waiting_tokens(self._engine.sampled_at),
             prefill_blocked_tokens=service.blocked_tokens(),
             prefill_waiting_requests=service.active,
             feature_bytes_used=store.used_bytes,
             feature_bytes_budget=store.budget_bytes,
+            feature_bytes_needed=store.needed_bytes,
         )
 
     def advertised(self) -> Advertised:
-        """Features in the store."""
-        return Advertised(features=None if self._store is None else self._store.newest(ADVERTISED_FEATURES))
+        """Whether small media may be encoded here."""
+        return Advertised(encodes_small_media=self._pod.encodes_small_media)
 
     async def sample(self) -> None:
         """Features by state, room granted to transfers, and prompt tokens that wait, in the engine or for it."""
@@ -192,7 +233,8 @@ class PrefillRole(Part):
             metrics.credit.set(self._queue_source.reserved_bytes)
         if self._service is not None and (stats := self._engine.stats) is not None:
             blocked = stats.blocked_tokens + self._service.blocked_tokens()
-            waiting = stats.waiting_tokens + self._service.waiting_tokens() - blocked
+            unsampled = self._service.waiting_tokens(self._engine.sampled_at)
+            waiting = stats.waiting_tokens + unsampled - blocked
             metrics.prefill_waiting.labels("prefill").set(waiting)
             metrics.prefill_waiting.labels("encode").set(blocked)
             if stats.prefill_tokens_per_second:

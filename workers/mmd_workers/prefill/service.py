@@ -1,13 +1,15 @@
 """The prefill role: takes placed requests, gathers their features, runs the prompt, and hands the sequence to a decoder.
 
-On a pod that also holds the decode role the sequence simply stays in the engine; on one that holds the encode role features
-come from the tower in the same process instead of the queue.
+On a pod that also holds the decode role the sequence simply stays in the engine; on one that holds the encode role features come from
+the tower in the same process instead of the queue, all of them or those of small media.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -67,9 +69,11 @@ class PrefillService(SequenceOwner):
         self._needs_encoders: set[str] = set()
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
+        self._added: dict[str, float] = {}  # to the engine, Unix seconds
         self._cached_tokens: dict[str, int] = {}
         self._filling: dict[str, asyncio.Future[list[None]]] = {}
         self._late: set[asyncio.Task[None]] = set()
+        self._late_numbers = itertools.count()  # of these tasks, each of which has its own room in the store
         self._draining = False
 
     async def start(self) -> None:
@@ -81,17 +85,26 @@ class PrefillService(SequenceOwner):
         """Requests between placement and handover."""
         return len(self._tasks)
 
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of requests that have not reached the engine yet."""
-        return self._prompt_tokens(name for name in self._tasks if name not in self._first_token)
+    def waiting_tokens(self, sampled_at: float) -> int:
+        """Prompt tokens of requests that wait for their first token and are not in the engine's figures of that time (Unix seconds)."""
+        return self._prompt_tokens(
+            name
+            for name in self._tasks
+            if self._added.get(name, math.inf) >= sampled_at
+            and ((first := self._first_token.get(name)) is None or not first.done())
+        )
 
     def blocked_tokens(self) -> int:
         """Those of them that wait for media to be encoded: work for the encoders, not yet for this pod."""
         return self._prompt_tokens(self._needs_encoders)
 
     def _prompt_tokens(self, names: Iterable[str]) -> int:
-        found = (self._book.get(name) for name in names)
-        return sum(len(tracked.request.token_ids) for tracked in found if tracked is not None)
+        """Without what the engine has found in its prefix cache, or is expected there."""
+        return sum(
+            tracked.tokens_to_compute(self._cached_tokens.get(name))
+            for name in names
+            if (tracked := self._book.get(name))
+        )
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -134,15 +147,16 @@ class PrefillService(SequenceOwner):
         """The engine runs the prompt now, but for what it found in its prefix cache.
 
         That may be less than what was there when its media were asked for, or when it was admitted before it was preempted:
-        then media that were skipped are encoded after all.
+        then those that the engine does not have are brought after all, from the store or an encoder.
         """
         if sequence in self._first_token:
             self._cached_tokens[sequence] = cached_tokens
         if (tracked := self._book.get(sequence)) is None:
             return
-        needed = {n for n in tracked.skipped if media_end([tracked.request.features[n]]) > cached_tokens}
+        needed = {n for n in tracked.absent if media_end([tracked.request.features[n]]) > cached_tokens}
         if needed:
-            tracked.skipped -= needed
+            tracked.absent -= needed
+            self._metrics.late_features.inc(len(needed))
             late = asyncio.create_task(self._supply(sequence, tracked, needed), name=_late_name(sequence))
             self._late.add(late)
             late.add_done_callback(self._late.discard)
@@ -154,7 +168,9 @@ class PrefillService(SequenceOwner):
             ranges.changed.set()
 
     def on_token(self, token: SampledToken) -> None:
-        """The engine has sampled a token: the first one ends the prefill."""
+        """The engine has sampled a token: the first one ends the prefill, and with each the engine may drop what it has of media."""
+        if not self._engine.keeps_features and (tracked := self._book.get(token.sequence_id)) is not None:
+            tracked.absent = set(range(len(tracked.request.features)))
         if (first := self._first_token.get(token.sequence_id)) is not None and not first.done():
             first.set_result(token)
 
@@ -189,6 +205,7 @@ class PrefillService(SequenceOwner):
             self._store.release(name)
             self._ranges.pop(name, None)
             self._first_token.pop(name, None)
+            self._added.pop(name, None)
             self._cached_tokens.pop(name, None)
             self._filling.pop(name, None)
 
@@ -201,8 +218,8 @@ class PrefillService(SequenceOwner):
         placed = time.time()
         self._needs_encoders.add(name)
         try:
-            tracked.skipped = await self._cached_media(name, request)
-            needed = [number for number in range(len(request.features)) if number not in tracked.skipped]
+            tracked.absent = await self._cached_media(name, request)
+            needed = [number for number in range(len(request.features)) if number not in tracked.absent]
             arrivals = await self._gather_features(name, request, needed)
             text_first = min((request.features[number].ranges[0][0] for number in needed), default=0)
             if arrivals and text_first < self._overlap_tokens:
@@ -226,7 +243,15 @@ class PrefillService(SequenceOwner):
             handover = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
         filling: asyncio.Future[list[None]] | None = None
         try:
-            added = await self._engine.add(name, request, stop_after_prefill=decoder is not None)
+            here = {number: a.result() for number, a in arrivals.items() if _has_come(a)}
+            added = await self._engine.add(
+                name, request, stop_after_prefill=decoder is not None, features=here
+            )
+            self._added[name] = added.at
+            for number in here:
+                self._store.merged(request.features[number].feature_id)
+                del arrivals[number]
+            del here  # its memory is the store's
             filling = self._filling[name] = asyncio.gather(
                 *(
                     self._fill(name, number, request.features[number], arrival)
@@ -235,6 +260,9 @@ class PrefillService(SequenceOwner):
             )
             _, token = await asyncio.gather(filling, first)
             self._note_phases(tracked, placed, added, self._cached_tokens.get(name, 0))
+            # The KV of the prompt is there: a handover, however slow, needs no room for features.
+            arrivals.clear()
+            self._store.release(name)
             if handover is None:
                 return  # the sequence decodes here; the book closes it at its last token
             if token.finish_reason is None:
@@ -293,8 +321,8 @@ class PrefillService(SequenceOwner):
         return arrivals
 
     async def _supply(self, name: str, tracked: Tracked, numbers: set[int]) -> None:
-        """Encode media that were skipped, because their KV was evicted from the prefix cache meanwhile."""
-        request, user = tracked.request, _late_name(name)
+        """Bring media that the engine does not have, because their KV is gone: evicted from the prefix cache, or with a preemption."""
+        request, user = tracked.request, f"{_late_name(name)} ({next(self._late_numbers)})"
         try:
             async with asyncio.timeout(max(0.0, request.deadline - time.time())):
                 if (filling := self._filling.get(name)) is not None:
@@ -326,15 +354,23 @@ class PrefillService(SequenceOwner):
             detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
             if "start" in times and "encoded" in times:
                 phases.append(Phase("queue", placed, max(placed, times["start"]), {"for": "encode"} | detail))
-                if self._source.encodes_here:
+                if "arrived" not in times:
                     work = {"work": ref.work}
                     phases.append(
                         Phase("encode", times["start"], times["encoded"], detail | work | steps_of(times))
                     )
             if "encoded" in times and "arrived" in times:
-                phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail))
+                sizes = {
+                    "bytes": self._engine.feature_bytes(ref.modality, ref.num_tokens),
+                    "wire_seconds": round(times["wire_seconds"], 6),  # of the bytes alone, by one clock
+                }
+                phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail | sizes))
         return phases
 
 
 def _late_name(sequence: str) -> str:
     return f"late-media-of-{sequence}"
+
+
+def _has_come(arrival: asyncio.Future[Feature]) -> bool:
+    return arrival.done() and not arrival.cancelled() and arrival.exception() is None

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from mmd_api.contract.errors import (
     DeadlineError,
@@ -21,7 +22,9 @@ from mmd_api.contract.errors import (
     PeerLostError,
     TooLongError,
 )
+from mmd_api.contract.pools import Modality
 from mmd_workers.engine.interface import SampledToken, StepOutput
+from mmd_workers.features.source import EncodeError
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
@@ -31,6 +34,7 @@ from mmd_workers.wire.messages import (
     HeldSequence,
     Phase,
     PhaseReport,
+    PromptLogprob,
     RequestFailed,
     SequenceReceipt,
     SequenceReport,
@@ -47,6 +51,7 @@ MAX_PHASES = 1024  # of one report
 REPORT_SECONDS = 1.0  # between two reports to a gateway
 REPORT_TIMEOUT_SECONDS = 2.0
 REPORT_LINES = 4096  # about 300 KB
+EXPECTATION_SECONDS = 1.0  # how long a prefix that the router knew to be cached counts as no load
 KEEP_ENDED_SECONDS = 60.0  # an end unconfirmed for this long is forgotten
 MAX_ENDED = 8192  # unconfirmed ends; of more, the oldest are forgotten
 GATEWAY_GONE_SECONDS = 10.0  # no heartbeat and no reply to reports: its sequences are no longer needed
@@ -63,14 +68,25 @@ class Tracked:
 
     request: GenerateRequest
     phases: list[Phase] = field(default_factory=list)
-    skipped: set[int] = field(
+    phases_sent: int = 0  # of them, to the gateway
+    absent: set[int] = field(
         default_factory=set
-    )  # media that were not encoded: the prefix cache had their tokens
+    )  # media whose features the engine has not been given, or has dropped: there is KV of their tokens
     unconfirmed: deque[TokenItem] = field(default_factory=deque)
     made: int = 0  # index after the last token made here
     reported: int = 0  # `made` when the last report was sent: the gateway has had time to receive these
     failure: RequestFailed | None = None
+    opened: float = field(default_factory=time.monotonic)
     ended: float = 0.0  # time.monotonic; 0 while it is open
+
+    def tokens_to_compute(self, cached_tokens: int | None) -> int:
+        """Of the prompt. `cached_tokens`: what the engine has found in its prefix cache; None: it has not looked. Then what the router knew
+        to be there counts for a moment only: nobody knows how long it stays, and a load that is too low would hide a backlog.
+        """
+        if cached_tokens is None:
+            fresh = time.monotonic() - self.opened < EXPECTATION_SECONDS
+            cached_tokens = max(0, self.request.cached_tokens) if fresh else 0
+        return max(0, len(self.request.token_ids) - cached_tokens) + self.request.companion_tokens
 
     def __post_init__(self) -> None:
         self.made = self.reported = len(self.request.output_token_ids)
@@ -145,6 +161,19 @@ class SequenceBook:
         """Names of every open sequence."""
         return list(self._sequences)
 
+    def tokens(self) -> dict[str, int]:
+        """Known tokens of the open sequences, by what they stand for."""
+        counts = dict.fromkeys(("text", *get_args(Modality)), 0)
+        for tracked in self._sequences.values():
+            request = tracked.request
+            counts["text"] += len(request.token_ids) + tracked.made
+            if request.guidance is not None:
+                counts["text"] += len(request.guidance.token_ids) + tracked.made
+            for ref in request.features:
+                counts[ref.modality] += ref.num_tokens
+                counts["text"] -= ref.num_tokens
+        return counts
+
     def late(self, now: float) -> list[str]:
         """Names of open sequences whose request's deadline (Unix seconds) has passed."""
         return [name for name, tracked in self._sequences.items() if now > tracked.request.deadline]
@@ -179,10 +208,12 @@ class SequenceBook:
             for phase in tracked.phases:
                 modality = phase.detail.get("modality", heaviest)
                 self._metrics.phase.labels(phase.name, modality).observe(max(0.0, phase.end - phase.start))
-            await self._send(
-                self._bus.subjects.phases(request.gateway),
-                PhaseReport(request.request_id, request.attempt, self._pod, tracked.phases[:MAX_PHASES]),
-            )
+            await self._send_phases(tracked)
+
+    async def report_phases(self, sequence: str) -> None:
+        """Report the phases that have ended to the gateway now: nothing may come of the later ones, if a client goes or a stop string ends it."""
+        if (tracked := self._sequences.get(sequence)) is not None:
+            await self._send_phases(tracked)
 
     async def fail(self, sequence: str, error: MmdError) -> None:
         """Give the sequence up and report it to its gateway, again and again until that confirms it."""
@@ -212,6 +243,7 @@ class SequenceBook:
             error.code,
             error.message[:MAX_MESSAGE_CHARACTERS],
             retryable=error.retryable or internal,
+            feature_id=error.feature_id if isinstance(error, EncodeError) else "",
         )
         return tracked
 
@@ -318,6 +350,14 @@ class SequenceBook:
                 del self._ended[next(iter(self._ended))]
         return tracked
 
+    async def _send_phases(self, tracked: Tracked) -> None:
+        request, phases = tracked.request, tracked.phases[tracked.phases_sent :][:MAX_PHASES]
+        tracked.phases_sent = len(tracked.phases)
+        await self._send(
+            self._bus.subjects.phases(request.gateway),
+            PhaseReport(request.request_id, request.attempt, self._pod, phases),
+        )
+
     async def _send_tokens(self, gateway: str, items: Sequence[TokenItem]) -> None:
         """In as few messages as hold them."""
         try:
@@ -360,5 +400,10 @@ def _item(request: GenerateRequest, token: SampledToken) -> TokenItem:
         token_id=token.token_id,
         finish_reason=token.finish_reason,
         logprob=token.logprob,
-        top_logprobs=[TokenLogprob(token_id, value) for token_id, value in token.top_logprobs],
+        top_logprobs=_likeliest(token.top_logprobs),
+        prompt_logprobs=[PromptLogprob(value, _likeliest(top)) for value, top in token.prompt_logprobs],
     )
+
+
+def _likeliest(top_logprobs: Sequence[tuple[int, float]]) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id, value) for token_id, value in top_logprobs]

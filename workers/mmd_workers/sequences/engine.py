@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
+from mmd_workers.caches.kinds import PREFIXES
+from mmd_workers.caches.reports import MOST_AT_ONCE, CacheReports
+from mmd_workers.engine.cache_changes import CacheDelta
 from mmd_workers.engine.interface import EngineStats, StepOutput
+from mmd_workers.engine.scheduler import TEXT_SECONDS
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Advertised, Part, Pod
 from mmd_workers.wire.messages import GenerateRequest
@@ -36,6 +42,13 @@ class SequenceEngine(ABC):
     def kv_layout(self) -> KvLayout:
         """Geometry of the KV that `read_kv` and `write_kv` move."""
 
+    @property
+    @abstractmethod
+    def keeps_features(self) -> bool:
+        """Whether a sequence has its features to its end. Else it has none of them after a token: if it is preempted then,
+        `StepOutput.admitted` reports how many of its tokens need none, and the others are to come by `fill` again.
+        """
+
     @abstractmethod
     def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
         """Bytes of a feature of this many tokens, to reserve room before it is made."""
@@ -48,14 +61,23 @@ class SequenceEngine(ABC):
         """
 
     @abstractmethod
-    async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
-        """Queue a request, with the output tokens that it has already. Its features may follow by `fill`.
+    async def add(
+        self,
+        sequence: str,
+        request: GenerateRequest,
+        *,
+        stop_after_prefill: bool,
+        features: Mapping[int, Feature] | None = None,
+    ) -> Added:
+        """Queue a request, with the output tokens that it has already. `features`: those of its media, by number, that are here; the others may
+        follow by `fill`, each of which waits for the end of a step.
 
         With `stop_after_prefill` the engine samples one token, keeps the KV until `abort`, and reports in `StepOutput.kv_ready`
         which ranges `read_kv` may read.
 
         Raises:
             CapacityError: it can never fit into the context or the KV pool.
+            CountMismatchError: a feature has another number of tokens than the request's layout. The sequence is to be aborted.
             GrammarFailedError: its grammar cannot be compiled, or its output tokens do not match it.
         """
 
@@ -81,10 +103,16 @@ class SequenceEngine(ABC):
 
     @abstractmethod
     async def reserve(
-        self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes]
+        self,
+        sequence: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        prefix: Sequence[bytes],
+        companion_tokens: int = 0,
     ) -> int:
         """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and for the first of `max_tokens` more. `prefix`:
-        identities of the leading whole blocks. Returns how many tokens have their KV in the prefix cache: the rest has to arrive.
+        identities of the leading whole blocks. `companion_tokens`: of a companion, which is computed here from `attach` on; 0: it has none.
+        Returns how many tokens have their KV in the prefix cache: the rest has to arrive.
 
         Raises:
             CapacityError: this can never fit.
@@ -119,10 +147,12 @@ class EngineHost(Part, ABC):
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
-        self._prefix_blocks: list[str] = []
+        self._cache_reports = CacheReports(pod, PREFIXES, pod.spec.decode.kv_block_tokens)
         self._max_model_len = 0
         self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()  # bounded: the engine waits for `taken`
         self.stats: EngineStats | None = None  # as sampled last
+        self.sampled_at = 0.0  # Unix seconds: `stats` show what the engine had been given before
+        self.worked_at = -math.inf  # time.monotonic, when a sample last showed that there were sequences
 
     @property
     @abstractmethod
@@ -134,8 +164,14 @@ class EngineHost(Part, ABC):
         """One of `outputs` has been dealt with."""
 
     @abstractmethod
-    async def _sampled(self) -> tuple[EngineStats, list[str]] | None:
-        """The engine's figures and the identities of prefix blocks in its cache; None before it has started."""
+    async def _sampled(self, most_identities: int, *, again: bool) -> tuple[EngineStats, CacheDelta] | None:
+        """The engine's figures, and what its prefix cache has gained and lost: at most so many identities, from its whole content on if
+        `again`. None before it has started."""
+
+    def somebody_waits(self) -> bool:
+        """Whether anyone waits for the end of a step, which whatever else computes here would delay."""
+        waits = self.stats is not None and self.stats.somebody_waits
+        return waits and time.monotonic() - self.worked_at < TEXT_SECONDS  # an idle engine counts no time
 
     def load(self) -> PodLoad:
         """What the engine has to do, whichever role brought it."""
@@ -156,17 +192,29 @@ class EngineHost(Part, ABC):
         )
 
     def advertised(self) -> Advertised:
-        """The longest request it takes, and prefix blocks in its cache."""
-        return Advertised(max_model_len=self._max_model_len, prefix_blocks=self._prefix_blocks)
+        """The longest request it takes, and how far it has reported its prefix cache."""
+        return Advertised(max_model_len=self._max_model_len, prefix_number=self._cache_reports.number)
+
+    async def accept(self) -> None:
+        """Report the prefix cache to gateways that ask."""
+        await self._cache_reports.start()
 
     async def sample(self) -> None:
-        """Ask the engine for its figures."""
-        if (sampled := await self._sampled()) is None:
+        """Ask the engine for its figures, and report the changes of its prefix cache."""
+        asked = time.time()
+        sampled = await self._sampled(MOST_AT_ONCE, again=self._cache_reports.take_wanted())
+        if sampled is None:
             return
         before = self.stats
-        stats, self._prefix_blocks = sampled
-        self.stats = stats
+        stats, delta = sampled
+        self.stats, self.sampled_at = stats, asked
+        came = (
+            before is not None and stats.prefix_miss_tokens != before.prefix_miss_tokens
+        )  # and may have ended
+        if stats.waiting_sequences or stats.running_sequences or came:
+            self.worked_at = time.monotonic()
         self._expose(stats, before)
+        await self._cache_reports.publish(delta)
 
     def _expose(self, stats: EngineStats, before: EngineStats | None) -> None:
         metrics = self._pod.metrics
@@ -183,6 +231,7 @@ class EngineHost(Part, ABC):
         for state, count in sequences.items():
             metrics.sequences.labels(state).set(count)
         metrics.max_sequences.set(stats.max_sequences)
+        metrics.media_step_tokens.set(stats.media_step_tokens)
         if "prefill" not in self._pod.roles:  # else that role counts what has not reached the engine, too
             metrics.prefill_waiting.labels("prefill").set(stats.waiting_tokens - stats.blocked_tokens)
             metrics.prefill_waiting.labels("encode").set(stats.blocked_tokens)
@@ -190,5 +239,7 @@ class EngineHost(Part, ABC):
             (metrics.preemptions, "preemptions"),
             (metrics.prefix_tokens.labels("hit"), "prefix_hit_tokens"),
             (metrics.prefix_tokens.labels("miss"), "prefix_miss_tokens"),
+            (metrics.draft_tokens, "draft_tokens"),
+            (metrics.accepted_draft_tokens, "accepted_tokens"),
         ):
             counter.inc(getattr(stats, name) - (getattr(before, name) if before is not None else 0))

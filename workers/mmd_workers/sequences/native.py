@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from mmd_api.contract.pools import Modality
+from mmd_api.spec.engine import KvDtype
+from mmd_workers.engine.blocks import root_of
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.engine.profile import activation_bytes
@@ -19,7 +21,7 @@ from mmd_workers.model import source
 from mmd_workers.model.grammar import Grammars, load_tokenizer
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
-from mmd_workers.model.prompt import KvLayout
+from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
@@ -34,15 +36,28 @@ class NativeEngine(SteppedEngine):
 
     _runner: EngineRunner[Engine]
 
-    def __init__(self, runner: EngineRunner[Engine], model: LanguageModel, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        runner: EngineRunner[Engine],
+        model: LanguageModel,
+        grammars: Grammars,
+        kv_dtype: KvDtype = "Model",
+    ) -> None:
+        """`kv_dtype`: of the engine's pool."""
         super().__init__(runner, grammars)
         self._model = model
+        self._kv_layout = model.kv_layout.packed_as(kv_dtype)
         self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
 
     @property
+    def keeps_features(self) -> bool:
+        """They are a part of the prompt."""
+        return True
+
+    @property
     def kv_layout(self) -> KvLayout:
-        """That of the model."""
-        return self._model.kv_layout
+        """That of the pool."""
+        return self._kv_layout
 
     def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
         """That of the model."""
@@ -50,12 +65,20 @@ class NativeEngine(SteppedEngine):
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
         """Hash the prompt's blocks, once: `add` uses the same hashes."""
-        token_ids, spans = [*request.token_ids, *request.output_token_ids], media_spans(request)
-        identities, cached = await self._runner.call(lambda engine: engine.prefix(token_ids, spans))
+        token_ids, spans = [*request.token_ids, *request.output_token_ids], media_spans(request.features)
+        root = _root_of(request)
+        identities, cached = await self._runner.look(lambda engine: engine.prefix(token_ids, spans, root))
         self._identities[sequence] = identities
         return cached
 
-    async def add(self, sequence: str, request: GenerateRequest, *, stop_after_prefill: bool) -> Added:
+    async def add(
+        self,
+        sequence: str,
+        request: GenerateRequest,
+        *,
+        stop_after_prefill: bool,
+        features: Mapping[int, Feature] | None = None,
+    ) -> Added:
         """Lower the prompt and queue it, in one turn between two steps: a second turn would wait for another step."""
         constraint = await self._constraint(request, request.output_token_ids)
         identities = self._identities.pop(sequence, [])
@@ -69,14 +92,18 @@ class NativeEngine(SteppedEngine):
                     sequence_id=sequence,
                     prompt=prompt,
                     sampling=self._sampling(request),
-                    media_spans=media_spans(request),
+                    media_spans=media_spans(request.features),
                     identities=identities,
                     output_token_ids=request.output_token_ids,
                     arrived=request.arrived,
                     stop_after_prefill=stop_after_prefill,
                     constraint=constraint,
+                    root=_root_of(request),
+                    guidance=request.guidance,
                 )
             )
+            for medium, feature in (features or {}).items():
+                engine.fill(sequence, medium, feature)
             return Added(at, prompt.next_position)
 
         return await self._runner.call(begin)
@@ -98,9 +125,11 @@ class NativeEngine(SteppedEngine):
                 sampling=self._sampling(request),
                 output_token_ids=output_token_ids,
                 next_position=next_position,
-                media_spans=media_spans(request),
+                media_spans=media_spans(request.features),
                 arrived=request.arrived,
                 constraint=constraint,
+                root=_root_of(request),
+                guidance=request.guidance,
             )
         )
 
@@ -121,6 +150,7 @@ class NativeEngine(SteppedEngine):
             rules=wanted.rules,
             eos_token_ids=self._model.eos_token_ids,
             suppress_token_ids=self._model.suppress_token_ids,
+            prompt_logprobs=wanted.prompt_logprobs,
         )
 
 
@@ -169,11 +199,12 @@ class NativeHost(SteppedHost):
                 max_sequences=spec.decode.max_sequences,
                 block_tokens=spec.decode.kv_block_tokens,
                 max_model_len=max_model_len,
+                kv_dtype=spec.engine.kv_dtype,
             )
         kv_bytes = kv_pool_bytes(
             pod,
             model.device,
-            model.kv_layout,
+            model.kv_layout.packed_as(spec.engine.kv_dtype),
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
             activation_bytes=activations,
@@ -189,13 +220,23 @@ class NativeHost(SteppedHost):
                 chunk_tokens=prefill.chunk_tokens,
                 prefix_cache=prefill.prefix_cache,
                 max_model_len=max_model_len,
+                step_seconds=spec.engine.step_seconds,
+                text_share_percent=spec.engine.text_share_percent,
+                draft_tokens=spec.engine.prompt_lookup_tokens or 0,
+                kv_dtype=spec.engine.kv_dtype,
             )
         self.run(engine)
 
     def run(self, engine: Engine) -> None:
         """Run an engine on a dedicated thread from now on."""
-        spec, model = self._pod.spec.model, engine.model
+        spec, model = self._pod.spec, engine.model
         grammars = Grammars(
-            lambda: load_tokenizer(source.resolve(spec, weights=True)), model.vocab_size, model.eos_token_ids
+            lambda: load_tokenizer(source.resolve(spec.model, weights=True)),
+            model.vocab_size,
+            model.eos_token_ids,
         )
-        self._engine = NativeEngine(self._run(engine), model, grammars)
+        self._engine = NativeEngine(self._run(engine), model, grammars, spec.engine.kv_dtype)
+
+
+def _root_of(request: GenerateRequest) -> bytes:
+    return root_of(request.adapter, request.cache_salt)

@@ -77,6 +77,11 @@ class Sequences(Part):
         pod.tasks.spawn(reports, "sequence-reports")
         pod.tasks.spawn(self.end_late(), "deadlines")
 
+    async def sample(self) -> None:
+        """Show what the sequences consist of."""
+        for modality, tokens in self.book.tokens().items():
+            self._pod.metrics.sequence_tokens.labels(modality).set(tokens)
+
     # --- events ---------------------------------------------------------------------------------------------------
 
     async def _take_outputs(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from mmd_api.contract.errors import EngineDeadError
+from mmd_workers.engine.cache_changes import CacheChanges, CacheDelta
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.runner import EngineRunner, Stepped
 from mmd_workers.engine.turns import Turns
@@ -21,8 +22,6 @@ from mmd_workers.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.sequences.engine import EngineHost, SequenceEngine
 from mmd_workers.warmup import LIMIT_SECONDS, warm_up
 from mmd_workers.wire.messages import GenerateRequest
-
-ADVERTISED_BLOCKS = 64
 
 
 class Reporting(Stepped, Protocol):
@@ -36,8 +35,9 @@ class Reporting(Stepped, Protocol):
         """How loaded it is."""
         ...
 
-    def prefix_blocks(self, limit: int) -> list[str]:
-        """Identities of up to `limit` of the newest cached blocks, for locality in routing."""
+    @property
+    def prefix_changes(self) -> CacheChanges:
+        """What its prefix cache has gained and lost, for locality in routing."""
         ...
 
 
@@ -78,11 +78,16 @@ class SteppedEngine(SequenceEngine):
         return read
 
     async def reserve(
-        self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: Sequence[bytes]
+        self,
+        sequence: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        prefix: Sequence[bytes],
+        companion_tokens: int = 0,
     ) -> int:
         """Take blocks from the pool, and share those of the prefix cache."""
         cached: int = await self._runner.call(
-            lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens, prefix)
+            lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens, prefix, companion_tokens)
         )
         return cached
 
@@ -125,12 +130,16 @@ class SteppedHost(EngineHost):
         assert self._runner is not None
         self._runner.taken()
 
-    async def _sampled(self) -> tuple[EngineStats, list[str]] | None:
+    async def _sampled(self, most_identities: int, *, again: bool) -> tuple[EngineStats, CacheDelta] | None:
         if self._runner is None:
             return None
-        return await self._runner.call(
-            lambda engine: (engine.stats(), engine.prefix_blocks(ADVERTISED_BLOCKS))
-        )
+
+        def look(engine: Reporting) -> tuple[EngineStats, CacheDelta]:
+            if again:
+                engine.prefix_changes.restart()
+            return engine.stats(), engine.prefix_changes.take(most_identities)
+
+        return await self._runner.call(look)
 
     async def stop(self) -> None:
         """End the engine's thread after its current step."""
