@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import mimetypes
 import os
-from collections.abc import Iterator
+import ssl
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from mmd_api.contract import paths
 from mmd_cli.errors import CommandError
 
 API_KEY = "MMD_API_KEY"
+TRUSTED = "SSL_CERT_FILE"
+"""The environment variable that httpx, below the OpenAI client, takes trusted certificates from."""
 TIMINGS_HEADER = {"x-mmd-timings": "true"}
 
 
@@ -86,7 +89,7 @@ class Client:
             except openai.AuthenticationError as error:
                 raise AskError(f"{error.message}; set {API_KEY} to an API key of this gateway") from error
             except openai.OpenAIError as error:
-                raise AskError(f"no gateway responded at {self.url}: {error}") from error
+                raise AskError(f"no gateway responded at {self.url}: {_cause(error)}") from error
             if not served:
                 raise AskError(
                     f"the API key in {API_KEY} allows no model that is served at {self.url}; use another key, or have its tenant's models changed"
@@ -126,7 +129,7 @@ class Client:
         except openai.APIStatusError as error:
             raise AskError(f"{error.status_code}: {error.message}") from error
         except openai.OpenAIError as error:
-            raise AskError(f"no response from the gateway at {self.url}: {error}") from error
+            raise AskError(f"no response from the gateway at {self.url}: {_cause(error)}") from error
 
     def ask(self, messages: list[dict[str, Any]], **options: Any) -> Answer:
         """The whole answer."""
@@ -134,6 +137,19 @@ class Client:
         for _ in self.stream(messages, answer, **options):
             pass
         return answer
+
+
+def _cause(error: openai.OpenAIError) -> str:
+    """Why a gateway did not respond, with the remedy where its certificate is not trusted."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return str(error)
+    return (
+        f"its certificate is not trusted ({cause.verify_message}); name the file with that of its issuer in {TRUSTED}, "
+        "and address the gateway by a name that the certificate has"
+    )
 
 
 def _api_key() -> str:
@@ -150,12 +166,22 @@ def _api_key() -> str:
     return key
 
 
-def timeline(admin_url: str, request_id: str) -> dict[str, Any]:
-    """Phases of a finished request, from the gateway's memory of recent ones.
+def timeline(admin_urls: Sequence[str], request_id: str) -> dict[str, Any]:
+    """Phases of a finished request, from the memory of recent ones of the gateway that had it.
 
     Raises:
         AskError: it has been forgotten, or never was, or there is no gateway's admin port.
     """
+    faults = []
+    for admin_url in admin_urls:
+        try:
+            return _timeline(admin_url, request_id)
+        except AskError as error:  # another one may have had it
+            faults.append(str(error))
+    raise AskError("\n".join(dict.fromkeys(faults)) or "there is no gateway; start one, or give its --url")
+
+
+def _timeline(admin_url: str, request_id: str) -> dict[str, Any]:
     try:
         response = httpx.get(
             f"{admin_url}{paths.GATEWAY_REQUESTS}/{quote(request_id, safe='')}", timeout=10.0

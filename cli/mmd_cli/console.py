@@ -32,6 +32,13 @@ AdminUrlOption = Annotated[
     str | None,
     typer.Option(help="URL of the gateway's admin port. Defaults to the deployment running on this machine."),
 ]
+AdminUrlsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        help="URL of a gateway's admin port, once for each gateway. Defaults to the deployment running on this machine.",
+    ),
+]
 NameOption = Annotated[
     str | None, typer.Option(help="Name of the deployment, if several run on this machine.")
 ]

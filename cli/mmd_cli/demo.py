@@ -47,4 +47,4 @@ def answer_of(client: Client, sample: Sample) -> Answer:
 def ask(client: Client, admin_url: str, label: str, sample: Sample) -> Asked:
     """Ask one question and fetch its timeline from the gateway's admin port."""
     answer = answer_of(client, sample)
-    return Asked(label, sample, answer, timeline(admin_url, answer.request_id))
+    return Asked(label, sample, answer, timeline([admin_url], answer.request_id))

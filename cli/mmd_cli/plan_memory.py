@@ -17,8 +17,9 @@ import torch
 
 from mmd_api.contract.errors import MemoryBudgetError, MmdError, UnsupportedInputError, UnsupportedModelError
 from mmd_api.contract.pools import POOL_NAMES, PoolName
-from mmd_api.pipeline import roles_of
+from mmd_api.pipeline import active_roles, roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.fields import UNITS
 from mmd_api.spec.pools import EncoderSpec, PrefillSpec
 from mmd_workers.encoder.profile import TowerMemory, tower_memory
 from mmd_workers.engine.profile import activation_bytes, fused_kernel, gpu_kernel
@@ -29,9 +30,10 @@ from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.encoder import HfEncoderModel
 from mmd_workers.model.frontend import load_frontend, load_processor
 from mmd_workers.model.language import HfLanguageModel
+from mmd_workers.model.prompt import KvLayout
 from mmd_workers.model.roles import ModelPart, architecture_class, sliced_class
+from mmd_workers.model.tiles import follow_tiles
 
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 META = torch.device("meta")
 SAMPLE_TEXT_TOKENS = 1000
 SAMPLE_IMAGE_PIXELS = (1024, 768)
@@ -63,7 +65,8 @@ class PoolPlan:
     kv_bytes: int | None = None
     refusal: str = ""
     ranks: int = 1  # GPUs that the model of one replica is split across
-    tower: TowerMemory = NO_TOWER  # activations of the largest tower run, where this pod encodes
+    has_tower: bool = False
+    tower: TowerMemory = NO_TOWER  # activations of its largest run
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,20 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
             kernel=on_gpus if gpus else None,
+            kv_dtype=spec.engine.kv_dtype,
         )
 
-    block_bytes = language.kv_layout.bytes_per_token() * spec.decode.kv_block_tokens
+    kv_layout = language.kv_layout.packed_as(spec.engine.kv_dtype)
+    block_bytes = kv_layout.bytes_per_token() * spec.decode.kv_block_tokens
     pools = []
     for pool in POOL_NAMES:
         pool_spec = {"encoder": spec.encoder, "prefill": spec.prefill, "decode": spec.decode}[pool]
         if pool_spec is None:
             continue
         roles = roles_of(spec, pool)
+        has_tower = "encode" in active_roles(spec, pool)
         weights, tower = 0, NO_TOWER
-        if "encode" in roles and language.model.base_model is not language.decoder:
+        if has_tower and language.model.base_model is not language.decoder:
             weights += bytes_of(on_meta(config, "encoder", dtype), dtype)
             tower = _tower_memory(spec, config, folder, dtype)
         holds_kv = roles != ("encode",)
@@ -137,9 +143,9 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
             weights += -(-bytes_of(language.model, dtype) // ranks)
         total = memory.get(pool)
         step = activations(pool_spec.gpus) if holds_kv else 0
-        planned = PoolPlan(pool, roles, weights, step, total, ranks=ranks, tower=tower)
+        planned = PoolPlan(pool, roles, weights, step, total, ranks=ranks, has_tower=has_tower, tower=tower)
         if holds_kv:
-            planned = _with_kv(planned, spec, language, max_model_len)
+            planned = _with_kv(planned, spec, kv_layout, max_model_len)
         elif total is not None and weights + PROCESS_BYTES + tower.num_bytes > total:
             planned = replace(planned, refusal=_too_small(planned))
         pools.append(planned)
@@ -152,7 +158,7 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
         spec.model.id,
         str(dtype).removeprefix("torch."),
         max_model_len,
-        language.kv_layout.bytes_per_token(),
+        kv_layout.bytes_per_token(),
         pools,
         [Example(name, tokens, kv_of(tokens)) for name, tokens in kinds],
     )
@@ -191,7 +197,7 @@ def quantity_bytes(text: str) -> int:
         raise UnsupportedInputError(
             f"--memory: {text!r} is not a memory quantity; use a value such as 80Gi or 24G"
         )
-    return int(number * _UNITS[found.group(2) or ""])
+    return int(number * UNITS[found.group(2) or ""])
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -212,7 +218,7 @@ def lines_of(plan: Plan) -> list[str]:
             f"{_whose(pool)} ({'+'.join(pool.roles)}), memory {total}:",
             f"  weights                           {_mebibytes(pool.weights_bytes):>12}",
         ]
-        if "encode" in pool.roles:
+        if pool.has_tower:
             if pool.tower.num_bytes or not pool.tower.unknown:
                 lines.append(f"  activations of the tower          {_mebibytes(pool.tower.num_bytes):>12}")
             lines += [
@@ -266,7 +272,7 @@ def bytes_of(model: torch.nn.Module, dtype: torch.dtype) -> int:
 
 
 def _with_kv(
-    planned: PoolPlan, spec: MultimodalDeploymentSpec, language: HfLanguageModel, max_model_len: int
+    planned: PoolPlan, spec: MultimodalDeploymentSpec, kv_layout: KvLayout, max_model_len: int
 ) -> PoolPlan:
     pool_spec = spec.prefill if planned.pool == "prefill" and spec.prefill is not None else spec.decode
     override = pool_spec.kv_cache_mebibytes
@@ -283,7 +289,7 @@ def _with_kv(
     kv_bytes, refusal = None, ""
     try:
         kv_bytes = budget.kv_bytes(
-            bytes_per_token=-(-language.kv_layout.bytes_per_token() // planned.ranks),
+            bytes_per_token=-(-kv_layout.bytes_per_token() // planned.ranks),
             block_tokens=spec.decode.kv_block_tokens,
             max_model_len=max_model_len,
             max_sequences=spec.decode.max_sequences,
@@ -307,9 +313,10 @@ def _tower_memory(
 ) -> TowerMemory:
     """What a worker measures on a CPU, without the weights."""
     adapter = adapter_for(config)
-    _, processor = load_processor(folder, adapter)
+    _, processor = load_processor(folder, adapter, spec.model)
     if processor is None or not adapter.modalities(processor):
         return NO_TOWER
+    follow_tiles(config, processor)
     model = with_shared_layers(on_meta(config, "encoder", dtype))
     encoder = HfEncoderModel(model, processor, adapter, torch.device("cpu"), dtype, 0)
     batching = (spec.encoder or EncoderSpec()).batching
@@ -337,10 +344,12 @@ def _example_tokens(spec: MultimodalDeploymentSpec) -> list[tuple[str, int]]:
     examples = [(f"text of {SAMPLE_TEXT_TOKENS} tokens", SAMPLE_TEXT_TOKENS)]
     frontend = load_frontend(spec.model, spec.gateway.media)
     width, height = SAMPLE_IMAGE_PIXELS
-    size = {"width": width, "height": height}
     fps, rate = 30.0, 16_000
     media: list[tuple[str, MediumInfo]] = [
-        (f"image of {width} x {height} pixels", MediumInfo("image", "0" * 64, 1, "png", **size)),
+        (
+            f"image of {width} x {height} pixels",
+            MediumInfo("image", "0" * 64, 1, "png", width=width, height=height),
+        ),
         (
             f"video of {SAMPLE_VIDEO_SECONDS} s",
             MediumInfo(
@@ -348,7 +357,8 @@ def _example_tokens(spec: MultimodalDeploymentSpec) -> list[tuple[str, int]]:
                 "0" * 64,
                 1,
                 "mp4",
-                **size,
+                width=width,
+                height=height,
                 num_frames=int(SAMPLE_VIDEO_SECONDS * fps),
                 fps=fps,
                 duration_seconds=float(SAMPLE_VIDEO_SECONDS),

@@ -14,10 +14,11 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS_GROUP = "mmd.commands"
-"""Entry points of this group: the name of a command and the function that runs it."""
+"""Entry points of this group: the name of a command and the function that runs it, or the program of several."""
 _EXTRA_OF = {
     "operator": "operator",
     "explain": "operator",
+    "rollout": "operator",
     "simulate": "simulate",
 }  # by command; of the others: `worker`
 
@@ -60,7 +61,10 @@ def build(only: str | None = None) -> Program:
         except ImportError as error:
             missing[_EXTRA_OF.get(entry_point.name, "worker"), str(error)].append(entry_point.name)
         else:
-            app.command(name=entry_point.name)(command)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=entry_point.name)
+            else:
+                app.command(name=entry_point.name)(command)
     return Program(
         app,
         [_unavailable(", ".join(names), error, extra) for (extra, error), names in missing.items()],

@@ -1,6 +1,6 @@
 """`mmd report`: SLO attainment, bottlenecks, sizes and cost of a stretch of time, as one self-contained HTML file.
 
-It is written from a Prometheus server, or without one from the requests that a gateway still remembers.
+It is written from a Prometheus server, or without one from the requests that gateways still remember.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from mmd_cli.errors import CommandError
+from mmd_cli.gateways import Snapshot
 from mmd_cli.pictures import Line, Prometheus, TimeWindow, draw
 from mmd_dashboards.overview import OVERVIEW
 from mmd_dashboards.panels import Panel
@@ -117,23 +118,25 @@ def from_prometheus(server: Prometheus, window: TimeWindow, decisions: Mapping[s
     return report
 
 
-def from_requests(
-    name: str,
-    remembered: Sequence[Mapping[str, Any]],
-    ttft_seconds: float | None,
-    decisions: Mapping[str, str],
-) -> SloReport:
-    """From the summaries of a gateway's newest requests (`/debug/requests`).
+def from_gateways(name: str, seen: Snapshot, decisions: Mapping[str, str]) -> SloReport:
+    """From the summaries of the gateways' newest requests (`/debug/requests`).
 
     Raises:
         NothingToReportError: none has finished.
     """
-    done = sorted((one for one in remembered if one["finished"]), key=lambda one: float(one["arrived"]))
+    done = sorted((one for one in seen.requests if one["finished"]), key=lambda one: float(one["arrived"]))
     if not done:
-        raise NothingToReportError("the gateway has no finished requests; send a request first")
+        missing = "".join(f"\n{words}" for words in seen.missing)
+        raise NothingToReportError(f"the gateways have no finished requests; send a request first{missing}")
+    promised = (one.total("mmd_slo_target_seconds", signal="ttft") for one in seen.gateways.values())
+    ttft_seconds = max(promised) or None
     start, end = float(done[0]["arrived"]), max(float(one["finished"]) for one in done)
     report = SloReport(
-        name, start, end, f"the gateway's newest {len(done)} requests", notes=list(decisions.values())
+        name,
+        start,
+        end,
+        f"the gateways' newest {len(done)} requests",
+        notes=[*seen.missing, *decisions.values()],
     )
     codes = Counter(str(one["code"]) for one in done)
     first = sorted(one["timings"]["ttft"] / 1000 for one in done if "ttft" in one["timings"])

@@ -1,72 +1,18 @@
-"""`mmd top`: pools, queues, KV and decisions of a deployment as they are now, from what its gateway reports of every pod."""
+"""`mmd top`: pools, queues, KV and decisions of a deployment as they are now, from what its gateways report of every pod."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmd_api.contract import paths
-from mmd_cli.errors import CommandError
+from mmd_cli.gateways import GatewaySnapshot, Snapshot, buckets
 
 ROLES = ("encode", "prefill", "decode")
-TIMEOUT_SECONDS = 5.0
-
-
-class UnreachableError(CommandError):
-    """The gateway does not respond."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySnapshot:
-    """What a gateway returned at one time: its view of the pods, and its own counters (name and labels → value)."""
-
-    taken: float
-    state: Mapping[str, Any]
-    counters: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum over the series of a metric that have these labels."""
-        wanted = set(labels.items())
-        return sum(value for (n, have), value in self.counters.items() if n == name and wanted <= set(have))
-
-    def buckets(self, name: str) -> dict[float, float]:
-        """The cumulative counts of a histogram by upper bound, over all labels."""
-        found: dict[float, float] = defaultdict(float)
-        for (n, labels), value in self.counters.items():
-            if n == f"{name}_bucket":
-                found[float(dict(labels)["le"])] += value
-        return found
-
-
-def look(admin_url: str) -> GatewaySnapshot:
-    """Ask a gateway at its admin port.
-
-    Raises:
-        UnreachableError: it does not answer.
-    """
-    try:
-        with httpx.Client(base_url=admin_url, timeout=TIMEOUT_SECONDS) as client:
-            state = client.get(paths.GATEWAY_STATE).raise_for_status().json()
-            text = client.get(paths.METRICS).raise_for_status().text
-    except (httpx.HTTPError, ValueError) as error:
-        raise UnreachableError(
-            f"no gateway responded at {admin_url} ({error}); check that it is its admin port"
-        ) from error
-    counters = {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    return GatewaySnapshot(time.time(), state, counters)
 
 
 def quantile(now: Mapping[float, float], before: Mapping[float, float], share: float) -> float | None:
@@ -85,40 +31,46 @@ def quantile(now: Mapping[float, float], before: Mapping[float, float], share: f
     return low
 
 
-def facts(
-    now: GatewaySnapshot, before: GatewaySnapshot | None, decisions: Mapping[str, str]
-) -> dict[str, Any]:
-    """What is shown, as data; rates are over the time between the two looks, or since the start."""
-    then = before or GatewaySnapshot(now.state.get("sent", now.taken), {})
-    seconds = max(now.taken - then.taken, 1e-3) if before else None
+def facts(now: Snapshot, before: Snapshot, decisions: Mapping[str, str]) -> dict[str, Any]:
+    """What is shown, as data; rates are over the time between the two looks, of the gateways that answered both."""
+    pairs = [
+        (gateway, _earlier(gateway, before.gateways[pod]))
+        for pod, gateway in now.gateways.items()
+        if pod in before.gateways
+    ]
 
     def rate(name: str, **labels: str) -> float | None:
-        return None if seconds is None else (now.total(name, **labels) - then.total(name, **labels)) / seconds
+        rates = [
+            (one.total(name, **labels) - earlier.total(name, **labels)) / max(one.taken - earlier.taken, 1e-3)
+            for one, earlier in pairs
+        ]
+        return sum(rates) if rates else None
 
-    ttft = {
-        f"p{round(100 * share)}": quantile(
-            now.buckets("mmd_ttft_seconds"), then.buckets("mmd_ttft_seconds"), share
-        )
-        for share in (0.5, 0.95)
-    }
+    counts = buckets((one for one, _ in pairs), "mmd_ttft_seconds")
+    earlier_counts = buckets((earlier for _, earlier in pairs), "mmd_ttft_seconds")
+    ttft = {f"p{round(100 * share)}": quantile(counts, earlier_counts, share) for share in (0.5, 0.95)}
     return {
+        "gateways": sorted(now.gateways),
+        "missing": list(now.missing),
         "requests": {
-            "running": now.state["running"],
+            "running": sum(one.state["running"] for one in now.gateways.values()),
             "per_second": rate("mmd_requests_total"),
             "failed_per_second": _minus(rate("mmd_requests_total"), rate("mmd_requests_total", code="ok")),
             "output_tokens_per_second": rate("mmd_tokens_total", kind="output"),
             "ttft_seconds": ttft,
             "placed_again": now.total("mmd_retries_total"),
         },
-        "encode_queue_jobs": {
-            dict(labels)["modality"]: value
-            for (name, labels), value in sorted(now.counters.items())
-            if name == "mmd_encode_queue_jobs"
-        },
+        "encode_queue_jobs": now.largest("mmd_encode_queue_jobs", "modality"),
         "held": {role: now.total("mmd_gateway_held_sequences", role=role) for role in ROLES},
-        "pods": [_pod(pod) for pod in now.state["pods"]],
+        "pods": [_pod(pod) for pod in now.pods],
         "decisions": dict(decisions),
     }
+
+
+def _earlier(now: GatewaySnapshot, before: GatewaySnapshot) -> GatewaySnapshot:
+    """What the counters of a gateway began from: zero, where it has started again."""
+    is_same = now.state["incarnation"] == before.state["incarnation"]
+    return before if is_same else replace(before, counters={})
 
 
 def _minus(whole: float | None, part: float | None) -> float | None:
@@ -157,6 +109,7 @@ def rendered(name: str, seen: Mapping[str, Any]) -> RenderableType:
     )
     queue = ", ".join(f"{kind} {jobs:.0f}" for kind, jobs in seen["encode_queue_jobs"].items() if jobs)
     lines: list[RenderableType] = [head, Text(f"encode queue: {queue or 'empty'}", style="dim")]
+    lines += [Text(words, style="yellow") for words in seen["missing"]]
     lines += [Text(f"requests waiting for a {role} pod: {n:.0f}", style="red") for role, n in held.items()]
     table = Table(box=None, pad_edge=False)
     for heading in ("pod", "roles", "state", "waiting", "running", "busy", "KV", "step"):

@@ -14,6 +14,7 @@ from mmd_cli.check import split, whole
 from mmd_cli.check.model import Checked
 from mmd_cli.check.prompts import Medium, prompts
 from mmd_cli.check.report import Case, CheckReport
+from mmd_workers.model.language import HfLanguageModel
 from mmd_workers.model.prompt import LoweredPrompt
 
 LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -37,7 +38,8 @@ def check(spec: ModelSpec, device: torch.device) -> CheckReport:
             f"the model cannot be loaded: {_named(error)}; check its files and that this version of transformers loads it"
         ) from error
     takes = checked.frontend.modalities
-    cases = [_compare(checked, name, media) for name, media in prompts(takes)]
+    asked = prompts(takes, checked.frontend.takes_sound_of_videos)
+    cases = [_compare(checked, name, media) for name, media in asked]
     dtype = str(checked.language.dtype).removeprefix("torch.")
     return CheckReport(spec.id, checked.model_type, dtype, takes, cases)
 
@@ -70,7 +72,7 @@ def _compare(checked: Checked, name: str, media: list[Medium]) -> Case:
     try:
         prompt = split.lowered(checked, layout, media)
         if embeds is not None and embeds.shape[0] == len(whole_ids):
-            case.features = _largest(prompt, embeds)
+            case.features = _largest(checked.language, prompt, embeds)
         tokens, logits = split.run(checked, prompt, layout, media)
         _judge(case, checked.language.dtype, tokens, logits, whole_tokens, whole_logits)
     except MmdError as error:
@@ -116,7 +118,7 @@ def _judge(
             case.wrong.append(f"token {equal} of the output differs")
 
 
-def _largest(prompt: LoweredPrompt, embeds: torch.Tensor) -> float | None:
+def _largest(language: HfLanguageModel, prompt: LoweredPrompt, embeds: torch.Tensor) -> float | None:
     """The largest error of the rows of media."""
     rows = [
         i for runs in prompt.ranges.values() for start, length in runs for i in range(start, start + length)
@@ -124,4 +126,5 @@ def _largest(prompt: LoweredPrompt, embeds: torch.Tensor) -> float | None:
     if not rows:
         return None
     truth = embeds[rows].float()
-    return float((prompt.embeds[rows].float() - truth).abs().max() / truth.abs().max().clamp(min=1e-6))
+    merged, _, _ = language.rows(prompt, 0, len(prompt.token_ids))
+    return float((merged[rows].float() - truth).abs().max() / truth.abs().max().clamp(min=1e-6))

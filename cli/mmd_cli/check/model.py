@@ -40,7 +40,7 @@ class Checked:
             block_tokens=BLOCK_TOKENS,
             max_model_len=self.max_model_len,
         )
-        self.tokenizer, self.processor = load_processor(folder, self.adapter)
+        self.tokenizer, self.processor = load_processor(folder, self.adapter, spec)
         dtype = self.language.dtype
         whole = architecture_class(config).from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True

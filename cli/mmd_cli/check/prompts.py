@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,13 @@ def _video() -> Medium:
 
 def _audio() -> Medium:
     wave = samples.sound()
-    facts = {"num_samples": len(wave), "sample_rate_hz": samples.SAMPLE_RATE_HZ}
-    return Medium(MediumInfo("audio", "audio", wave.nbytes, "wav", **facts), wave)
+    rate = samples.SAMPLE_RATE_HZ
+    info = MediumInfo("audio", "audio", wave.nbytes, "wav", num_samples=len(wave), sample_rate_hz=rate)
+    return Medium(info, wave)
 
 
-def prompts(takes: frozenset[Modality]) -> Iterator[tuple[str, list[Medium]]]:
-    """Name and media of each; all of them ask the same question."""
+def prompts(takes: frozenset[Modality], sound_of_videos: bool) -> Iterator[tuple[str, list[Medium]]]:
+    """Name and media of each; all of them ask the same question. `sound_of_videos`: the model takes a video with its own sound."""
     image, video, audio = _image(200, 144, 1), _video(), _audio()
     yield "text", []
     made = {"image": image, "video": video, "audio": audio}
@@ -72,3 +73,6 @@ def prompts(takes: frozenset[Modality]) -> Iterator[tuple[str, list[Medium]]]:
         yield "two images", [image, _image(96, 160, 2)]
     if len(there) > 1:
         yield " and ".join(medium.info.modality for medium in there), there
+    if sound_of_videos:
+        film = Medium(replace(video.info, has_sound=True), video.data)
+        yield "video with its sound", [film, Medium(replace(audio.info, of_video=True), audio.data)]

@@ -31,6 +31,9 @@ def unsplit_inputs(
             return _on(checked, checked.adapter.unsplit_inputs(speaker, _given(text), []))
         ids = checked.tokenizer(text, add_special_tokens=False, return_tensors="pt")
         return _on(checked, {name: ids[name] for name in ("input_ids", "attention_mask")})
+    sounds_of_videos = any(medium.info.of_video for medium in media)
+    if sounds_of_videos:
+        messages = _without_sounds_of_videos(messages, media)
     given = _given(checked.adapter.render(checked.processor, messages))
     if images := [torch.from_numpy(m.data).permute(2, 0, 1) for m in media if m.info.modality == "image"]:
         given["images"] = [images]
@@ -58,7 +61,33 @@ def unsplit_inputs(
         given["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
         if isinstance(checked.processor, OmniModalProcessorMixin):
             given["videos_kwargs"]["fps"] = metadata[0].sampled_fps
-    return _on(checked, checked.adapter.unsplit_inputs(checked.processor, given, layout.media))
+    if sounds_of_videos:
+        given |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
+    inputs = checked.adapter.unsplit_inputs(checked.processor, given, layout.media)
+    if sounds_of_videos:
+        inputs["use_audio_in_video"] = True
+    return _on(checked, inputs)
+
+
+def _without_sounds_of_videos(
+    messages: list[dict[str, Any]], media: Sequence[Medium]
+) -> list[dict[str, Any]]:
+    """Without the parts for which there is no marker."""
+    left = iter(media)
+    return [
+        {**m, "content": [p for p in m["content"] if p["type"] == "text" or not next(left).info.of_video]}
+        for m in messages
+    ]
+
+
+def _videos_of_sounds(media: Sequence[Medium]) -> list[int | None]:
+    """Of each sound the number of the video that it is of; None: of none."""
+    kinds = [medium.info.modality for medium in media]
+    return [
+        kinds[:number].count("video") - 1 if medium.info.of_video else None
+        for number, medium in enumerate(media)
+        if medium.info.modality == "audio"
+    ]
 
 
 def _given(text: str) -> dict[str, Any]:

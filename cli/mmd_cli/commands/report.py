@@ -6,25 +6,23 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 
-from mmd_api.contract import paths
-from mmd_cli import slo_report, top
-from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli import gateways, slo_report
+from mmd_cli.console import AdminUrlsOption, NameOption, console, fail
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.pictures import Prometheus, TimeWindow
 
 
 def report(
-    url: AdminUrlOption = None,
+    urls: AdminUrlsOption = None,
     name: NameOption = None,
     prometheus: Annotated[
         str | None,
-        typer.Option(help="URL of a Prometheus server. Without it, the gateway's recent requests are used."),
+        typer.Option(help="URL of a Prometheus server. Without it, the gateways' recent requests are used."),
     ] = None,
     namespace: Annotated[
         str, typer.Option(help="Namespace of the deployment, with --prometheus.")
@@ -49,10 +47,9 @@ def report(
                 Prometheus(prometheus), window, state.decisions_of(None, name) if local else {}
             )
         else:
-            gateway = url or state.find(name).admin_url
-            made = slo_report.from_requests(
-                name or gateway, _remembered(gateway), _promised_ttft(gateway), state.decisions_of(url, name)
-            )
+            title, asked = state.watched(urls, name)
+            seen = gateways.look(asked, requests=True)
+            made = slo_report.from_gateways(title, seen, state.decisions_of(urls, name))
     except CommandError as error:
         raise fail(error) from error
     output.write_text(made.html())
@@ -64,20 +61,3 @@ def report(
     for note in made.notes:
         console.print(note, highlight=False, soft_wrap=True)
     console.print(f"report: {output.resolve()}", highlight=False, soft_wrap=True)
-
-
-def _remembered(gateway: str) -> list[dict[str, Any]]:
-    try:
-        answer = httpx.get(
-            f"{gateway}{paths.GATEWAY_REQUESTS}", params={"limit": 512}, timeout=10.0
-        ).raise_for_status()
-    except httpx.HTTPError as error:
-        raise top.UnreachableError(
-            f"no gateway responded at {gateway} ({error}); check that it is running"
-        ) from error
-    requests: list[dict[str, Any]] = answer.json()["requests"]
-    return requests
-
-
-def _promised_ttft(gateway: str) -> float | None:
-    return top.look(gateway).total("mmd_slo_target_seconds", signal="ttft") or None

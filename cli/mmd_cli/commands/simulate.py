@@ -55,7 +55,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="File to write a plot to (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Run the autoscaler against a trace in a model of the pipeline: SLO attainment, GPU-hours, replicas, losses."""
+    """Run the autoscaler and the router against a trace in a model of the pipeline: SLO attainment, GPU-hours, replicas, losses."""
     try:
         import numpy  # noqa: F401 - checked before anything is read
 
@@ -63,6 +63,7 @@ def simulate(
             import matplotlib  # noqa: F401
     except ImportError as error:
         _fail(f"{error}; install it with: pip install 'multimodal-operator[simulate]'")
+    from mmd_cli.simulated_router import SimulatedRouter
     from mmd_operator.simulate.calibration import Calibration
     from mmd_operator.simulate.measured import NotMeasuredError, calibrated, look
     from mmd_operator.simulate.report import plot as draw
@@ -95,7 +96,7 @@ def simulate(
     except TraceError as error:
         _fail(str(error))
     try:
-        planner = Planner(spec, requests, numbers)
+        planner = Planner(spec, requests, numbers, placing=SimulatedRouter)
         runs = list(planner.compared()) if compare else [planner.autoscaler()]
         tuned: MultimodalDeploymentSpec | None = None
         if recommend:

@@ -77,7 +77,7 @@ def status(
             _measured(load),
         )
     console.print(table)
-    for line in _access(pods):
+    for line in (*_access(pods), *_quality(pods)):
         console.print(line, highlight=False, soft_wrap=True)
     for decision in running.decisions.values():
         console.print(decision, highlight=False, soft_wrap=True)
@@ -91,9 +91,24 @@ def _access(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             continue
         if not auth["enabled"]:
             yield f"API keys: {NO_KEYS}"
-            return
+            break
         fault = f"; its file of keys cannot be used: {auth['fault']}" if auth["fault"] else ""
         yield f"API keys: needed; tenants that {facts['pod']} knows: {auth['tenants']}{fault}"
+        if auth.get("issuer_fault"):
+            yield f"tokens: {facts['pod']} cannot fetch the keys of their issuer: {auth['issuer_fault']}"
+    for facts in pods:
+        if (tls := facts.get("tls", {})).get("fault"):
+            yield f"TLS: {facts['pod']} cannot use its certificate: {tls['fault']}"
+
+
+def _quality(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Gateways that send less of each medium, because of load."""
+    for facts in pods:
+        if tier := facts.get("media_tier"):
+            yield (
+                f"media: {facts['pod']} sends less of each, tier {tier} of spec.gateway.media.underLoad; if it stays so, add encoder and "
+                "prefill replicas"
+            )
 
 
 def _measured(load: Mapping[str, Any]) -> str:

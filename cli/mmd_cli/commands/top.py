@@ -10,14 +10,15 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
+from mmd_cli import gateways
 from mmd_cli import top as view
-from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.console import AdminUrlsOption, NameOption, console, fail
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 
 
 def top(
-    url: AdminUrlOption = None,
+    urls: AdminUrlsOption = None,
     name: NameOption = None,
     seconds: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Print one sample and exit.")] = False,
@@ -25,12 +26,11 @@ def top(
 ) -> None:
     """Show pools, queues, KV and decisions, live, until Ctrl-C."""
     try:
-        gateway = url or state.find(name).admin_url
-        before = view.look(gateway)
-        title = name or gateway
+        title, asked = state.watched(urls, name)
+        before = gateways.look(asked)
         time.sleep(seconds)
-        now = view.look(gateway)
-        seen = view.facts(now, before, state.decisions_of(url, name))
+        now = gateways.look(asked)
+        seen = view.facts(now, before, state.decisions_of(urls, name))
         if as_json:
             sys.stdout.write(json.dumps(seen, indent=1) + "\n")
         elif once or not console.is_terminal:
@@ -39,9 +39,9 @@ def top(
             with Live(view.rendered(title, seen), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(seconds)
-                    before, now = now, view.look(gateway)
+                    before, now = now, gateways.look(asked)
                     live.update(
-                        view.rendered(title, view.facts(now, before, state.decisions_of(url, name))),
+                        view.rendered(title, view.facts(now, before, state.decisions_of(urls, name))),
                         refresh=True,
                     )
     except CommandError as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from mmd_cli.console import AdminUrlOption, NameOption, console, fail
+from mmd_cli.console import AdminUrlsOption, NameOption, console, fail
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_workers.observe.logs import printable
@@ -20,7 +20,7 @@ def trace(
     request: Annotated[
         str, typer.Argument(help="Request id: the response's `id` or its x-request-id header.")
     ],
-    url: AdminUrlOption = None,
+    urls: AdminUrlsOption = None,
     name: NameOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
@@ -28,15 +28,19 @@ def trace(
     from mmd_cli import client as gateway_client
 
     try:
-        timeline = gateway_client.timeline(url or state.find(name).admin_url, request)
+        _, asked = state.watched(urls, name)
+        timeline = gateway_client.timeline(asked, request)
     except CommandError as error:
         raise fail(error) from error
     if as_json:
         sys.stdout.write(json.dumps(timeline, indent=1) + "\n")
         return
     begin, width = float(timeline["arrived"]), 40
-    span = max(float(timeline["finished"]) - begin, 1e-6)
-    title = f"{timeline['request_id']}  {timeline['code']}  trace {timeline['trace_id']}"
+    last = max([timeline["last_token"], *(phase["end"] for phase in timeline["phases"])])
+    span = max(float(timeline["finished"] or last) - begin, 1e-6)
+    now_in = timeline.get("phase")  # a gateway from before there was such a thing reports none
+    where = f"in {now_in.replace('_', ' ')}" if now_in else timeline["code"]
+    title = f"{timeline['request_id']}  {where}  trace {timeline['trace_id']}"
     table = Table(title=title, title_justify="left")
     for heading in ("phase", "pod", "from ms", "ms", "when", "what"):
         table.add_column(heading, justify="right" if heading.endswith("ms") else "left")
@@ -59,6 +63,8 @@ def trace(
         )
     console.print(table)
     for attempt in timeline["attempts"]:
+        if attempt.get("ttft_seconds"):
+            console.print(printable(_estimate(attempt)), highlight=False, markup=False, soft_wrap=True)
         if attempt["lost"]:
             console.print(
                 printable(
@@ -67,5 +73,18 @@ def trace(
                 highlight=False,
                 markup=False,
             )
+    if timeline.get("degraded_by"):  # of gateways from before there was such a thing, none
+        console.print(f"the model got less of the media because of: {', '.join(timeline['degraded_by'])}")
     if timeline["error"]:
         console.print(printable(timeline["error"]), highlight=False, markup=False, soft_wrap=True)
+
+
+def _estimate(attempt: dict[str, Any]) -> str:
+    """What the router estimated of an attempt, and what it took."""
+    seconds = dict(attempt["estimated"])
+    ttft = seconds.pop("ttft")
+    terms = ", ".join(f"{term} {1000 * value:.1f}" for term, value in seconds.items())
+    return (
+        f"attempt {attempt['number']} on {attempt['prefill_pod']}: first token after {1000 * attempt['ttft_seconds']:.1f} ms, "
+        f"estimated {1000 * ttft:.1f} ms ({terms})"
+    )

@@ -30,9 +30,18 @@ def up(
             help="Tenants and hashes of their API keys, for spec.gateway.auth. The gateway follows the file.",
         ),
     ] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder with tls.crt and tls.key, for spec.gateway.tls. The gateway follows them.",
+        ),
+    ] = None,
 ) -> None:
     """Run a deployment as processes on this machine, until Ctrl-C."""
     from mmd_cli.local import up as runner
+    from mmd_cli.local.pods import LocalSecrets
 
     async def serve() -> None:
         deployment = runner.load(file)
@@ -45,7 +54,7 @@ def up(
                 log_line=progress.log,
                 progress=progress.show,
                 follow=file,
-                keys=keys,
+                secrets=LocalSecrets(keys, tls),
             ) as local:
                 progress.stop()
                 console.print(

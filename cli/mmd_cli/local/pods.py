@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from mmd_api.contract import environment as env
+from mmd_api.spec.gateway import TLS_CERTIFICATE, TLS_KEY
 from mmd_cli.errors import CommandError
 from mmd_cli.local.forkserver import IDLE_NICE
+from mmd_operator.resources.pods import FEATURES_VOLUME
 
 LOOPBACK = "127.0.0.1"
 _FREE_PORTS = range(15_000, 29_000)
@@ -31,6 +33,17 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 
 class RenderError(CommandError):
     """A rendered object needs something that a local process cannot have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSecrets:
+    """What stands here for the user's own Secrets, which gateways follow. `keys`: the file of API keys; `tls`: the folder with the certificate and its key."""
+
+    keys: Path | None = None
+    tls: Path | None = None
+
+
+NO_SECRETS = LocalSecrets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +64,13 @@ class LocalPod:
 
     @property
     def http_url(self) -> str:
-        """Where clients and probes reach it."""
-        return f"http://{LOOPBACK}:{self.http_port}"
+        """Where clients reach it."""
+        scheme = "https" if env.TLS_FOLDER in self.environment else "http"
+        return f"{scheme}://{LOOPBACK}:{self.http_port}"
 
     @property
     def admin_url(self) -> str:
-        """Where its metrics and state are; a worker has one port for everything."""
+        """Where its metrics and state are, and probes reach it; a worker has one port for everything."""
         return f"http://{LOOPBACK}:{self.admin_port or self.http_port}"
 
 
@@ -68,11 +82,11 @@ def local_pods(
     threads: int,
     memory_fraction: float,
     admin_port: int = 0,
-    keys: Path | None = None,
+    secrets: LocalSecrets = NO_SECRETS,
 ) -> list[LocalPod]:
     """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
 
-    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. `keys`: the file of API keys, which gateways follow. Secrets hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. Secrets that the operator makes hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
 
     Raises:
         RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
@@ -92,7 +106,7 @@ def local_pods(
             ports = (wanted[0] or free_port(), wanted[1] or free_port())
             pods.append(
                 _local_pod(
-                    objects, workload, name, ports, directory, nats_url, threads, memory_fraction, keys
+                    objects, workload, name, ports, directory, nats_url, threads, memory_fraction, secrets
                 )
             )
     return pods
@@ -128,7 +142,7 @@ def _local_pod(
     nats_url: str,
     threads: int,
     memory_fraction: float,
-    keys: Path | None = None,
+    own: LocalSecrets = NO_SECRETS,
 ) -> LocalPod:
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
@@ -145,15 +159,13 @@ def _local_pod(
             environment[variable["name"]] = value
         elif (folder := mounts[within]) is not None:
             environment[variable["name"]] = str(folder) + value[len(within) :]
+    if any(variable["name"] == env.WEIGHTS for variable in container.get("env", [])):
+        environment.pop("HF_HUB_OFFLINE", None)  # what this machine's cache lacks comes from the hub
     if env.ADMIN_PORT in environment:
         environment[env.ADMIN_PORT] = str(admin_port)
-    if env.KEYS_FILE in environment:
-        if keys is None:
-            raise RenderError(
-                "spec.gateway.auth is set, and its Secret does not exist locally; pass --keys FILE, which `mmd create-key` makes, "
-                "or remove spec.gateway.auth"
-            )
-        environment[env.KEYS_FILE] = str(keys.absolute())
+    if env.PICKER_PORT in environment:
+        environment[env.PICKER_PORT] = "0"  # nothing asks there, and gateways share the machine
+    environment |= _own_secrets(environment, own)
     environment |= {
         env.HTTP_PORT: str(port),
         env.NATS_URL: nats_url,
@@ -173,6 +185,35 @@ def _local_pod(
         grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
         nice=_nice(workload, objects),
     )
+
+
+def _own_secrets(environment: dict[str, str], own: LocalSecrets) -> dict[str, str]:
+    """Where the files of the user's own Secrets are here.
+
+    Raises:
+        RenderError: one is needed, and no option names it.
+    """
+    found = {}
+    for variable, path, missing in (
+        (
+            env.KEYS_FILE,
+            own.keys,
+            "spec.gateway.auth is set, and its Secret does not exist locally; pass --keys FILE, which `mmd create-key` makes, "
+            "or remove spec.gateway.auth",
+        ),
+        (
+            env.TLS_FOLDER,
+            own.tls,
+            f"spec.gateway.tls is set, and its Secret does not exist locally; pass --tls FOLDER, with {TLS_CERTIFICATE} and {TLS_KEY}, "
+            "or remove spec.gateway.tls",
+        ),
+    ):
+        if variable not in environment:
+            continue
+        if path is None:
+            raise RenderError(missing)
+        found[variable] = str(path.absolute())
+    return found
 
 
 def _nice(workload: dict[str, Any], objects: list[dict[str, Any]]) -> int:
@@ -226,7 +267,7 @@ def login_folder(workload: dict[str, Any], directory: Path) -> Path:
 
 
 def _mounts(workload: dict[str, Any], directory: Path) -> dict[str, Path | None]:
-    """Mount path → folder with a ConfigMap's or Secret's files; None for a volume that does not exist locally, where the programs' defaults apply."""
+    """Mount path → folder with a ConfigMap's or Secret's files, or for features; None for a volume that does not exist locally, where the programs' defaults apply."""
     spec = workload["spec"]["template"]["spec"]
     folders: dict[str, Path] = {}
     for volume in spec.get("volumes", []):
@@ -234,6 +275,8 @@ def _mounts(workload: dict[str, Any], directory: Path) -> dict[str, Path | None]
             folders[volume["name"]] = directory / "config" / volume["configMap"]["name"]
         elif "secret" in volume:
             folders[volume["name"]] = login_folder(workload, directory)
+        elif volume["name"] == FEATURES_VOLUME:
+            folders[volume["name"]] = directory / FEATURES_VOLUME
     mounted = spec["containers"][0].get("volumeMounts", [])
     return {mount["mountPath"].rstrip("/"): folders.get(mount["name"]) for mount in mounted}
 

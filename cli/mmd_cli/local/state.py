@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,11 @@ class Running:
     admin_url: str
     pods: list[RunningPod]
     decisions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gateways(self) -> list[str]:
+        """Admin URLs of all gateways."""
+        return [pod.admin_url for pod in self.pods if pod.component == "gateway"]
 
 
 def state_directory() -> Path:
@@ -80,6 +86,18 @@ def find(name: str | None = None) -> Running:
     return found[0]
 
 
-def decisions_of(url: str | None, name: str | None) -> dict[str, str]:
-    """The local autoscaler's last decisions; a gateway elsewhere has none."""
-    return dict(find(name).decisions) if url is None else {}
+def watched(urls: Sequence[str] | None, name: str | None) -> tuple[str, Sequence[str]]:
+    """What is at these admin URLs of gateways, in a word, and the URLs; without any, those of the running deployment.
+
+    Raises:
+        NotRunningError: see `find`.
+    """
+    if urls:
+        return ", ".join(urls), urls
+    running = find(name)
+    return running.name, running.gateways
+
+
+def decisions_of(urls: Sequence[str] | None, name: str | None) -> dict[str, str]:
+    """The local autoscaler's last decisions; gateways elsewhere, at `urls`, have none."""
+    return {} if urls else dict(find(name).decisions)

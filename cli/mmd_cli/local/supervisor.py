@@ -146,7 +146,7 @@ class Supervisor:
 
     async def _probe(self, child: PodProcess) -> None:
         """Note when the process is Ready; kill it when that takes too long, or when its liveness probe fails, as a kubelet would."""
-        name, url = child.pod.name, child.pod.http_url
+        name, url = child.pod.name, child.pod.admin_url
         async with httpx.AsyncClient(timeout=LIVENESS_TIMEOUT_SECONDS) as client:
             why = await _not_ready(child, client, f"{url}{paths.READYZ}") or await _not_alive(
                 client, f"{url}{paths.LIVEZ}"

@@ -24,17 +24,19 @@ from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.gateway import TLS_CERTIFICATE, TLS_KEY
 from mmd_api.tenants import parse_tenants
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.located import located
-from mmd_cli.local.pods import LocalPod, component_of, local_pods
+from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets, component_of, local_pods
 from mmd_cli.local.scale import LocalScaler
 from mmd_cli.local.supervisor import NATS, GaveUpError, Supervisor
 from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
+from mmd_workers.gateway.certificate import load_pair
 from mmd_workers.wire.server import NatsServer
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class StartError(CommandError):
     """A pod did not become routable in time."""
 
 
-class ApiKeysError(CommandError):
-    """The file of API keys cannot be used."""
+class SecretError(CommandError):
+    """A file that stands for a Secret cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +124,28 @@ async def running(
     progress: Callable[[list[PodProgress]], None] = lambda _: None,
     ready_seconds: float = 600.0,
     follow: Path | None = None,
-    keys: Path | None = None,
+    secrets: LocalSecrets = NO_SECRETS,
 ) -> AsyncIterator[LocalDeployment]:
     """Run a deployment; leaves no process and no port behind, however the block ends.
 
-    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime. `keys`: the file
-    of API keys that stands for the Secret of spec.gateway.auth; gateways follow it.
+    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime. `secrets`:
+    the files that stand for the Secrets of spec.gateway.auth and spec.gateway.tls; gateways follow them.
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
         InvalidDeploymentError: a replica spans several machines, or the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
-        ApiKeysError: the file of API keys cannot be used, or the deployment needs none.
+        SecretError: the file of API keys or the TLS certificate cannot be used, or the deployment needs none.
         RenderError: the deployment needs one, or something else that does not exist here.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
     interpreter = interpreter_for(_fits_here(deployment).spec.engine)
     if faults_of_engine := await asyncio.to_thread(engine_faults, deployment.spec.engine):
         raise InvalidDeploymentError(faults_of_engine)
-    if keys is not None:
-        _check_keys(keys, deployment.spec)
+    _check_secrets(secrets, deployment.spec)
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
+    deployment = with_one_nats_server(deployment)
     objects = objects_of(deployment)
     with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
         nats = _nats(Path(folder) / "nats", deployment, objects)
@@ -161,7 +163,7 @@ async def running(
             keeping = supervisor.supervise(NATS, supervisor.keep_nats(nats))
             threads = threads or _threads_per_worker(objects)
             fraction = 1 / max(1, most_workers(deployment.spec))
-            pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port, keys)
+            pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port, secrets)
             gateway = next(pod for pod in pods if pod.component == "gateway")
             local = LocalDeployment(
                 name,
@@ -241,21 +243,38 @@ async def running(
             await asyncio.to_thread(nats.stop)
 
 
-def _check_keys(file: Path, spec: MultimodalDeploymentSpec) -> None:
-    if spec.gateway.auth is None:
-        raise ApiKeysError(
-            f"spec.gateway.auth is not set, so the keys of {file} would not be needed; set spec.gateway.auth.keysSecret"
-        )
-    try:
-        parse_tenants(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ApiKeysError(f"cannot use the API keys of {file}: {error}") from error
+def _check_secrets(secrets: LocalSecrets, spec: MultimodalDeploymentSpec) -> None:
+    if (file := secrets.keys) is not None:
+        if spec.gateway.auth is None:
+            raise SecretError(
+                f"spec.gateway.auth is not set, so the keys of {file} would not be needed; set spec.gateway.auth.keysSecret"
+            )
+        try:
+            parse_tenants(file.read_text())
+        except (OSError, ValueError) as error:
+            raise SecretError(f"cannot use the API keys of {file}: {error}") from error
+    if (folder := secrets.tls) is not None:
+        if spec.gateway.tls is None:
+            raise SecretError(
+                f"spec.gateway.tls is not set, so the certificate of {folder} would not be needed; set spec.gateway.tls.secretName"
+            )
+        try:
+            load_pair(*((folder / name).read_bytes() for name in (TLS_CERTIFICATE, TLS_KEY)))
+        except (OSError, ValueError) as error:
+            raise SecretError(f"cannot use the TLS certificate of {folder}: {error}") from error
 
 
 def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
     """What the operator would apply; Secrets that it would make have their passwords."""
     planned = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
     return [with_passwords(o) if o["kind"] == "Secret" else o for o in planned]
+
+
+def with_one_nats_server(deployment: MultimodalDeployment) -> MultimodalDeployment:
+    """The deployment with one NATS server: on one machine, more would be lost together."""
+    spec = deployment.spec
+    nats = spec.nats.model_copy(update={"replicas": 1})
+    return deployment.model_copy(update={"spec": spec.model_copy(update={"nats": nats})})
 
 
 def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:
@@ -341,7 +360,7 @@ async def _until_ready(
 
 async def _state(client: httpx.AsyncClient, pod: LocalPod) -> str:
     try:
-        response = await client.get(f"{pod.http_url}{paths.READYZ}")
+        response = await client.get(f"{pod.admin_url}{paths.READYZ}")
     except httpx.HTTPError:
         return "starting"
     return "ready" if response.status_code == 200 else "loading"

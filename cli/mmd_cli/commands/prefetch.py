@@ -1,0 +1,81 @@
+"""`mmd prefetch`: the weights of a deployment in this machine's cache, from which `mmd up` and `mmd plan-memory` then take them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from mmd_api.contract.weights import WeightsError
+from mmd_api.faults import InvalidDeploymentError
+from mmd_cli.console import console, fail, fail_with_faults
+from mmd_cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from mmd_workers.weights.progress import DownloadProgress
+
+DRAWN_SECONDS = 0.25
+
+
+def prefetch(
+    file: Annotated[Path, typer.Option("--file", "-f", exists=True, help="A MultimodalDeployment.")],
+) -> None:
+    """Download the weights of a deployment to this machine, as its Job does on a cluster. Continues an earlier download.
+
+    Exit status: 0, all files are there and verified; 1, they are not.
+    """
+    from mmd_api.weights import downloads_of
+    from mmd_cli.local import up as runner
+    from mmd_workers.weights import cache
+    from mmd_workers.weights.download import prefetch as download
+    from mmd_workers.weights.progress import DownloadProgress
+
+    try:
+        wanted = downloads_of(runner.load(file).spec)
+    except InvalidDeploymentError as error:
+        fail_with_faults({str(file): error})
+    if not wanted:
+        console.print("nothing to download: the model is a path or built in")
+        return
+    progress = DownloadProgress()
+    with _drawn(progress):
+        try:
+            download(wanted, cache.root(), progress)
+        except WeightsError as error:
+            raise fail(CommandError(error.message)) from error
+    for one in wanted:
+        console.print(f"{one.url}: {cache.root() / one.folder}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _drawn(progress: DownloadProgress) -> Iterator[None]:
+    """Draw how far a download is, until it ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("looking up", total=None)
+        ended = threading.Event()
+
+        def draw() -> None:
+            now = progress.snapshot()
+            bar.update(
+                task, description=now.state.lower(), total=now.total_bytes or None, completed=now.bytes
+            )
+
+        def follow() -> None:
+            while not ended.wait(DRAWN_SECONDS):
+                draw()
+
+        follower = threading.Thread(target=follow, name="progress", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+            draw()
