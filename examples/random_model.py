@@ -63,7 +63,9 @@ class Recipe:
     tokenizer: Any = None
 
     def make_tokenizer(self, pad_to: int = 0) -> None:
-        """Train the byte-level BPE tokenizer; special tokens come first, so that ids are known."""
+        """Train the byte-level BPE tokenizer, unless one is given; special tokens come first, so that ids are known."""
+        if self.tokenizer is not None:
+            return
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *self.names.values(), *self.extra_tokens]
         if pad_to:
             wanted = special.pop()
@@ -672,15 +674,17 @@ def build(
     size: Size | None = None,
     shard_size: str = "5GB",
     dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
 ) -> Path:
-    """Write a checkpoint of `arch` into folder `path` and return it. `dtype`: of the weights in it.
+    """Write a checkpoint of `arch` into folder `path` and return it. `dtype`: of the weights in it. `tokenizer`: of a model of text
+    alone, where token 0 pads and token 2 ends an answer; None: a small one is trained.
 
     Raises:
         KeyError: no such architecture; the message lists the known ones.
     """
     if arch not in ARCHITECTURES:
         raise KeyError(f"unknown architecture {arch!r}; choose one of {', '.join(ARCHITECTURES)}")
-    recipe = Recipe(size or Size())
+    recipe = Recipe(size or Size(), tokenizer=tokenizer)
     torch.manual_seed(seed)
     model, processor = ARCHITECTURES[arch](recipe)
     _randomise(model, recipe, seed)

@@ -64,6 +64,41 @@ ENCODER = Board(
                     "ops",
                     (trouble_by("mmd_media_decode_failures_total", "reason"),),
                 ),
+                Panel(
+                    "Media by quality tier",
+                    "Where spec.gateway.media.underLoad is set; 0 is full quality. If higher tiers last, add replicas.",
+                    "ops",
+                    (trouble_by("mmd_media_by_quality_tier_total", "tier"),),
+                    "stack",
+                ),
+                Panel(
+                    "Media that no encoder could encode",
+                    "By what spec.gateway.media.failurePolicy did about them.",
+                    "ops",
+                    (trouble_by("mmd_media_fallbacks_total", "outcome"),),
+                ),
+                Panel(
+                    "Uploaded files",
+                    "Of all tenants, with spec.gateway.files. At the maximum, uploads are refused.",
+                    "bytes",
+                    (
+                        Query(f"max({of('mmd_file_stored_bytes')})", "stored"),
+                        Query(f"max({of('mmd_file_budget_bytes')})", "bound"),
+                    ),
+                ),
+                Panel(
+                    "Number of uploaded files",
+                    "Recent deletions included. At spec.gateway.files.maxFiles, uploads are refused.",
+                    "short",
+                    (Query(f"max({of('mmd_file_stored_items')})", "files"),),
+                ),
+                Panel(
+                    "Refused uploads",
+                    "By the code of their error. With file_quota_exceeded, raise the limit of spec.gateway.files that the error names.",
+                    "ops",
+                    (trouble_by("mmd_file_refused_uploads_total", "code"),),
+                    "stack",
+                ),
             ),
         ),
         Row(
@@ -140,7 +175,7 @@ ENCODER = Board(
                     "Cached features, and evictions.",
                     "bytes",
                     (
-                        Query(f"sum by (pod) ({of('mmd_cache_used_bytes')})", "{{pod}}"),
+                        Query(f"sum by (pod, cache) ({of('mmd_cache_used_bytes')})", "{{pod}} {{cache}}"),
                         trouble_by("mmd_cache_evictions_total", "pod"),
                     ),
                 ),

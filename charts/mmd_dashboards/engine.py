@@ -41,6 +41,12 @@ ENGINE = Board(
                     ),
                 ),
                 Panel(
+                    "Prompt tokens of a step with media",
+                    "As many as fit into engine.stepMilliseconds, by pod. An eighth of prefill.chunkTokens is the minimum: steps then take longer.",
+                    "short",
+                    (Query(of("mmd_media_step_tokens") + " > 0", "{{pod}}"),),
+                ),
+                Panel(
                     "Duration of prefill",
                     "From the engine's queue to the first token.",
                     "s",
@@ -104,6 +110,13 @@ ENGINE = Board(
                     "Of all pods. Free includes unused blocks in the prefix cache.",
                     "short",
                     (level_by("mmd_kv_blocks", "state"),),
+                    "stack",
+                ),
+                Panel(
+                    "Tokens by modality",
+                    "Of the sequences that prefill and decode pods work on: what takes their KV.",
+                    "short",
+                    (level_by("mmd_sequence_tokens", "modality"),),
                     "stack",
                 ),
                 Panel(

@@ -22,7 +22,7 @@ OPERATOR = Board(
             (
                 Panel(
                     "Conditions",
-                    "From the resource's status, with their reasons; 1 is True. Degraded and ScalingLimited should be 0.",
+                    "From the resource's status, with their reasons; 1 is True. Degraded and ScalingLimited should be 0. AuthenticationRequired is 0 where anyone can use the gateway.",
                     "short",
                     (operator_level_by("mmd_deployment_condition", "condition, reason"),),
                 ),

@@ -69,6 +69,13 @@ _CLIENTS = Row(
             ),
         ),
         Panel(
+            "Tenants that wait",
+            "Estimated work of each tenant that waits for its turn, in seconds of the whole deployment. Normally zero: pools have room.",
+            "s",
+            (Query(f"sum by (tenant) ({of('mmd_tenant_queued_seconds')})", "{{tenant}}", "tenants"),),
+            "stack",
+        ),
+        Panel(
             "Placed again",
             "Requests that lost their pod and were placed again; their clients saw a pause, not an error. Normally zero.",
             "ops",
@@ -115,9 +122,42 @@ _POOLS = Row(
     ),
 )
 
+_ROUTER = Row(
+    "Router",
+    (
+        Panel(
+            "Error of the estimate",
+            "Difference between the estimated and the actual time to first token, by the actual one. Above 1, the router chooses by wrong figures.",
+            "percentunit",
+            quantiles("mmd_router_error_ratio"),
+        ),
+        Panel(
+            "Fitted factors",
+            "What each term of the estimate is multiplied by. Far from 1, pods report figures that requests do not meet.",
+            "short",
+            (Query(f"avg by (term) ({of('mmd_router_factor_ratio')})", "{{term}}"),),
+        ),
+        Panel(
+            "Fitted overhead",
+            "Seconds that no term explains.",
+            "s",
+            (Query(f"avg({of('mmd_router_overhead_seconds')})", "overhead"),),
+        ),
+        Panel(
+            "Index of caches",
+            "KV blocks and features that the router knows to be cached, of all pods, and how many it has room for; the fullest of all gateways.",
+            "short",
+            (
+                Query(f"max by (of) ({of('mmd_router_index_blocks')})", "{{of}}"),
+                Query(f"min by (of) ({of('mmd_router_index_limit_blocks')})", "limit of {{of}}"),
+            ),
+        ),
+    ),
+)
+
 OVERVIEW = Board(
     "overview",
     "Overview",
     "Whether the deployment meets its SLO, and if not, which pool is the cause.",
-    (_CLIENTS, _POOLS),
+    (_CLIENTS, _POOLS, _ROUTER),
 )

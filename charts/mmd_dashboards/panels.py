@@ -12,12 +12,13 @@ Unit = Literal["s", "bytes", "Bps", "percentunit", "reqps", "ops", "short"]
 class Query:
     """A PromQL expression with the variables `$namespace`, `$deployment` and `$__rate_interval`, and the name of its lines.
 
-    `moves`: what it takes to get an answer: load; trouble, something that went wrong; operator, one that scales a deployment.
+    `moves`: what it takes to get an answer: load; trouble, something that went wrong; operator, one that scales a deployment;
+    tenants, more of whose requests than the pools have room for; picker, a platform's Gateway that asks which pod takes a request.
     """
 
     expr: str
     legend: str
-    moves: Literal["load", "trouble", "operator"] = "load"
+    moves: Literal["load", "trouble", "operator", "tenants", "picker"] = "load"
 
 
 @dataclass(frozen=True, slots=True)

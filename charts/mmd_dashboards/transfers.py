@@ -1,9 +1,12 @@
-"""The dashboard Transfers and NATS: embeddings, KV and messages between pods."""
+"""The dashboard Transfers and NATS: embeddings, KV and messages between pods, and what Gateways ask them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmd_dashboards.panels import Board, Panel, Query, Row
 from mmd_dashboards.queries import (
+    RATE,
     of,
     quantile,
     quantiles,
@@ -12,10 +15,40 @@ from mmd_dashboards.queries import (
     trouble_by,
 )
 
+_PICKER = Row(
+    "Endpoint picker (with spec.gateway.inferencePool)",
+    (
+        Panel(
+            "Requests that Gateways ask about",
+            "Requests by outcome. picked: a gateway was chosen. passed: forwarded without a choice because NATS was unreachable. late: the client's upload stalled. All others were refused, because a peer misbehaved or there were too few gateways.",
+            "reqps",
+            (replace(rate_by("mmd_gateway_picks_total", "outcome"), moves="picker"),),
+            "stack",
+        ),
+        Panel(
+            "Time to pick",
+            "From the headers of a request to the answer. Every request waits for it.",
+            "s",
+            tuple(replace(query, moves="picker") for query in quantiles("mmd_gateway_pick_seconds")),
+        ),
+        Panel(
+            "Streams and restarts",
+            "Streams that are open, and how often the process was started again. While it is down, Envoy fails requests with a body.",
+            "short",
+            (
+                Query(f"sum({of('mmd_gateway_picker_requests')})", "streams", "picker"),
+                Query(
+                    f"sum(increase({of('mmd_gateway_picker_restarts_total')}[{RATE}]))", "restarts", "picker"
+                ),
+            ),
+        ),
+    ),
+)
+
 TRANSFERS = Board(
     "transfers",
     "Transfers and NATS",
-    "Embeddings, KV and messages between pods.",
+    "Embeddings, KV and messages between pods, and what Gateways ask them.",
     (
         Row(
             "Payload",
@@ -103,5 +136,6 @@ TRANSFERS = Board(
                 ),
             ),
         ),
+        _PICKER,
     ),
 )
