@@ -38,7 +38,7 @@ def main() -> None:
         pools = {"decode": {"replicas": 2, "gpus": 0, "kvCacheMebibytes": 16, "maxSequences": 32}}
         path = observed_deployment(Path(folder) / "observed.yaml", **pools)
         with (
-            Deployment(path) as deployment,
+            Deployment(path, gateways=1) as deployment,
             Server.of_gateway(Path(folder), deployment.local.admin_url) as server,
         ):
             server.until_scraped(len(deployment.local.pods))

@@ -1,6 +1,7 @@
 """Time to the first token of text while videos pour in: one process for all compared with one process for each stage, on the same cores.
 
     python -m bench.isolation [--engine VLLM] [--videos 3] [--texts 8] [--seconds 144]
+    python -m bench.isolation --images 0.8 --texts 2 [--seconds 144] [--step-milliseconds 100 60000]
 
 Each layout answers texts alone, and texts at the same moments with a storm of videos beside them (open loop, Poisson arrivals: neither
 waits for answers): short questions, and prompts as long as those that are usual in chats. Videos are of 1280x720 pixels, as phones make
@@ -9,6 +10,9 @@ them, each another file. The ratio of the two p99 is what text pays for the vide
 
 A video that has been encoded is a prompt like any other, and texts meet it in prefill and decode. What pixels add to that shows beside a
 third load: in the place of each video a text with a prompt of as many tokens.
+
+With `--images` both layouts serve a llava of 50 M parameters without limits of cores, and texts run alone and beside requests of two
+fresh images each, for each bound of the time of steps with media; one deployment runs at a time.
 
 All take turns of some seconds, again and again, so that whatever else this machine does falls on all alike. Where text pays is read off
 the gateway's timelines, and the processor time of every pod off the kernel.
@@ -37,6 +41,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from bench import layouts, versus_vllm
 from bench.openloop import Answered, Ask, Kind, arrivals, ask, asked, drive
 from bench.report import keep, percentiles
 from mmd_cli import samples
@@ -188,6 +193,10 @@ class Storm:
     def turn(self, seed: int) -> list[Ask]:
         return [self._ask(at, next(self.asked)) for at in self._times(seed)]
 
+    def endless(self, first: int) -> Iterator[Ask]:
+        """One after the other, from this number on."""
+        return (self._ask(0.0, number) for number in itertools.count(first))
+
     def as_texts(self, seed: int) -> list[Ask]:
         """The same turn without pixels: texts with prompts of as many tokens."""
         numbered = enumerate(self._times(seed))
@@ -230,6 +239,58 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         f"{layout}, {length} texts": compared(*stretches) for (layout, length), stretches in found.items()
     }
+
+
+async def measure_images(options: argparse.Namespace) -> dict[str, Any]:
+    """Each layout of the llava with each bound of a step's time: texts alone, and beside images."""
+    versus_vllm.write_models()
+    turns = max(1, round(options.seconds / TURN_SECONDS))
+    found = {}
+    for layout, bound in itertools.product(POOLS, options.step_milliseconds):
+        body = layouts.resource(layouts.LAYOUTS[layout], versus_vllm.MODEL, 8)
+        step = {} if bound is None else {"stepMilliseconds": bound}
+        body["spec"]["engine"] = {**versus_vllm.settings(options.engine, body["spec"], eager=True), **step}
+        quiet, storm = Stretch(), Stretch()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "bench.yaml"
+            file.write_text(yaml.safe_dump(body))
+            async with up.running(up.load(file), log_line=lambda *_: None) as local:
+                await drive(local.gateway_url, of_llava(options, 0, images=True))
+                for turn in range(turns):
+                    seed = 1000 * options.seed + 2 * turn
+                    await quiet.turn(local, of_llava(options, seed, images=False))
+                    await storm.turn(local, of_llava(options, seed + 1, images=True))
+        name = layout if bound is None else f"{layout}, steps of {bound} ms"
+        found[name] = {"quiet": quiet.report(), "storm": storm.report()}
+    return found
+
+
+def of_llava(options: argparse.Namespace, seed: int, *, images: bool) -> list[Ask]:
+    """One turn of texts, and of requests with two fresh images each."""
+    model, made = versus_vllm.MODEL.name, list[Ask]()
+    rates: dict[Kind, float] = {"text": options.texts, "image": options.images if images else 0.0}
+    for place, (kind, rate) in enumerate(rates.items()):
+        times = arrivals(rate, TURN_SECONDS, np.random.default_rng([seed, place]))
+        first = 10_000 * (2 * seed + place)
+        made += [
+            ask(kind, at, first + number, WORDS["short"], TOKENS, media=2, model=model)
+            for number, at in enumerate(times)
+        ]
+    return made
+
+
+def table_of_images(found: dict[str, Any]) -> Table:
+    """The report for a reader."""
+    made = Table(title="TTFT in ms, p50 / p90 / p99", title_justify="left")
+    for heading in ("layout", "text alone", "text beside images", "images", "images answered"):
+        made.add_column(heading)
+    for name, run in found.items():
+        text, image = run["storm"].get("text"), run["storm"].get("image")
+        times = [one["ttft_seconds"] if one else {} for one in (run["quiet"].get("text"), text, image)]
+        shown = (" / ".join(f"{1000 * value:.0f}" for value in values.values()) for values in times)
+        answered = "" if image is None else f"{image['requests'] - image['failed']} of {image['requests']}"
+        made.add_row(name, *shown, answered)
+    return made
 
 
 def texts(options: argparse.Namespace, moments: int, seed: int, words: int) -> list[Ask]:
@@ -319,8 +380,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=144.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="isolation")
+    parser.add_argument("--images", type=float, help="requests of two images a second, in place of videos")
+    parser.add_argument("--step-milliseconds", type=int, nargs="+", default=[None], help="with --images")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    if options.images is not None:
+        beside_images = asyncio.run(measure_images(options))
+        console.print(table_of_images(beside_images))
+        body = {"options": vars(options), "layouts": beside_images}
+        console.print(f"report: {keep('isolation_images', body)}", highlight=False)
+        return
     found = asyncio.run(measure(options))
     console.print(table(found))
     pools_to_one = {length: p99_of_pools_to_one(found, length) for length in WORDS}

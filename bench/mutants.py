@@ -93,7 +93,18 @@ ROLLOUT = (
 tests/reconcile/test_explain.py"
 )
 TARGETS = (
-    Target("workers/mmd_workers/engine/scheduler.py", f"{CASES} tests/engine/test_scheduler.py"),
+    Target(
+        "workers/mmd_workers/engine/scheduler.py",
+        f"{CASES} tests/engine/test_scheduler.py tests/engine/test_step_bounds.py",
+    ),
+    Target(
+        "workers/mmd_workers/engine/pieces.py",
+        f"{CASES} tests/engine/test_scheduler.py tests/engine/test_step_bounds.py tests/engine/test_text_share.py",
+    ),
+    Target("workers/mmd_workers/engine/pace.py", f"{CASES} tests/engine/test_step_bounds.py"),
+    Target("workers/mmd_workers/encoder/run_pace.py", f"{CASES} tests/roles/test_run_pace.py"),
+    Target("crds/mmd_api/contract/text_share.py", f"{CASES} tests/engine/test_text_share.py"),
+    Target("crds/mmd_api/contract/steps.py", f"{CASES} tests/engine/test_step_bounds.py"),
     Target(
         "workers/mmd_workers/engine/blocks.py",
         f"{CASES} tests/engine/test_blocks.py tests/engine/test_scheduler.py",

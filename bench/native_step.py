@@ -54,8 +54,8 @@ class Line:
         }
 
 
-def engine(folder: Path, fused: bool) -> Engine:
-    """An engine with weights of its own."""
+def engine(folder: Path, **settings: Any) -> Engine:
+    """An engine with weights of its own. `settings`: others of `Engine`."""
     return Engine(
         load_language_model(ModelSpec(id=str(folder), dtype="Float32"), torch.device("cpu")),
         kv_cache_bytes=512 * 2**20,
@@ -64,7 +64,7 @@ def engine(folder: Path, fused: bool) -> Engine:
         chunk_tokens=512,
         prefix_cache=False,
         max_model_len=4096,
-        fused_layers=fused,
+        **settings,
     )
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     folder = Path(f".cache/models/bench-{options.architecture}").resolve()
     if not (folder / "config.json").exists():
         random_model.build(options.architecture, folder, size=SIZE)
-    engines = {name: engine(folder, fused) for name, fused in PATHS.items()}
+    engines = {name: engine(folder, fused_layers=fused) for name, fused in PATHS.items()}
     lines = {
         (phase, size): Line(f"{phase}, {size} sequences")
         for phase in ("prefill", "decode")

@@ -1,6 +1,7 @@
 """Open-loop load: requests that do not wait for earlier answers, with real files, streamed answers, times to the first token.
 
-Times count from the moment at which a request was due, so that a client that falls behind cannot hide a slow server.
+Times count from the moment at which a request was due, so that a client that falls behind cannot hide a slow server. `keep_busy` is the one
+closed loop: a load beside which another is measured.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import httpx
@@ -22,6 +24,7 @@ Kind = Modality | Literal["text", "companion"]
 """A companion is a text that is there for its load and not for its times."""
 WORDS = ("red", "green", "blue", "circle", "square", "triangle", "left", "right", "up", "down", "high", "low", "tone", "video")  # fmt: skip
 LATE_SECONDS = 60.0
+REFUSED_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,35 @@ class Answered:
     error: str = ""
 
 
-def ask(kind: Kind, at: float, seed: int, words: int, tokens: int) -> Ask:
-    """A fresh file (no cache knows it), and a text with its own beginning."""
+def ask(
+    kind: Kind,
+    at: float,
+    seed: int,
+    words: int,
+    tokens: int,
+    *,
+    media: int = 1,
+    model: str = "builtin/demo",
+    text_first: bool = False,
+) -> Ask:
+    """Fresh files (no cache knows them), and a text with its own beginning, behind them or before."""
     rng = np.random.default_rng([seed, 7])
     text = f"{seed} " + " ".join(rng.choice(WORDS, words)) + " What is it?"
     parts: list[dict[str, Any]] = []
     if kind not in ("text", "companion"):
-        sample = samples.draw(kind, seed)
-        parts.append(media_part(kind, sample.bytes, sample.mime))
-    return asked(kind, at, [*parts, {"type": "text", "text": text}], tokens)
+        for number in range(media):
+            sample = samples.draw(kind, media * seed + number)
+            parts.append(media_part(kind, sample.bytes, sample.mime))
+    words_part = {"type": "text", "text": text}
+    return asked(kind, at, [words_part, *parts] if text_first else [*parts, words_part], tokens, model)
 
 
-def asked(kind: Kind, at: float, content: list[dict[str, Any]], tokens: int) -> Ask:
+def asked(
+    kind: Kind, at: float, content: list[dict[str, Any]], tokens: int, model: str = "builtin/demo"
+) -> Ask:
     """One message, answered by exactly so many tokens."""
     body = {
-        "model": "builtin/demo",
+        "model": model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": tokens,
         "temperature": 0,
@@ -87,17 +104,63 @@ def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> list[floa
     return [float(at) for at in np.sort(rng.random(rng.poisson(rate * seconds)) * seconds)]
 
 
-async def drive(url: str, asks: list[Ask]) -> list[Answered]:
-    """Post each request when it is due; returns when all are answered, in the order they were given."""
+async def drive(
+    url: str,
+    asks: list[Ask],
+    key: str = "",
+    on_answer: Callable[[Answered], None] = lambda _: None,
+    on_ask: Callable[[], None] = lambda: None,
+) -> list[Answered]:
+    """Post each request when it is due; returns when all are answered, in the order they were given. `key`: the API key, where one is needed.
+    `on_ask`: is called as one is posted.
+    """
     limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
-    async with httpx.AsyncClient(base_url=url, timeout=LATE_SECONDS, limits=limits) as client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        base_url=url, timeout=LATE_SECONDS, limits=limits, headers=headers
+    ) as client:
         begin = time.perf_counter() + 0.2
-        return list(await asyncio.gather(*(_one(client, asked, begin) for asked in asks)))
+
+        async def one(asked: Ask) -> Answered:
+            answered = await _one(client, asked, begin, on_ask)
+            on_answer(answered)
+            return answered
+
+        return list(await asyncio.gather(*map(one, asks)))
 
 
-async def _one(client: httpx.AsyncClient, asked: Ask, begin: float) -> Answered:
+async def keep_busy(
+    url: str,
+    asks: Iterable[Ask],
+    clients: int,
+    key: str,
+    on_answer: Callable[[Answered], None],
+    on_ask: Callable[[], None],
+) -> None:
+    """So many clients, each of which posts the next request as soon as it has an answer, or a moment after it was refused. They are busy as long
+    as there are `asks`.
+    """
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    left = iter(asks)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=LATE_SECONDS, limits=limits, headers=headers
+    ) as client:
+
+        async def one_after_the_other() -> None:
+            for asked in left:
+                answered = await _one(client, replace(asked, at=0.0), time.perf_counter(), on_ask)
+                on_answer(answered)
+                if answered.error:
+                    await asyncio.sleep(REFUSED_SECONDS)
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(clients)))
+
+
+async def _one(client: httpx.AsyncClient, asked: Ask, begin: float, on_ask: Callable[[], None]) -> Answered:
     due = begin + asked.at
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    on_ask()
     first, name = None, ""
     headers = {"content-type": "application/json"}
     try:

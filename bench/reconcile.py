@@ -23,6 +23,7 @@ from rich.table import Table
 
 from bench import report
 from mmd_api.crd import custom_resource_definition
+from mmd_api.pool_resource import pool_definition
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from tests.support.control_plane import TOKEN, ControlPlane
 from tests.support.deployments import SPEC
@@ -39,14 +40,16 @@ def administrator(plane: ControlPlane) -> client.ApiClient:
     configuration.verify_ssl = False
     configuration.api_key = {"authorization": f"Bearer {TOKEN}"}
     api = client.ApiClient(configuration)
-    definition = custom_resource_definition()
+    definitions = (custom_resource_definition(), pool_definition())
     extensions = client.ApiextensionsV1Api(api)
-    extensions.create_custom_resource_definition(definition)
+    for definition in definitions:
+        extensions.create_custom_resource_definition(definition)
 
     def established() -> None:
-        found = extensions.read_custom_resource_definition(definition["metadata"]["name"])
-        conditions = found.status.conditions or []
-        assert any(c.type == "Established" and c.status == "True" for c in conditions)
+        for definition in definitions:
+            found = extensions.read_custom_resource_definition(definition["metadata"]["name"])
+            conditions = found.status.conditions or []
+            assert any(c.type == "Established" and c.status == "True" for c in conditions)
 
     eventually(established)
     return api

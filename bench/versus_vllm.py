@@ -39,7 +39,7 @@ from examples import random_model
 from mmd_cli.local import up
 
 VLLM = Path(".cache/vllm").resolve()
-MODEL = Path(".cache/models/bench-llava").resolve()
+MODEL = Path(".cache/models/legible-llava").resolve()
 MODEL_OF_VLLM = MODEL.with_name(f"{MODEL.name}-vllm")
 SIZE = random_model.Size(
     hidden=512,
@@ -105,10 +105,20 @@ LOADS = (
 
 
 def write_models() -> None:
-    """The checkpoint, and a copy with the names of the tower's weights that vLLM knows."""
+    """The checkpoint, and a copy with the names of the tower's weights that vLLM knows.
+
+    Greedy answers are legible: a token that is no character would show its client nothing, and its time would be that of a later one.
+    """
     if (MODEL_OF_VLLM / "model.safetensors").exists():
         return
     random_model.build("llava", MODEL, size=SIZE)
+    weights = load_file(MODEL / "model.safetensors")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    for token_id in range(len(tokenizer)):
+        text = tokenizer.decode([token_id], skip_special_tokens=True)
+        if not text or not text.isprintable() or "\ufffd" in text:
+            weights["language_model.lm_head.weight"][token_id] = 0  # below the greatest of the other logits
+    save_file(weights, MODEL / "model.safetensors", metadata={"format": "pt"})
     MODEL_OF_VLLM.mkdir(parents=True, exist_ok=True)
     for file in MODEL.iterdir():
         if file.suffix != ".safetensors":
