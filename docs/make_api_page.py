@@ -12,30 +12,14 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mmd_workers.gateway import (
-    chat_request,
-    completion_request,
-    messages_request,
-    responses_request,
-    tokenize,
-)
-from mmd_workers.gateway.strict import Ignored, NotServed, Strict
+from mmd_workers.gateway import chat_request, messages_request, responses_request
+from mmd_workers.gateway.openapi import OPERATIONS
+from mmd_workers.gateway.strict import Explained, Ignored, NotServed, Strict
 
 PAGE = Path(__file__).with_name("api.md")
 BEGIN = "<!-- Generated from workers/mmd_workers/gateway by `make crds`, up to the next comment. Do not edit. -->\n"
 END = "<!-- End of what is generated. -->\n"
 HEAD = "| field | | values, effect or remedy |\n|---|---|---|\n"
-
-ENDPOINTS: dict[str, tuple[type[Strict], NotServed]] = {
-    "POST /v1/chat/completions": (chat_request.ChatRequest, chat_request.NOT_SERVED),
-    "POST /v1/completions": (completion_request.CompletionRequest, completion_request.NOT_SERVED),
-    "POST /v1/responses": (responses_request.ResponsesRequest, responses_request.NOT_SERVED),
-    "POST /v1/messages": (messages_request.MessagesRequest, messages_request.NOT_SERVED),
-    "POST /v1/messages/count_tokens": (messages_request.CountTokensRequest, messages_request.NOT_SERVED),
-    "POST /tokenize": (tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED),
-    "POST /detokenize": (tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED),
-}
-
 
 CONVERSATIONS: dict[str, tuple[type[Strict], str]] = {
     "Messages": (chat_request.ChatRequest, "messages"),
@@ -49,9 +33,9 @@ def tables() -> str:
     """A table for each endpoint, and one for each kind of conversation, which two endpoints may take."""
     parts = []
     skip = {name for _, name in CONVERSATIONS.values()}
-    for path, (model, not_served) in ENDPOINTS.items():
-        parts.append(f"\n### `{path}`\n\n{HEAD}")
-        rows = [*_merged(_fields(model, "", skip)), *_refused(not_served)]
+    for operation in OPERATIONS:
+        parts.append(f"\n### `POST {operation.path}`\n\n{HEAD}")
+        rows = [*_merged(_fields(operation.request, "", skip)), *_refused(operation.not_served)]
         parts += [_row(*row) for row in sorted(rows)]
     for title, (model, name) in CONVERSATIONS.items():
         parts.append(f"\n### {title}\n\n{HEAD}")
@@ -88,6 +72,9 @@ def _fields(
         text = _values(schema["properties"][name], schema.get("$defs", {}))
         if ignored is not None:
             text = f"{text}; {ignored.why}"
+        effect = next((mark for mark in field.metadata if isinstance(mark, Explained)), None)
+        if effect is not None:
+            text = f"{text}; {effect.what}"
         if field.is_required() and not prefix:
             text = f"{text}; required"
         yield where, "served" if ignored is None else "ignored", text

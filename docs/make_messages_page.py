@@ -28,12 +28,13 @@ ELSEWHERE = {
     ROOT / "operator/mmd_operator/metrics.py",
     ROOT / "workers/mmd_workers/observe/metrics.py",
     ROOT / "workers/mmd_workers/gateway/page/__init__.py",
+    ROOT / "workers/mmd_workers/gateway/openapi.py",
     *(
         ROOT / "crds/mmd_api" / f"{page}.py"
         for page in ("reference", "errors_page", "generate", "contract/errors")
     ),
 }
-"""Descriptions of metrics and remedies of errors, which have pages, headers of HTTP, and programs that write pages."""
+"""Descriptions of metrics and remedies of errors, which have pages, headers of HTTP, the API's document, and programs that write pages."""
 NO_PARTS = ("mmd_operator/resources/", "mmd_cli/samples.py", "mmd_cli/check/prompts.py")
 """Modules whose texts are manifests and questions to models, except for those of errors and log lines."""
 LEVELS = ("info", "warning", "error", "exception", "critical")
@@ -46,6 +47,7 @@ NO_REASONS = (
     "Ready",
     "Progressing",
     "Degraded",
+    "Stalled",
     "Deployment",
     "Service",
     "Secret",
