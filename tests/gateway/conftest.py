@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -43,26 +44,34 @@ async def launch(
         encoder: dict | None = None,
         engine: dict | None = None,
         keys_file: str = "",
+        tls_folder: str = "",
+        trusted: ssl.SSLContext | None = None,
         pod: str = "gateway-0",
         beside: Running | None = None,
+        heartbeat_timeout_milliseconds: int = 600,
+        prefill: dict | None = None,
         **gateway,
     ) -> Running:
         name = beside.subjects.name if beside is not None else f"gateway{next(_names)}"
-        pipeline = pipeline_config(name, gateway, model, encoder, engine)
+        pipeline = pipeline_config(
+            name, gateway, model, encoder, engine, heartbeat_timeout_milliseconds, prefill
+        )
         settings = WorkerSettings(
             pipeline=pipeline,
             pod=pod,
             pod_ip="127.0.0.1",
             http_port=free_port(),
             admin_port=free_port(),
+            picker_port=free_port(),
             nats_url=nats.url,
             threads=1,
             keys_file=keys_file,
+            tls_folder=tls_folder,
         )
         stop = asyncio.Event()
         task = asyncio.create_task(service.serve(settings, stop))
-        url = f"http://127.0.0.1:{settings.http_port}"
-        http = httpx.AsyncClient(base_url=url, timeout=30)
+        url = f"{'https' if trusted else 'http'}://127.0.0.1:{settings.http_port}"
+        http = httpx.AsyncClient(base_url=url, timeout=30, verify=trusted or True)
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -78,9 +87,16 @@ async def launch(
             tokenizer=frontend.tokenizer,
             stop=stop,
             task=task,
+            picker_port=settings.picker_port,
             http=http,
             admin=httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30),
-            openai=AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30),
+            openai=AsyncOpenAI(
+                base_url=f"{url}/v1",
+                api_key="none",
+                max_retries=0,
+                timeout=30,
+                http_client=httpx.AsyncClient(verify=trusted) if trusted else None,
+            ),
         )
         running.append(one)
         return one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,11 +26,20 @@ MESH = f"r1-{of_model(ModelSpec(id='builtin/demo'))}"
 
 @contextlib.asynccontextmanager
 async def running(
-    server: NatsServer, tmp_path: Path, gateway: dict | None = None, **environment: str
+    server: NatsServer,
+    tmp_path: Path,
+    gateway: dict | None = None,
+    trusted: ssl.SSLContext | None = None,
+    heartbeat_timeout_milliseconds: int = 600,
+    **environment: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    """`trusted`: what its certificate is checked with, where it has one."""
     port = free_port()
     config = tmp_path / "pipeline.json"
-    config.write_text(pipeline_config("own", gateway or {}).dump())
+    pipeline = pipeline_config(
+        "own", gateway or {}, heartbeat_timeout_milliseconds=heartbeat_timeout_milliseconds
+    )
+    config.write_text(pipeline.dump())
     child = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("mmd")),
         "gateway",
@@ -45,7 +55,8 @@ async def running(
         },
     )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        url = f"{'https' if trusted else 'http'}://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=120, verify=trusted or True) as client:
             await until_ready(client, True)
             yield child, client
     finally:

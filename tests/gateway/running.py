@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 from openai import AsyncOpenAI
@@ -24,15 +23,22 @@ def pipeline_config(
     model: dict | None = None,
     encoder: dict | None = None,
     engine: dict | None = None,
+    heartbeat_timeout_milliseconds: int = 600,
+    prefill: dict | None = None,
 ) -> PipelineConfig:
     spec = {
         "model": {"id": "builtin/demo", **(model or {})},
         "gateway": gateway,
         "decode": {"replicas": 1, "gpus": 0},
-        "observability": {"heartbeatMilliseconds": 100, "heartbeatTimeoutMilliseconds": 600},
+        "observability": {
+            "heartbeatMilliseconds": 100,
+            "heartbeatTimeoutMilliseconds": heartbeat_timeout_milliseconds,
+        },
     }
     if encoder is not None:
         spec["encoder"] = encoder
+    if prefill is not None:
+        spec |= {"prefill": prefill, "transfer": {"kv": {"backend": "Gloo"}}}
     if engine is not None:
         spec["engine"] = engine
     return PipelineConfig.model_validate({"namespace": "test", "name": name, "revision": "r1", "spec": spec})
@@ -48,6 +54,7 @@ class Running:
     tokenizer: object
     stop: asyncio.Event
     task: asyncio.Task[None]
+    picker_port: int
     http: httpx.AsyncClient
     admin: httpx.AsyncClient
     openai: AsyncOpenAI
@@ -87,28 +94,22 @@ class Running:
                     return
                 await asyncio.sleep(0.02)
 
-    async def metric(self, name: str) -> float:
+    async def _values(self, name: str) -> list[float]:
         text = (await self.admin.get("/metrics")).text
-        values = [
+        return [
             float(line.split()[-1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name
         ]
+
+    async def metric(self, name: str) -> float:
+        values = await self._values(name)
         assert values, f"no metric {name}"
         return sum(values)
 
     async def until_metric(self, name: str, value: float) -> None:
+        """Wait for a value; a metric with labels has none before its first report."""
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while await self.metric(name) != value:
+            while not (values := await self._values(name)) or sum(values) != value:
                 await asyncio.sleep(0.02)
-
-
-def with_template(folder: Path, target: Path, template: str) -> Path:
-    """A copy of a model with another chat template, in the folder `target`."""
-    target.mkdir()
-    for file in folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (target / file.name).symlink_to(file)
-    (target / "chat_template.jinja").write_text(template)
-    return target
 
 
 Launch = Callable[..., Awaitable[Running]]

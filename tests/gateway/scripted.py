@@ -21,6 +21,7 @@ from mmd_workers.wire.messages import (
     Phase,
     PhaseReport,
     Placed,
+    PromptLogprob,
     RequestFailed,
     SequenceReceipt,
     SequenceReport,
@@ -32,6 +33,13 @@ from mmd_workers.wire.peers import Heartbeater
 from tests.support.waiting import DEADLINE_SECONDS
 
 Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
+
+
+def _of_prompt(request: GenerateRequest) -> list[PromptLogprob]:
+    if not request.sampling.prompt_logprobs:
+        return []
+    likeliest = [TokenLogprob(i, -float(i)) for i in range(request.sampling.logprobs or 0)]
+    return [PromptLogprob(-float(at), likeliest) for at in range(1, len(request.token_ids))]
 
 
 @dataclass
@@ -48,7 +56,10 @@ class ScriptedWorker:
     revision: str = "r1"
     incarnation: str = "one"
     refuse: Placed | None = None
+    placing: asyncio.Event | None = None  # until it is set, no placement is answered
     max_model_len: int = 0
+    prefix_number: int = 0
+    encodes_small_media: bool = False
     requests: list[GenerateRequest] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     receipts: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -125,6 +136,7 @@ class ScriptedWorker:
                     TokenLogprob(self.answer[index] + i, -0.25 - i)
                     for i in range(request.sampling.logprobs or 0)
                 ],
+                prompt_logprobs=_of_prompt(request) if index == 0 else [],
             )
             for index in indices
             if index <= last
@@ -133,10 +145,14 @@ class ScriptedWorker:
             self.bus.subjects.tokens(request.gateway), TokenBatch(pod or self.pod, 0, items)
         )
 
-    async def fail(self, request: GenerateRequest, code: str, message: str, retryable: bool) -> None:
+    async def fail(
+        self, request: GenerateRequest, code: str, message: str, retryable: bool, feature_id: str = ""
+    ) -> None:
         await self.bus.publish(
             self.bus.subjects.failures(request.gateway),
-            RequestFailed(request.request_id, request.attempt, self.pod, code, message, retryable),
+            RequestFailed(
+                request.request_id, request.attempt, self.pod, code, message, retryable, feature_id
+            ),
         )
 
     async def phases(self, request: GenerateRequest, *phases: Phase) -> None:
@@ -174,6 +190,8 @@ class ScriptedWorker:
     async def _take(self, request: GenerateRequest) -> Placed:
         self.requests.append(request)
         self.changed.set()
+        if self.placing is not None:
+            await self.placing.wait()
         if self.refuse is not None:
             return Placed(request.request_id, False, self.refuse.code, self.refuse.message)
         task = asyncio.create_task(self._play(request))
@@ -205,6 +223,8 @@ class ScriptedWorker:
             sent=time.time(),
             load=self.load,
             max_model_len=self.max_model_len,
+            prefix_number=self.prefix_number,
+            encodes_small_media=self.encodes_small_media,
         )
 
 
@@ -237,3 +257,17 @@ def half_then(then):
         await then(worker, request)
 
     return script
+
+
+@dataclass
+class HalfFirst:
+    """A script: the tokens before `count`, and the rest once `seen` is set. Who sees them has got them before there were more."""
+
+    count: int
+    seen: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.tokens(request, list(range(self.count)))
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await self.seen.wait()
+        await worker.tokens(request, list(range(self.count, len(worker.answer))))

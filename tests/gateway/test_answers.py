@@ -6,9 +6,11 @@ import asyncio
 import json
 import tracemalloc
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from mmd_api.tenants import new_key
 from mmd_workers.gateway import hold as hold_module
 from mmd_workers.gateway import service
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize, answer_budget
@@ -24,9 +26,11 @@ from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.codec import pack, unpack
 from mmd_workers.wire.messages import Sampling, TokenBatch, TokenItem, TokenLogprob
 from tests.support.memory import peak_bytes
+from tests.support.waiting import DEADLINE_SECONDS
 
 from .running import Launch
 from .scripted import answer_well, say_nothing
+from .tenancy import AUTH, bearer, tenant, write
 
 MEBIBYTE = 1 << 20
 CHAT = {"model": "builtin/demo", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
@@ -48,6 +52,38 @@ async def test_an_answer_that_can_never_fit_is_refused_before_anything_is_placed
     assert "lower top_logprobs, n or max_tokens, or raise spec.gateway.resources.memory" in error["message"]
     assert "16 answers of up to 500 tokens with 20 top_logprobs" in error["message"]
     assert worker.requests == []
+
+
+async def test_a_request_that_waits_for_memory_takes_no_room_in_the_pools(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(service, "host_bytes", lambda: 96 * MEBIBYTE, raising=False)  # room for four of LARGE
+    monkeypatch.setattr("mmd_workers.live.CHECK_SECONDS", 0.02)
+    key, file, go = new_key(), tmp_path / "keys.yaml", asyncio.Event()
+    write(file, tenant("search", key))
+    gateway = await launch(keys_file=str(file), auth=AUTH)
+
+    async def script(worker, request) -> None:
+        await go.wait()
+        await answer_well(worker, request)
+
+    worker = await gateway.worker(TEXT, script=script)
+    asked = [
+        asyncio.create_task(gateway.http.post("/v1/chat/completions", json=LARGE, headers=bearer(key)))
+        for _ in range(5)
+    ]
+
+    async def amount(line: str) -> float:
+        text = (await gateway.admin.get("/metrics")).text
+        return sum(float(one.split()[-1]) for one in text.splitlines() if one.startswith(line))
+
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while len(worker.requests) < 16 or await amount("mmd_tenant_requests_running{") < 5:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    assert await amount("mmd_gateway_queue_seconds_count{") == 4
+    go.set()
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
 
 
 async def test_answers_share_a_budget_and_text_does_not_wait_for_it(
@@ -90,19 +126,30 @@ async def test_answers_share_a_budget_and_text_does_not_wait_for_it(
     assert [len(c["logprobs"]["content"]) for c in answered.json()["choices"]] == [len(worker.answer)] * 4
 
 
-@pytest.mark.parametrize(("mebibytes", "warned"), [(1000, True), (1 << 20, False)])
+@pytest.mark.parametrize(
+    ("mebibytes", "more", "warned"),
+    [
+        (1000, {}, "has only 900 MiB for them; raise spec.gateway.resources.memory"),
+        (2000, {"inferencePool": {}}, "has only 1400 MiB for them beside its endpoint picker"),
+        (1 << 20, {"inferencePool": {}}, ""),
+    ],
+    ids=["small", "with-a-picker", "large"],
+)
 async def test_bounds_that_exceed_the_memory_are_reported_at_the_start(
     launch: Launch,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     mebibytes: int,
-    warned: bool,
+    more: dict,
+    warned: str,
 ) -> None:
     monkeypatch.setattr(service, "host_bytes", lambda: mebibytes * MEBIBYTE)
     monkeypatch.setattr(service, "resident_bytes", lambda: 100 * MEBIBYTE)
-    await launch(maxConcurrentRequests=512)
-    assert ("has only 900 MiB for them; raise spec.gateway.resources.memory" in caplog.text) == warned
-    assert ("512 concurrent requests may need" in caplog.text) == warned
+    gateway = await launch(maxConcurrentRequests=512, **more)
+    assert warned in caplog.text
+    assert ("512 concurrent requests and the index of caches may need" in caplog.text) == bool(warned)
+    own = mebibytes - {2000: 500, 1 << 20: 1024}.get(mebibytes, 0)  # the picker has the rest
+    assert await gateway.metric("mmd_answer_budget_bytes") == own * MEBIBYTE // 4
 
 
 async def test_one_request_cannot_take_the_memory_of_all_answers() -> None:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import anthropic
 import httpx
 import pytest
-import yaml
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError, RateLimitError
 
-from mmd_api.tenants import hash_of, new_key
+from mmd_api.contract.errors import InvalidApiKeyError
+from mmd_api.tenants import Tenant, hash_of, new_key
 from mmd_cli.client import API_KEY, AskError, Client
+from mmd_workers.gateway.access import Access
+from mmd_workers.observe.metrics import Metrics
 from tests.support.waiting import until
 
 from .endless import assert_read_within_bounds
 from .running import Launch, Running
 from .scripted import ScriptedWorker, answer_well
+from .tenancy import AUTH, bearer, tenant, write
 
-AUTH = {"keysSecret": "demo-keys"}
 BODY = {"model": "builtin/demo", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 OPEN = ("/health", "/livez", "/ready", "/readyz", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
 GUARDED = (
@@ -36,6 +44,8 @@ GUARDED = (
     ("GET", "/v1/messages"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("GET", "/openapi.json"),
+    ("POST", "/v1/embeddings"),
     ("GET", "/v1/chat/completions"),
     ("OPTIONS", "/v1/chat/completions"),
     ("POST", "//v1/chat/completions"),
@@ -45,18 +55,6 @@ GUARDED = (
     ("GET", "/health%2f..%2fv1/models"),
     ("GET", "/unknown"),
 )
-
-
-def tenant(name: str, *keys: str, expires: datetime | None = None, **more) -> dict:
-    until = {"expires": expires.isoformat()} if expires else {}
-    return {"name": name, "keys": [{"hash": hash_of(key), **until} for key in keys], **more}
-
-
-def write(file: Path, *tenants: dict) -> None:
-    """Replace the file at once, as the kubelet does."""
-    part = file.with_suffix(".part")
-    part.write_text(yaml.safe_dump({"tenants": list(tenants)}))
-    part.replace(file)
 
 
 @pytest.fixture
@@ -70,10 +68,6 @@ async def with_key(
 ) -> Running:
     write(file, tenant("search", key, **(of or {})), *more)
     return await launch(keys_file=str(file), auth=AUTH, **gateway)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def status(gateway: Running, *headers: tuple[str, str | bytes], path: str = "/v1/models") -> int:
@@ -276,6 +270,67 @@ async def test_no_oddity_of_headers_lets_anybody_in(launch: Launch, file: Path) 
     assert await status(gateway, ("authorization", f"Bearer {key}")) == 200
 
 
+class Unseen(bytes):
+    """A key of which nothing but a hash may be made: it compares with nothing and shows none of its bytes to Python."""
+
+    def _looked_at(self, *_: object) -> NoReturn:
+        raise AssertionError("the key itself was looked at")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _looked_at  # type: ignore[assignment]
+    __getitem__ = __iter__ = __len__ = __contains__ = __add__ = __bytes__ = _looked_at  # type: ignore[assignment]
+    startswith = endswith = find = index = decode = hex = _looked_at  # type: ignore[assignment]
+
+
+def instructions(access: Access, key: bytes) -> list[tuple[str, int]]:
+    """All that Python executes to look a key up: functions, and instructions in them."""
+    executed: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            executed.append((frame.f_code.co_qualname, frame.f_lasti))
+        return trace
+
+    gc.disable()  # a collection runs callbacks, in Python
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(InvalidApiKeyError):
+            access.holder(key)
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return executed
+
+
+def test_the_work_of_refusing_a_key_does_not_depend_on_how_near_it_is_to_a_valid_one() -> None:
+    keys = [new_key() for _ in range(20)]
+    access, right = Access(Metrics()), keys[7].encode()
+    access.take(Tenant.model_validate(tenant(f"t{number}", key)) for number, key in enumerate(keys))
+    other = b"#" if right[-1:] != b"#" else b"+"
+    middle = len(right) // 2
+    wrong = [
+        right[:-1] + other,
+        other + right[1:],
+        right[:middle] + other + right[middle + 1 :],
+        right[:middle] + other * (len(right) - middle),
+        right.swapcase(),
+        right[::-1],
+        new_key().encode(),
+        other * len(right),
+    ]
+    assert {len(key) for key in wrong} == {len(right)}
+    with pytest.raises(InvalidApiKeyError):
+        access.holder(wrong[0])  # what is made once has been made
+    expected = instructions(access, wrong[0])
+    assert len(expected) > 10
+    for key in wrong:
+        assert instructions(access, key) == expected
+    assert access.holder(Unseen(right)).name == "t7"
+    for key in wrong:
+        with pytest.raises(InvalidApiKeyError):
+            access.holder(Unseen(key))
+
+
 async def test_a_head_that_is_too_long_is_refused_by_the_server(launch: Launch, file: Path) -> None:
     gateway = await with_key(launch, file, new_key())
     refused = await gateway.http.get("/v1/models", headers=bearer("x" * 100_000))
@@ -328,6 +383,35 @@ async def test_refused_requests_are_counted_by_reason_and_push_no_request_out_of
         assert f'mmd_gateway_unauthorized_total{{reason="{reason}"}} {count}.0' in metrics
     assert (await gateway.admin.get("/debug/requests")).json() == {"requests": []}
     assert "mmd_requests_total{" not in metrics
+
+
+@pytest.mark.parametrize("per_tenant", [False, True])
+async def test_prefixes_are_shared_within_a_tenant_or_by_all_and_never_beyond_a_clients_own_salt(
+    launch: Launch, file: Path, per_tenant: bool
+) -> None:
+    one, again, other = new_key(), new_key(), new_key()
+    write(file, tenant("one", one, again), tenant("other", other))
+    auth = {**AUTH, **({"prefixCache": "PerTenant"} if per_tenant else {})}
+    gateway = await launch(keys_file=str(file), auth=auth)
+    worker = await gateway.worker()
+    asked = [(key, salt) for salt in (None, "mine") for key in (one, again, other)]
+    for key, salt in asked:
+        for path, fields in (
+            ("/v1/chat/completions", BODY),
+            ("/v1/responses", {**SURFACES["/v1/responses"], "model": BODY["model"]}),
+        ):
+            body = {**fields, **({"cache_salt": salt} if salt else {})}
+            answer = await gateway.http.post(path, json=body, headers=bearer(key))
+            assert answer.status_code == 200, answer.text
+    salts = [request.cache_salt for request in worker.requests]
+    assert salts[::2] == salts[1::2], "chats and responses"
+    plain, own = salts[:6:2], salts[6::2]
+    assert plain[0] == plain[1]
+    assert own[0] == own[1]
+    assert [plain[0] == plain[2], own[0] == own[2]] == [not per_tenant] * 2
+    assert not set(plain) & set(own)
+    assert [bool(salt) for salt in plain] == [per_tenant] * 3
+    assert not any(text in salt for text in ("mine", "one", "other") for salt in salts)
 
 
 async def test_a_tenant_uses_and_sees_its_models_alone(launch: Launch, file: Path) -> None:
@@ -576,27 +660,65 @@ async def test_a_tenant_has_as_many_requests_in_a_minute_as_it_may(launch: Launc
     assert refused.status_code == 429, "the requests before the change count"
 
 
-async def test_two_gateways_share_a_tenants_limits(launch: Launch, file: Path) -> None:
-    key = new_key()
-    first = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 4}})
-    second = await launch(keys_file=str(file), auth=AUTH, pod="gateway-1", beside=first)
-    worker = await first.worker()
-    second.workers.append(worker)
-    await second.until_known()
-    second.workers.clear()
+SPELLED_KEYS = (
+    lambda key, _: {"authorization": f"Bearer {key}"},
+    lambda key, _: {"AUTHORIZATION": f"bEARER   {key}"},
+    lambda key, _: {"x-api-key": key},
+    lambda _, second: {"authorization": f"Bearer {second}"},
+    lambda _, second: {"X-API-KEY": second},
+    lambda key, second: {"authorization": f"Bearer {key}", "x-api-key": second},
+    lambda key, _: [("x-api-key", key), ("authorization", f"Bearer {key}"), ("x-api-key", key)],
+    lambda _, second: {"x-api-key": second, "idempotency-key": "another"},
+    lambda key, _: {"x-api-key": key, "x-forwarded-for": "1.2.3.4", "forwarded": "for=1.2.3.4"},
+    lambda key, _: {"x-api-key": key, "x-original-url": "/health", "x-rewrite-url": "/health"},
+    lambda key, _: {"x-api-key": key, "x-http-method-override": "GET"},
+    lambda key, _: {"x-api-key": key, "traceparent": f"00-{'1' * 32}-{'2' * 16}-01"},
+)
+"""How a request may show one of two keys of its tenant."""
+CHAT = "/v1/chat/completions"
+SPELLED_PATHS = (
+    *(CHAT, f"{CHAT}/", f"{CHAT}//", f"/{CHAT}", f"{CHAT}?model=other", f"{CHAT}?", f"{CHAT};x=1"),
+    *("/V1/chat/completions", "/v1/CHAT/completions", "/v1//chat/completions", "/v1/./chat/completions"),
+    *(
+        "/v1/chat%2fcompletions",
+        "/%76%31/chat/completions",
+        "/v1/chat/completion%73",
+        "/v1/chat/completions%20",
+    ),
+    *("/v1/chat/completions%00", "/v1/chat/completions%2f", "/health/../v1/chat/completions"),
+    *("/health/..%2fv1/chat/completions", "/page/../v1/chat/completions", "/v1%5cchat%5ccompletions"),
+)
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": BODY["messages"], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": BODY["messages"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
 
-    async def allowed(gateway: Running) -> tuple[int, str]:
-        count = 0
-        while True:
-            answer = await gateway.http.post("/v1/chat/completions", json=BODY, headers=bearer(key))
-            if answer.status_code == 429:
-                return count, answer.json()["error"]["message"]
-            count += 1
 
-    for gateway in (first, second):
-        count, message = await allowed(gateway)
-        assert count == 2
-        assert "requestsPerMinute is 4, 2 at each of 2 gateways" in message
+@pytest.mark.parametrize("limit", ["requestsPerMinute", "tokensPerDay"])
+async def test_no_spelling_of_a_request_gets_past_a_limit(launch: Launch, file: Path, limit: str) -> None:
+    key, second = new_key(), new_key()
+    write(file, tenant("search", key, second, limits={limit: 1}))
+    gateway = await launch(keys_file=str(file), auth=AUTH)
+    worker = await gateway.worker()
+    assert (await gateway.http.post(CHAT, json=BODY, headers=bearer(key))).status_code == 200
+    tried = 0
+    for port in (gateway.http, gateway.admin):
+        for spell in SPELLED_KEYS:
+            for path in (*SPELLED_PATHS, *BODIES):
+                url = port.base_url.copy_with(raw_path=path.encode())  # as it is written here
+                body = {"model": BODY["model"], **BODIES.get(path, BODY)}
+                answer = await port.post(url, json=body, headers=spell(key, second))
+                assert answer.status_code in (401, 404, 429), (path, answer.status_code, answer.text)
+                tried += answer.status_code == 429
+    for model in ("BUILTIN/DEMO", "builtin/demo ", "builtin%2Fdemo", "./builtin/demo"):
+        answer = await gateway.http.post(CHAT, json={**BODY, "model": model}, headers=bearer(second))
+        assert answer.status_code in (404, 429), model
+    assert tried > 200, "most spellings reach the API"
+    assert len(worker.requests) == 1
 
 
 async def test_neither_keys_nor_hashes_appear_in_answers_logs_metrics_or_state(
@@ -662,3 +784,43 @@ async def test_mmd_chat_reports_a_key_that_allows_no_model(
     gateway = await with_key(launch, file, key, of={"models": ["another"]})
     with pytest.raises(AskError, match="allows no model that is served"):
         await asked_by_mmd_chat(gateway, monkeypatch, key)
+
+
+async def test_the_idempotency_keys_of_two_tenants_are_not_the_same(launch: Launch, file: Path) -> None:
+    own, others = new_key(), new_key()
+    gateway = await with_key(launch, file, own, tenant("other", others))
+    worker = await gateway.worker()
+    ids = []
+    for key in (own, others, own, others):
+        headers = bearer(key) | {"idempotency-key": "one"}
+        answer = await gateway.http.post("/v1/chat/completions", json=BODY, headers=headers)
+        assert answer.status_code == 200
+        ids.append(answer.json()["id"])
+    assert (ids[0], ids[1]) == (ids[2], ids[3])
+    assert ids[0] != ids[1]
+    assert len(worker.requests) == 2
+    wrong = bearer(new_key()) | {"idempotency-key": "one"}
+    assert (await gateway.http.post("/v1/chat/completions", json=BODY, headers=wrong)).status_code == 401
+
+
+async def test_a_stream_is_resumed_by_its_own_tenant_alone(launch: Launch, file: Path) -> None:
+    own, others = new_key(), new_key()
+    gateway = await with_key(launch, file, own, tenant("other", others))
+    worker = await gateway.worker()
+    body = BODY | {"stream": True}
+
+    async def ask(key: str, **more: str) -> httpx.Response:
+        headers = bearer(key) | {"idempotency-key": "one"} | more
+        return await gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    whole = await ask(own)
+    first, _, rest = whole.text.partition("\n\n")
+    last = {"last-event-id": first.partition("\n")[0].removeprefix("id: ")}
+    assert (await ask(own, **last)).text == rest
+    assert (await ask(new_key(), **last)).status_code == 401
+    refused = await ask(others, **last)
+    assert refused.status_code == 410
+    assert rest not in refused.text
+    assert (await ask(others)).text != whole.text
+    assert (await ask(others, **last)).status_code == 410
+    assert len(worker.requests) == 2

@@ -24,21 +24,29 @@ from mmd_workers.gateway import (
     completion_request,
     completions,
     conversation,
+    ext_proc,
+    file_requests,
+    files,
     intake,
     logit_rules,
     messages_request,
+    repeats,
     response_format,
     responses_request,
+    retained,
     tokenize,
     tools,
+    upload_form,
 )
 from mmd_workers.gateway.api_errors import api_error
 from mmd_workers.gateway.parts import PART_TYPES
 from mmd_workers.gateway.strict import Ignored
+from mmd_workers.observe import server
+from mmd_workers.wire import stored_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
-SERVER = ROOT / "workers" / "mmd_workers" / "observe" / "server.py"
+SERVER = Path(server.__file__)
 SOURCES = sorted((ROOT / "workers" / "mmd_workers" / "gateway").glob("*.py"))
 
 
@@ -141,7 +149,20 @@ def test_the_page_lists_every_field_of_a_request_with_what_becomes_of_it(path: s
 
 def test_every_path_that_takes_a_body_has_its_table_of_fields() -> None:
     paths = {name for method, name in documented_routes(PAGE.split("\n## ")[0]) if method == "POST"}
-    assert {path.split()[1] for path in REQUESTS} == paths
+    assert {path.split()[1] for path in REQUESTS} == paths - {"/v1/files"}
+    fields = {name for cells in rows(section("Files")) for name in quoted(cells[0])}
+    assert fields == {"file", *upload_form.FIELDS}
+
+
+def test_the_page_has_the_limits_of_uploads() -> None:
+    text = " ".join(section("Files").split())
+    assert f"at most {file_requests.UPLOAD_BYTES >> 20} MiB of the gateway's memory" in text
+    assert f"A deleted file counts for {stored_files.DELETED_SECONDS:.0f} s" in text
+    assert f"`limit` ({file_requests.MAX_LISTED:,} by default)" in text
+    assert files.UPLOAD_SLACK_SECONDS == 30
+    assert quoted(next(cells[1] for cells in rows(section("Files")) if "purpose" in cells[0])) == list(
+        upload_form.PURPOSES
+    )
 
 
 def test_the_page_explains_parameters_that_are_taken() -> None:
@@ -187,11 +208,40 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     assert {name: numbers for name, numbers in found.items() if numbers} == limits
 
 
+def test_the_page_has_what_a_gateway_retains() -> None:
+    text = section("Requests that are sent again")
+    limits = {
+        "an answer, after its end": [retained.WINDOW_SECONDS],
+        "of one answer, its newest part": [retained.MAX_ANSWER_BYTES >> 20],
+        "keys, of one tenant": [retained.MAX_KEYS, retained.MAX_KEYS_OF_TENANT],
+        "answers, of one tenant": [1, retained.BUDGET_DIVISOR],
+    }
+    assert {cells[0]: [int(n) for n in re.findall(r"\d+", cells[1])] for cells in rows(text)} == limits
+    assert f"for {retained.ABANDONED_SECONDS:.0f} s" in text
+    assert retained.TENANT_DIVISOR == 4
+
+
+def test_the_page_has_how_fast_a_client_must_read() -> None:
+    text = " ".join(section("Errors").split())
+    assert (
+        f"must read {server.LEAST_READ_BYTES_PER_SECOND >> 10} KiB a second on average over a minute" in text
+    )
+    assert server.WRITE_SECONDS == 60
+    assert f"its size at {server.MIN_READ_BYTES_PER_SECOND >> 10} KiB a second" in text
+
+
 def test_the_page_lists_the_headers_that_are_read_and_sent() -> None:
     table = {quoted(cells[0])[0]: cells[1] for cells in rows(section("Headers"))}
     sources = "\n".join(path.read_text() for path in SOURCES)
     own = set(re.findall(r'"(x-[a-z-]+)"', sources)) - {"x-accel-buffering", "x-content-type-options"}
-    assert table.keys() == own | {"retry-after", "traceparent"}
+    own -= {ext_proc.ENDPOINT_KEY, ext_proc.SUBSET_KEY}  # between the endpoint picker and its proxy
+    assert table.keys() == own | {
+        "retry-after",
+        "traceparent",
+        repeats.KEY_HEADER,
+        repeats.EVENT_HEADER,
+        repeats.REPEATED_HEADER,
+    }
     assert str(completions.MAX_CLIENT_REQUEST_ID) in table["x-client-request-id"]
 
 

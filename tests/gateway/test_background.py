@@ -128,8 +128,9 @@ async def test_requests_in_flight_end_while_nats_is_disconnected_and_its_buffer_
         last_request=-math.inf,
         drained_at=math.inf,
         draining=False,
+        picker=None,
     )
-    others = leave.OtherGateways("gateway-0")
+    others = leave.OtherGateways("gateway-0", 1)
     leaving = leave.Leave(cast(Any, gateway), others, lambda: 0, is_replaced=False)
     draining = asyncio.create_task(service._drain(cast(Any, gateway), heartbeater, leaving, 600))
     done, _ = await asyncio.wait({draining}, timeout=5 * service.DRAIN_CHECK_SECONDS)

@@ -48,6 +48,10 @@ def image(url: str) -> dict:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def video(**choice: object) -> dict:
+    return {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}, **choice}
+
+
 def called(arguments: object) -> dict:
     """An assistant's message with one tool call."""
     function = {"name": "f", "arguments": arguments}
@@ -111,6 +115,30 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("an image without url", body(messages=user(TEXT, {"type": "image_url", "image_url": {}})), 400, "messages[0].content[1].image_url.url", "missing"),
     ("an image url that is a string", body(messages=user({"type": "image_url", "image_url": png()})), 400, "messages[0].content[0].image_url", "dictionary"),
     ("unknown detail", body(messages=user({"type": "image_url", "image_url": {"url": png(), "detail": "best"}})), 400, "messages[0].content[0].image_url.detail", "'auto', 'low', 'high' or 'original'"),
+    ("a rate and a number of frames", body(messages=user(video(fps=1, num_frames=4))), 400, "messages[0].content[0]", "set fps or num_frames, not both"),
+    ("a rate above the limit", body(messages=user(TEXT, video(fps=2.5))), 400, "messages[0].content[1].fps", "2.5 frames a second are more than the limit of 2; request fewer, or raise spec.gateway.media.video.framesPerSecondMilli"),
+    ("more frames than the limit", body(messages=user(video(num_frames=65))), 400, "messages[0].content[0].num_frames", "raise spec.gateway.media.video.maxFrames"),
+    ("more frames than the limit for all", body(mm_processor_kwargs={"num_frames": 65}), 400, "mm_processor_kwargs.num_frames", "raise spec.gateway.media.video.maxFrames"),
+    ("a way to sample that is unknown", body(messages=user(video(sampling="random"))), 400, "messages[0].content[0].sampling", "'uniform', 'keyframes' or 'scene_changes'"),
+    ("key frames by number", body(messages=user(video(sampling="keyframes", num_frames=4))), 400, "messages[0].content[0]", "bound the others by max_frames"),
+    ("scene changes by rate for all", body(mm_processor_kwargs={"sampling": "scene_changes", "fps": 1}), 400, "mm_processor_kwargs", "bound the others by max_frames"),
+    ("seconds and a number of frames", body(messages=user(video(timestamps=[1], num_frames=4))), 400, "messages[0].content[0]", "set timestamps without fps, num_frames and sampling"),
+    ("seconds and a way to sample", body(messages=user(video(timestamps=[1], sampling="uniform"))), 400, "messages[0].content[0]", "set timestamps without fps, num_frames and sampling"),
+    ("no seconds", body(messages=user(video(timestamps=[]))), 400, "messages[0].content[0].timestamps", "at least 1"),
+    ("seconds that go back", body(messages=user(TEXT, video(timestamps=[1, 0.5]))), 400, "messages[0].content[1].timestamps", "must be in ascending order"),
+    ("a second before the beginning", body(messages=user(video(timestamps=[-1, 0]))), 400, "messages[0].content[0].timestamps[0]", "greater than or equal to 0"),
+    ("a second that is no number", body(messages=user(video(timestamps=["1"]))), 400, "messages[0].content[0].timestamps[0]", "number"),
+    ("more seconds than the limit", body(messages=user(video(timestamps=[0] * 65))), 400, "messages[0].content[0].timestamps", "65 frames are more than the limit of 64; request fewer, or raise spec.gateway.media.video.maxFrames"),
+    ("more seconds than any limit", body(messages=user(video(timestamps=[0] * 4097))), 400, "messages[0].content[0].timestamps", "at most 4096"),
+    ("seconds for all videos", body(mm_processor_kwargs={"timestamps": [1]}), 400, "mm_processor_kwargs.timestamps", "unknown field"),
+    ("a rate of 0", body(messages=user(video(fps=0))), 400, "messages[0].content[0].fps", "greater than 0"),
+    ("fewer pixels than the least", body(messages=user({**IMAGE, "min_pixels": 9, "max_pixels": 8})), 400, "messages[0].content[0]", "min_pixels must be at most max_pixels"),
+    ("more pixels than the limit", body(messages=user(TEXT, {**IMAGE, "max_pixels": 50_000_001})), 400, "messages[0].content[1].max_pixels", "50000001 are more than the limit of 50000000; request fewer, or raise spec.gateway.media.image.maxPixels"),
+    ("more pixels than the limit for all", body(mm_processor_kwargs={"min_pixels": 50_000_001}), 400, "mm_processor_kwargs.min_pixels", "raise spec.gateway.media.image.maxPixels"),
+    ("more pixels than the model's", body(messages=user(TEXT, {**IMAGE, "max_pixels": 4097})), 400, "messages[0].content[1].image_url.url", "max_pixels: 4097 are more than this model's processor makes of an image, which is 4096"),
+    ("an unknown option of processors", body(mm_processor_kwargs={"crop": 1}), 400, "mm_processor_kwargs.crop", "unknown field"),
+    ("frames that are not sampled", body(mm_processor_kwargs={"do_sample_frames": False}), 400, "mm_processor_kwargs.do_sample_frames", "True"),
+    ("options of decoders", body(media_io_kwargs={"video": {"num_frames": 4}}), 400, "media_io_kwargs", "use mm_processor_kwargs"),
     ("a sound without format", body(messages=user({"type": "input_audio", "input_audio": {"data": "AAAA"}})), 400, "messages[0].content[0].input_audio.format", "missing"),
     ("NaN temperature as a string", body(temperature="nan"), 400, "temperature", "number"),
     ("a negative temperature", body(temperature=-0.1), 400, "temperature", "greater than or equal to 0"),
@@ -187,6 +215,12 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("129 stop tokens", body(stop_token_ids=[7] * 129), 400, "stop_token_ids", "at most 128"),
     ("min_tokens below 0", body(min_tokens=-1), 400, "min_tokens", "greater than or equal to 0"),
     ("min_tokens above max_tokens", body(min_tokens=5), 400, "min_tokens", "at most max_tokens, which is 4"),
+    ("guidance below 1", body(guidance_scale=0.5), 400, "guidance_scale", "greater than or equal to 1"),
+    ("guidance above 100", body(guidance_scale=101), 400, "guidance_scale", "less than or equal to 100"),
+    ("guidance that is a string", body(guidance_scale="2"), 400, "guidance_scale", "number"),
+    ("a negative prompt without guidance", body(negative_prompt="no"), 400, "negative_prompt", "requires guidance_scale"),
+    ("a negative prompt that is a list", body(guidance_scale=2, negative_prompt=["no"]), 400, "negative_prompt", "string"),
+    ("a negative prompt that is too long", body(guidance_scale=2, negative_prompt="no " * 2000), 400, "negative_prompt", "fit; shorten it"),
     ("a bad word that is empty", body(bad_words=["red", ""]), 400, "bad_words[1]", "at least 1"),
     ("a bad word of spaces", body(bad_words=["red", "  "]), 400, "bad_words[1]", "more than spaces"),
     ("a bad word of 129 characters", body(bad_words=["x" * 129]), 400, "bad_words[0]", "at most 128"),
@@ -375,10 +409,12 @@ async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
         response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"}, top_k=-1, service_tier="auto", reasoning_effort="high", verbosity="low", parallel_tool_calls=True,
         prediction={"type": "content", "content": "x"}, prompt_cache_retention="24h", tools=[], tool_choice="auto",
         min_p=0, repetition_penalty=1, min_tokens=0, stop_token_ids=[], bad_words=[], allowed_token_ids=None,
+        guidance_scale=1, negative_prompt="what nobody computes",
     )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=neutral)
     assert response.status_code == 200, response.text
     assert worker.requests[0].sampling.rules is None
+    assert worker.requests[0].guidance is None
 
 
 RULES: dict[str, object] = {
@@ -397,9 +433,13 @@ async def test_what_vllm_does_not_apply_to_drafts_is_refused_by_name(launch: Lau
         with subtests.test(name):
             response = await gateway.http.post("/v1/chat/completions", json=body(**{**more, name: value}))
             assert_is_error(response, 400, name, "remove spec.engine.decode.speculative")
+    with subtests.test("guidance_scale"):
+        response = await gateway.http.post("/v1/chat/completions", json=body(guidance_scale=2))
+        assert_is_error(response, 400, "guidance_scale", "set spec.engine.type to Native")
     off = body(
-        frequency_penalty=0, repetition_penalty=1, min_p=0, logit_bias={}, min_tokens=2, stop_token_ids=[9]
-    )
+        frequency_penalty=0, repetition_penalty=1, min_p=0, logit_bias={}, min_tokens=2, stop_token_ids=[9],
+        guidance_scale=1,
+    )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=off)
     assert response.status_code == 200, response.text
     assert len(worker.requests) == 1
@@ -440,6 +480,27 @@ async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: La
     ]:
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_path_with_a_slash_at_its_end_is_another_path_and_redirects_nobody(launch: Launch) -> None:
+    gateway = await launch()
+    for path in (
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/tokenize",
+        "/openapi.json",
+        "/v1/models",
+        "/health",
+    ):
+        for port in (gateway.http, gateway.admin):
+            for method in ("GET", "POST"):
+                response = await port.request(
+                    method, f"{path}/", json=body(), headers={"host": "127.0.0.1:81"}
+                )
+                kept = (method, path) == ("POST", "/v1/models")  # below it are names of models
+                assert response.status_code == (405 if kept else 404), (method, path)
+                assert "location" not in response.headers
+                assert response.json()["error"]["message"]
 
 
 def too_deep(limit: int, text: bytes, cuts: list[int]) -> bool:

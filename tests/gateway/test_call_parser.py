@@ -98,6 +98,9 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("an object and text", LLAMA, '{"name": "now", "parameters": {}}; more', "; more", [NOW]),
     ("a second object", LLAMA, '{"name": "now", "parameters": {}}{"name": "now", "parameters": {}}', '{"name": "now", "parameters": {}}', [NOW]),
     ("an object after text", LLAMA, 'So {"name": "now", "parameters": {}}', 'So {"name": "now", "parameters": {}}', []),
+    ("an object that begins with its type", LLAMA, '{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [ADD]),
+    ("a list of objects that begin with their type", MISTRAL, '[TOOL_CALLS][{"type": "function", "name": "add", "arguments": {"a": 1}}, {"type":"function","name": "now", "arguments": {}}]', "", [ADD, NOW]),
+    ("an object of another type", LLAMA, '{"type": "text", "name": "add", "parameters": {}}', '{"type": "text", "name": "add", "parameters": {}}', []),
     ("another object", LLAMA, '{"named": 1}', '{"named": 1}', []),
 ]  # fmt: skip
 
@@ -136,6 +139,17 @@ def test_text_that_spells_a_marker_is_no_call_where_the_marker_is_a_token(togeth
     listed = '[{"name": "now", "arguments": {}}]'
     assert tokens_read(MISTRAL, [("[TOOL_CALLS]", False), (listed, False)], together)[1] == []
     assert tokens_read(MISTRAL, [("[TOOL_CALLS]", True), (listed, False)], together) == ("", [NOW])
+
+
+def test_calls_are_found_after_text_that_is_skipped() -> None:
+    rest = '{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    before, marker = [(1, "so "), (7, "<tool_call>"), (1, " so")], (7, "<tool_call>")
+    for begin, read in ((marker, ("", [ADD])), ((1, "<tool_call>"), ("<tool_call>" + rest, []))):
+        reader = CallParser(Spelling(FORMS[HERMES], "", "", "", "", "", {"<tool_call>": 7}), NAMES)
+        for token_id, text in (*before, begin, (1, rest)):
+            reader.expect(token_id, text)
+        reader.skip(sum(len(text) for _, text in before))
+        assert parsed(reader, ["<tool_call>" + rest]) == read
 
 
 SNIPPETS = [

@@ -9,16 +9,22 @@ import json
 import re
 import wave
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from mmd_api.contract.sampling import LogitRules
+from mmd_workers.features.references import layout_of
 from mmd_workers.gateway.parts import PART_TYPES
 from mmd_workers.media import containers
+from mmd_workers.media.choice import FoundFrames, SamplingChoice
+from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.wire.media import read_medium
-from mmd_workers.wire.messages import GenerateRequest, Phase, TokenBatch, TokenItem
+from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Phase, TokenBatch, TokenItem
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .media import mp4, png, url, wav
@@ -26,6 +32,7 @@ from .running import Launch
 from .scripted import ScriptedWorker, answer_well
 
 HELLO = [{"role": "user", "content": "hello"}]
+SCENES = Path(__file__).parents[1] / "media" / "files" / "scenes.mp4"
 MODEL = "builtin/demo"
 
 
@@ -53,6 +60,36 @@ async def test_a_streamed_answer_comes_in_pieces_that_join_to_the_text(launch: L
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_a_developer_is_the_system_to_the_model(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    for role in ("system", "developer"):
+        turns = [{"role": role, "content": "Be brief."}, *HELLO]
+        await gateway.openai.chat.completions.create(model=MODEL, messages=turns)
+    await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO)
+    system, developer, neither = (request.token_ids for request in worker.requests)
+    assert developer == system != neither
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
+async def test_no_detail_changes_an_image_that_the_processor_gives_one_size(
+    launch: Launch, detail: str
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    picture = {"url": url("image/png", png())}
+    for image in (picture, {**picture, "detail": detail}):
+        part = {"type": "image_url", "image_url": image}
+        answer = await gateway.openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+        )
+        assert answer.choices[0].message.content == "the red circle"
+    plain, detailed = worker.requests
+    assert detailed.token_ids == plain.token_ids
+    (one,), (other,) = plain.features, detailed.features
+    assert other.feature_id == one.feature_id
 
 
 async def test_an_answer_can_be_sent_back_as_the_next_turn_as_the_client_keeps_it(launch: Launch) -> None:
@@ -316,6 +353,8 @@ MIXED = [
             {"type": "audio_url", "audio_url": {"url": url("audio/wav", wav())}},
             {"type": "input_text", "text": "and here?"},
             {"type": "input_image", "image_url": url("image/png", png())},
+            {"type": "file", "file": {"file_data": url("video/mp4", mp4()), "filename": "clip"}},
+            {"type": "input_file", "file_data": base64.b64encode(wav()).decode()},
         ],
     }
 ]
@@ -336,9 +375,10 @@ async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch:
     worker = await gateway.worker("the red circle", encode_then_answer)
     answer = await gateway.openai.chat.completions.create(model=MODEL, messages=MIXED)
     request = worker.requests[0]
-    assert [f.modality for f in request.features] == ["image", "video", "audio", "audio", "image"]
-    assert request.features[2].feature_id == request.features[3].feature_id
-    assert request.features[0].feature_id == request.features[4].feature_id
+    modalities = ["image", "video", "audio", "audio", "image", "video", "audio"]
+    assert [f.modality for f in request.features] == modalities
+    for first, again in ((2, 3), (0, 4), (1, 5), (2, 6)):
+        assert request.features[first].feature_id == request.features[again].feature_id
     assert {png(), wav()} < set(read.values())
     assert len(read) == 3
     for feature in request.features:
@@ -355,6 +395,227 @@ async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch:
     await gateway.until_metric("mmd_gateway_media_items", 0)
 
 
+def film(**choice: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url("video/mp4", mp4())}, **choice}
+
+
+async def test_a_request_and_its_parts_choose_the_frames_of_videos(launch: Launch) -> None:
+    gateway = await launch(media={"video": {"framesPerSecondMilli": 8000}})
+    worker = await gateway.worker("the red circle")
+
+    async def sent(*parts: dict[str, Any], **more: Any) -> list[FeatureRef]:
+        messages = [{"role": "user", "content": list(parts)}]
+        await gateway.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=more)
+        counted = await gateway.http.post("/tokenize", json={"messages": messages, **more})
+        assert counted.json()["tokens"] == worker.requests[-1].token_ids
+        return worker.requests[-1].features
+
+    by_number, by_request, by_rate = features = await sent(
+        film(num_frames=4), film(), film(fps=8), mm_processor_kwargs={"num_frames": 6}
+    )
+    assert [len(one.sampling["frame_indices"]) for one in features] == [4, 6, 8]
+    assert by_number.num_tokens < by_request.num_tokens < by_rate.num_tokens
+    assert len({one.feature_id for one in features}) == 3
+    (at_most,) = await sent(film(max_frames=4))
+    assert at_most.feature_id == by_number.feature_id, "the same frames are the same feature"
+    (spelled,) = await sent(film(), mm_processor_kwargs={"fps": 8, "do_sample_frames": True})
+    assert spelled.feature_id == (await sent(film()))[0].feature_id == by_rate.feature_id
+
+
+def scenes(**choice: Any) -> dict[str, Any]:
+    """Eight seconds of four scenes, with a key frame every 25 frames."""
+    return {"type": "video_url", "video_url": {"url": url("video/mp4", SCENES.read_bytes())}, **choice}
+
+
+async def test_frames_are_chosen_by_what_is_in_a_video_and_by_their_seconds(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+
+    async def frames(*parts: dict[str, Any], **more: Any) -> list[list[int]]:
+        messages = [{"role": "user", "content": list(parts)}]
+        await gateway.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=more)
+        counted = await gateway.http.post("/tokenize", json={"messages": messages, **more})
+        assert counted.json()["tokens"] == worker.requests[-1].token_ids
+        return [one.sampling["frame_indices"] for one in worker.requests[-1].features]
+
+    keys, changes, times = [0, 25, 50, 75], [0, 20, 40, 60], [19, 20, 79]
+    ways = (
+        {"sampling": "keyframes"},
+        {"sampling": "scene_changes"},
+        {"timestamps": [1.9, 2, 7.95]},
+    )
+    assert await frames(*(scenes(**way) for way in ways)) == [keys, changes, times]
+    assert len({one.feature_id for one in worker.requests[-1].features}) == 3
+    for one in worker.requests[-1].features:
+        assert one.num_tokens == sum(length for _, length in one.ranges)
+        assert "nominal_indices" not in one.sampling
+    for_all = {"mm_processor_kwargs": {"sampling": "scene_changes"}}
+    uniform = [(await frames(scenes()))[0], (await frames(scenes(fps=1)))[0]]
+    assert changes != uniform[0] != keys
+    chosen = scenes(), scenes(fps=1), scenes(timestamps=[1.9, 2, 7.95]), scenes(sampling="uniform")
+    assert await frames(*chosen, **for_all) == [changes, uniform[1], times, uniform[0]]
+    assert await frames(scenes(max_frames=2), **for_all) == [[0, 60]], "thinned evenly"
+    by_time = scenes(timestamps=[0, 2.5, 5, 7.5])
+    assert await frames(by_time, scenes(sampling="keyframes")) == [keys, keys]
+    assert len({one.feature_id for one in worker.requests[-1].features}) == 1, "the same frames"
+
+
+async def test_a_second_after_the_end_of_a_video_is_refused_by_its_field(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    messages = [{"role": "user", "content": [scenes(), scenes(timestamps=[0, 8, 8.5])]}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gateway.openai.chat.completions.create(model=MODEL, messages=messages)
+    error = refused.value.body
+    assert error["param"] == "messages[0].content[1].timestamps[2]"
+    assert "8.5 s is beyond the end of the video, which lasts 8.000 s; request" in error["message"]
+
+
+async def test_an_operator_chooses_how_frames_are_chosen_and_a_request_wins(launch: Launch) -> None:
+    gateway = await launch(media={"video": {"sampling": "SceneChanges"}})
+    worker = await gateway.worker("the red circle")
+
+    async def frames(*parts: dict[str, Any]) -> list[list[int]]:
+        messages = [{"role": "user", "content": list(parts)}]
+        await gateway.openai.chat.completions.create(model=MODEL, messages=messages)
+        return [one.sampling["frame_indices"] for one in worker.requests[-1].features]
+
+    chosen = scenes(), scenes(sampling="keyframes"), scenes(num_frames=2), scenes(max_frames=2)
+    assert await frames(*chosen) == [[0, 20, 40, 60], [0, 25, 50, 75], [0, 40], [0, 60]]
+
+
+async def test_a_scene_search_is_made_once_for_the_turns_of_a_conversation(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = list[str]()
+    search = DecodePool.find_frames
+
+    async def counted(pool: DecodePool, data: bytes, info: MediumInfo, choice: SamplingChoice) -> FoundFrames:
+        searched.append(str(choice.sampling))
+        return await search(pool, data, info, choice)
+
+    monkeypatch.setattr(DecodePool, "find_frames", counted)
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    turn = {"role": "user", "content": [scenes(sampling="scene_changes")]}
+    more = [turn, {"role": "assistant", "content": "the red circle"}, {"role": "user", "content": "and?"}]
+    for messages in ([turn], more):
+        await gateway.openai.chat.completions.create(model=MODEL, messages=messages)
+    assert searched == ["scene_changes"]
+    first, second = (request.features[0] for request in worker.requests)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "way", [{"sampling": "keyframes"}, {"sampling": "scene_changes"}, {"timestamps": [0, 2, 4, 6]}], ids=str
+)
+async def test_found_frames_are_left_out_evenly_where_the_prompt_would_not_fit(
+    launch: Launch, way: dict[str, Any]
+) -> None:
+    gateway = await launch(media={"video": {"tooLong": "FewerFrames"}})
+    worker = await gateway.worker("the red circle", max_model_len=80)
+    messages = [{"role": "user", "content": [scenes(**way), scenes(**way)]}]
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=9)
+    (request,) = worker.requests
+    kept = [one.sampling["frame_indices"] for one in request.features]
+    assert len(request.token_ids) <= 80 - 9
+    assert kept[0] == kept[1]
+    assert kept[0][0] == 0
+    assert answer.usage.prompt_tokens_details.model_dump()["omitted_video_frames"] == 8 - 2 * len(kept[0]) > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_videos_have_fewer_frames_where_the_prompt_would_not_fit_and_the_answer_reports_it(
+    launch: Launch, stream: bool
+) -> None:
+    gateway = await launch(media={"video": {"tooLong": "FewerFrames"}})
+    worker = await gateway.worker("the red circle", max_model_len=120)
+    request = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [film(), film()]}],
+        "max_tokens": 9,
+        "stream": stream,
+    }
+    if stream:
+        request["stream_options"] = {"include_usage": True}
+    whole = (await gateway.http.post("/tokenize", json={"messages": request["messages"]})).json()["count"]
+    answer = await gateway.http.post("/v1/chat/completions", json=request)
+    assert answer.status_code == 200, answer.text
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    omitted = json.loads(events[-1] if stream else answer.text)["usage"]["prompt_tokens_details"]
+    sent = worker.requests[0]
+    frames = [len(one.sampling["frame_indices"]) for one in sent.features]
+    assert frames[0] == frames[1] in (4, 6), "evenly, and no fewer than needed"
+    assert len(sent.token_ids) <= 120 - 9 < whole
+    assert omitted["omitted_video_frames"] == int(answer.headers["x-mmd-omitted-video-frames"])
+    assert omitted["omitted_video_frames"] == 16 - sum(frames)
+
+    same = [film(max_frames=frames[0]), film(max_frames=frames[0])]
+    await gateway.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": same}], max_tokens=9
+    )
+    again = worker.requests[1]
+    assert (again.token_ids, again.features) == (sent.token_ids, sent.features), "as exact as a choice"
+
+
+@pytest.mark.parametrize(
+    ("parts", "max_model_len", "named"),
+    [
+        ([{"type": "text", "text": "red " * 150}], 120, "the largest part is the text"),
+        ([], 12, "the largest part is messages[0].content[0].video_url.url"),
+    ],
+    ids=["the text is too long", "the least frames and pixels are too many"],
+)
+async def test_a_prompt_that_no_number_of_frames_or_pixels_makes_fit_is_refused(
+    launch: Launch, parts: list[dict[str, Any]], max_model_len: int, named: str
+) -> None:
+    gateway = await launch(media={"video": {"tooLong": "FewerFrames"}})
+    await gateway.worker("the red circle", max_model_len=max_model_len)
+    request = {"model": MODEL, "messages": [{"role": "user", "content": [film(), film(), *parts]}]}
+    answer = await gateway.http.post("/v1/chat/completions", json=request)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert named in answer.json()["error"]["message"]
+
+
+async def test_a_prompt_that_its_videos_make_too_long_is_refused_with_the_field_that_allows_fewer_frames(
+    launch: Launch,
+) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle", max_model_len=120)
+    request = {"model": MODEL, "messages": [{"role": "user", "content": [film(), film()]}]}
+    answer = await gateway.http.post("/v1/chat/completions", json=request)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "spec.gateway.media.video.tooLong to FewerFrames" in answer.json()["error"]["message"]
+
+
+async def test_a_request_and_its_parts_choose_the_pixels_of_images(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    address = url("image/png", png())
+    picture = {"type": "image_url", "image_url": {"url": address}}
+    parts = [
+        picture,
+        {**picture, "max_pixels": 1024},
+        {"type": "input_image", "image_url": address, "max_pixels": 1024},
+        {**picture, "image_url": {"url": address, "detail": "low"}},
+        {**picture, "max_pixels": 4096},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    kwargs = {"mm_processor_kwargs": {"max_pixels": 2304}}
+    await gateway.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=kwargs)
+    by_request, small, input_image, low, whole = features = worker.requests[0].features
+    assert [one.num_tokens for one in features] == [9, 4, 4, 9, 16]
+    assert by_request.size == {"shortest_edge": 2304, "longest_edge": 2304}
+    assert small.size == layout_of(small).sampling.size == {"shortest_edge": 1024, "longest_edge": 1024}
+    assert low.size == by_request.size
+    assert whole.size == {}
+    names = {"frame_indices", "sample_rate_hz", "num_samples"}
+    assert all(set(one.sampling) == names for one in features), "as pods of before read it"
+    assert small.feature_id == input_image.feature_id
+    assert low.feature_id == by_request.feature_id
+    assert len({one.feature_id for one in features}) == 3
+
+
 async def test_the_gateway_opens_no_medium_in_its_own_process(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +628,8 @@ async def test_the_gateway_opens_no_medium_in_its_own_process(
     monkeypatch.setattr(containers, "open_image", opened)
     monkeypatch.setattr(containers, "open_av", opened)
     await gateway.openai.chat.completions.create(model=MODEL, messages=MIXED)
-    assert [f.modality for f in worker.requests[0].features] == ["image", "video", "audio", "audio", "image"]
+    modalities = ["image", "video", "audio", "audio", "image", "video", "audio"]
+    assert [f.modality for f in worker.requests[0].features] == modalities
     assert await gateway.metric("mmd_sandbox_layer_state") >= 1
 
 
@@ -406,7 +668,10 @@ async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Lau
     assert request_id == response.json()["id"]
     assert response.headers["x-mmd-gateway"] == "gateway-0"
     timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
-    assert {p["name"] for p in timeline["phases"]} >= {"fetch", "layout", "queue", "encode", "prefill"}
+    phases = {p["name"]: p for p in timeline["phases"]}
+    assert phases.keys() >= {"fetch", "layout", "queue", "encode", "prefill", "generate"}
+    assert phases["generate"]["start"] == timeline["last_token"]
+    assert timeline["phase"] == ""
     assert timeline["attempts"][0]["prefill_pod"] == "decode-0"
     assert timeline["finished"] >= timeline["first_token"] > timeline["arrived"]
     newest = (await gateway.admin.get("/debug/requests?limit=1")).json()["requests"]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mmd_api.contract.sampling import Guidance
 from mmd_workers.wire.messages import GenerateRequest, Phase
 
 from .running import Launch, Running
@@ -115,6 +116,80 @@ async def test_an_echo_repeats_the_prompt_before_its_answer(launch: Launch, stre
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 2])
+async def test_an_echo_has_the_log_probabilities_of_the_prompt_before_those_of_the_answer(
+    launch: Launch, stream: bool, count: int
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    ids = [gateway.ids("What? Who?"), gateway.ids("red")[:1]]
+    answer = await ask(gateway, stream, prompt=ids, logprobs=count, echo=True)
+    for choice, prompt in zip(answer.choices, ids, strict=True):
+        found = choice.logprobs
+        assert "".join(found.tokens) == choice.text
+        assert len(found.tokens) == len(prompt) + len(worker.answer)
+        assert found.token_logprobs[: len(prompt)] == [None, *(-float(at) for at in range(1, len(prompt)))]
+        assert found.token_logprobs[len(prompt) :] == [-0.25] * len(worker.answer)
+        assert found.text_offset == [len("".join(found.tokens[:at])) for at in range(len(found.tokens))]
+        if count:
+            assert found.top_logprobs[0] is None
+            assert all(found.top_logprobs[1:])
+        else:
+            assert not found.top_logprobs
+    assert all(request.sampling.prompt_logprobs for request in worker.requests)
+
+
+async def test_log_probabilities_of_a_prompt_come_from_vllm_too(launch: Launch) -> None:
+    gateway = await launch(engine={"type": "VLLM"})
+    worker = await gateway.worker(TEXT)
+    answer = await ask(gateway, False, prompt="What? Who?", echo=True, logprobs=1)
+    assert answer.choices[0].logprobs.token_logprobs[:2] == [None, -1.0]
+    assert worker.requests[0].sampling.prompt_logprobs
+
+
+async def test_an_echo_with_log_probabilities_beside_adapters_is_refused_by_name(launch: Launch) -> None:
+    adapter = {"name": "sql", "id": "org/sql"}
+    gateway = await launch(engine={"type": "VLLM", "adapters": [adapter]})
+    worker = await gateway.worker(TEXT)
+    error = await refused(gateway, prompt="What?", echo=True, logprobs=1)
+    assert error["param"] == "logprobs"
+    assert "beside spec.engine.adapters; omit one of them" in error["message"]
+    await ask(gateway, False, prompt="What?", echo=True)
+    assert len(worker.requests) == 1
+
+
+async def test_negative_prompts_count_among_the_tokens_of_a_request(launch: Launch) -> None:
+    gateway = await launch()
+    error = await refused(
+        gateway, prompt=["red"] * 64, guidance_scale=2, negative_prompt="red " * 3000, max_tokens=1
+    )
+    assert "negative ones included" in error["message"]
+
+
+async def test_guidance_reaches_the_workers_of_every_prompt_and_choice(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    prompts = [gateway.ids("What? Who?"), gateway.ids("red")]
+    guided = {"guidance_scale": 2.5, "negative_prompt": "blue square"}
+    await ask(gateway, False, prompt=prompts, n=2, extra_body=guided)
+    assert [r.guidance for r in worker.requests] == [Guidance(2.5, gateway.ids("blue square"))] * 4
+    await ask(gateway, False, prompt=prompts, extra_body={"guidance_scale": 2})
+    assert [r.guidance for r in worker.requests[4:]] == [Guidance(2.0, ids[-1:]) for ids in prompts]
+    for negative in ("", "<|IMAGE|>"):
+        error = await refused(gateway, prompt="What?", **(guided | {"negative_prompt": negative}))
+        assert error["param"] == "negative_prompt"
+        assert "at least one token, none of which stands for a medium" in error["message"]
+
+
+async def test_an_echo_without_log_probabilities_asks_for_none(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await ask(gateway, False, prompt="What?", echo=True)
+    await ask(gateway, False, prompt="What?", logprobs=2)
+    assert not any(request.sampling.prompt_logprobs for request in worker.requests)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("count", [0, 2])
 async def test_log_probabilities_are_lists_of_one_item_a_token(
     launch: Launch, stream: bool, count: int
 ) -> None:
@@ -156,7 +231,7 @@ CASES: list[tuple[str, dict, str, str]] = [
     ("a text that cannot fit", {"prompt": ["x", "x" * 600_000]}, "prompt[1]", "at most 4095 fit"),
     ("a suffix", {"suffix": "end"}, "suffix", "does not fill gaps"),
     ("best of two", {"best_of": 2}, "best_of", "use n"),
-    ("an echo with log probabilities", {"echo": True, "logprobs": 1}, "echo", "omit one of them"),
+    ("more log probabilities than a message has", {"prompt": [1] * 900, "echo": True, "logprobs": 19}, "prompt", "18000 log probabilities, more than the limit of 16384"),
     ("too many log probabilities", {"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ("log probabilities as of a chat", {"logprobs": True}, "logprobs", "integer"),
     ("messages", {"messages": []}, "messages", "unknown field"),

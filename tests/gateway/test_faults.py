@@ -273,6 +273,35 @@ async def test_retries_end_with_the_last_reason(launch: Launch) -> None:
     await assert_nothing_is_left(gateway)
 
 
+async def test_a_request_without_room_is_placed_until_there_is_some(launch: Launch) -> None:
+    """As while the only decode pod starts again: a pod that finds none says so at once, and more often than failures may happen."""
+    gateway = await launch(maxRetries=2)
+
+    async def no_room_at_first(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        if request.attempt < 6:
+            await worker.fail(request, "overloaded", "no decode pod accepted the sequence", retryable=True)
+        else:
+            await answer_well(worker, request)
+
+    worker = await gateway.worker(TEXT, no_room_at_first)
+    assert await ask(gateway) == TEXT
+    assert [r.attempt for r in worker.requests] == list(range(7))
+    await assert_nothing_is_left(gateway)
+
+
+async def test_a_request_that_found_no_room_by_its_deadline_says_so(launch: Launch) -> None:
+    gateway = await launch(requestTimeoutSeconds=2)
+
+    async def no_room(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, "overloaded", "no decode pod accepted the sequence", retryable=True)
+
+    await gateway.worker(TEXT, no_room)
+    with pytest.raises(openai.InternalServerError, match="no pod had room for the request") as caught:
+        await ask(gateway)
+    assert caught.value.code == "overloaded"
+    await assert_nothing_is_left(gateway)
+
+
 async def test_a_full_pod_is_skipped_and_when_all_are_full_the_client_receives_a_retry_time(
     launch: Launch,
 ) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .running import Launch, Running, with_template
+from tests.support.tokens import with_template
+
+from .running import Launch, Running
 
 MODEL = "builtin/demo"
 ASKED = {"role": "user", "content": "add 1 and 2"}

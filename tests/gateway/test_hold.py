@@ -175,3 +175,20 @@ async def test_an_answer_that_fits_passes_one_that_waits_for_more_but_not_for_ev
     first.release()
     await asyncio.gather(waiting, after)
     assert budget.used_bytes == 70
+
+
+async def test_what_does_not_wait_gets_only_what_nobody_wants() -> None:
+    hold = MediaHold(100)
+    first, large, idle = hold.reservation(), hold.reservation(), hold.reservation(waits=False)
+    await first.grow(80)
+    with pytest.raises(OverloadedError):
+        await idle.grow(30)
+    await idle.grow(10)
+    waiting = asyncio.create_task(large.grow(90))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await idle.grow(5)
+    idle.release()
+    first.release()
+    await waiting
+    assert (hold.used_bytes, hold.waiting) == (90, 0)

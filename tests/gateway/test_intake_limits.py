@@ -6,11 +6,12 @@ import asyncio
 import copy
 import json
 import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from mmd_api.contract import errors
-from mmd_api.contract.sampling import LogitRules
+from mmd_api.contract.sampling import Guidance, LogitRules
 from mmd_workers.gateway.api_errors import RETRY_AFTER_SECONDS, ApiError, api_error, refused
 from mmd_workers.gateway.chat_request import ChatRequest
 from mmd_workers.gateway.completion_request import parse_completion_request
@@ -21,15 +22,21 @@ from mmd_workers.gateway.intake import (
     LONG_TEXT_CHARACTERS,
     MAX_SEED,
     MAX_TEXT_TOKENS,
+    PROPORTIONAL_STEPS,
     Intake,
     Prepared,
+    _Fit,
+    _with_fewer_frames,
 )
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.frontend import load_frontend
+from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
 from mmd_workers.observe.metrics import Metrics
+from tests.support.tokens import with_template
 
-from .running import pipeline_config, with_template
+from .running import pipeline_config
 
 
 def asked(text: str = "what is red", **more) -> ChatRequest:
@@ -134,6 +141,30 @@ async def test_sixteen_characters_for_each_token_that_fits_are_enough_whatever_t
         assert caught.value.message.endswith(remedy)
     with pytest.raises(ApiError, match="the prompt has"):  # only tokenizing can tell
         await prepare(wide, asked("x" * 16 * 99), 100)
+
+
+def reasoned(*characters: int) -> ChatRequest:
+    """Answers with so much reasoning each, which this template leaves out."""
+    answers = [
+        {"role": "assistant", "content": "red", "reasoning_content": "<" * number} for number in characters
+    ]
+    return asked(messages=[{"role": "user", "content": "what"}, *answers])
+
+
+async def test_reasoning_that_is_sent_back_may_be_more_than_fits_and_is_limited(intake, frontend):
+    most = 16 * MAX_TEXT_TOKENS
+    fits = await prepare(intake, reasoned(most - 5, 5))
+    assert fits.layout.token_ids == (await prepare(intake, reasoned(1, 1))).layout.token_ids
+    error = await refusal(intake, reasoned(most, 1))
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
+    assert (
+        f"has {most + 1} characters, more than the limit of {most}; leave out that of earlier"
+        in error.message
+    )
+    with pytest.raises(ApiError, match="the reasoning of all messages"):
+        await intake.token_ids(
+            reasoned(most, 1).messages, MediaHold(100).reservation(), Timeline("r", 0.0), 0
+        )
 
 
 async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, frontend):
@@ -414,6 +445,31 @@ async def test_sampling_is_as_the_client_asks(intake, more, shown):
     assert 0 <= sampling.seed < MAX_SEED
 
 
+async def test_a_companion_has_the_negative_prompt_as_its_only_message_or_the_prompts_last_token(
+    intake, frontend
+):
+    prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt="a blue square"))
+    turn = [{"role": "user", "content": [{"type": "text", "text": "a blue square"}]}]
+    assert prepared.guidance == Guidance(3.0, frontend.layout(turn, []).token_ids)
+    prepared = await prepare(intake, asked(guidance_scale=1.5))
+    assert prepared.guidance == Guidance(1.5, prepared.layout.token_ids[-1:])
+
+
+async def test_an_answer_has_the_room_that_the_longer_prompt_leaves(intake, frontend):
+    long = "what nobody wants to read here, " * 4
+    prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt=long, max_tokens=99), 120)
+    assert prepared.sampling.max_tokens == 120 - prepared.companion_tokens
+    assert prepared.companion_tokens > len(prepared.layout.token_ids)
+
+
+async def test_a_guided_answer_without_a_limit_fits_into_one_context_with_its_companion(intake):
+    prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt="no", max_tokens=None), 200)
+    prompts = len(prepared.layout.token_ids) + prepared.companion_tokens
+    assert 200 - 1 <= prompts + 2 * prepared.sampling.max_tokens <= 200
+    prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt="no", max_tokens=None), prompts)
+    assert prepared.sampling.max_tokens == 1
+
+
 async def test_no_more_tokens_are_required_than_there_is_room_for(intake, frontend):
     prompt = tokens_of(frontend, asked())
     prepared = await prepare(intake, asked(min_tokens=50), prompt + 6)
@@ -452,3 +508,47 @@ def test_exactly_the_errors_that_blame_the_input_name_its_part(row):
     named = refused(row("why"), "messages")
     assert named.status == (500 if row.status is None else row.status)
     assert named.param == ("messages" if row.status == 400 else None)
+
+
+CURVES: dict[str, Callable[[int], int]] = {
+    "as many for each frame": lambda frames: 10 * frames,
+    "as many for each pair": lambda frames: 30 * -(-frames // 2),
+    "all have a share of a budget": lambda frames: min(10 * frames, 4000) + frames // 4,
+    "few and then very many": lambda frames: frames if frames < 700 else 100 * frames,
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("counts", [[1024], [4096, 1024, 1], [5, 9]])
+@pytest.mark.parametrize("part", [0.001, 0.2, 0.7, 0.99])
+async def test_as_many_frames_as_fit_are_found_in_few_steps(
+    curve: str, counts: list[int], part: float
+) -> None:
+    steps = list[int]()
+
+    def laid_out_with(frames: list[int]) -> PromptLayout:
+        media = [
+            MediumLayout("video", 1, [(0, 1)], {}, SamplingPlan(frame_indices=list(range(count))), 1)
+            for count in frames
+        ]
+        return PromptLayout([0] * sum(map(CURVES[curve], frames)), media)
+
+    async def laid_out(choices: Sequence[SamplingChoice]) -> tuple[PromptLayout, None]:
+        frames = [min(c, choice.max_frames or c) for c, choice in zip(counts, choices, strict=True)]
+        steps.append(max(frames))
+        return laid_out_with(frames), None
+
+    whole = laid_out_with(counts)
+    least = len(laid_out_with([min(2, count) for count in counts]).token_ids)
+    wanted = least + int(part * (len(whole.token_ids) - least))
+    found = await _with_fewer_frames(whole, [NO_CHOICE] * len(counts), _Fit(wanted, wanted), laid_out)
+    kept = [len(medium.sampling.frame_indices) for medium in found.media]
+    assert len(found.token_ids) <= wanted
+    assert [medium.omitted_frames for medium in found.media] == [
+        a - b for a, b in zip(counts, kept, strict=True)
+    ]
+    assert min(b - min(2, a) for a, b in zip(counts, kept, strict=True)) >= 0
+    longest = max(kept)
+    more = [max(min(2, count), count * (longest + 1) // max(counts)) for count in counts]
+    assert len(laid_out_with(more).token_ids) > wanted, "one more would not fit"
+    assert len(steps) <= PROPORTIONAL_STEPS + 1 + max(counts).bit_length()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import httpx
@@ -15,33 +14,16 @@ from mmd_api.tenants import hash_of, new_key
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
 
+from .mounted import MountedSecret
 from .process import BODY, MESH, TEXT, running
 from .scripted import ScriptedWorker, answer_well
 
 pytestmark = pytest.mark.processes
 
 
-class MountedSecret:
-    """A volume as the kubelet keeps it: files are links into `..data`, a link that is replaced when the Secret has changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._version = folder, 0
-        folder.mkdir()
-        self.file = folder / "keys.yaml"
-        self.file.symlink_to("..data/keys.yaml")
-
-    def update(self, text: str) -> None:
-        self._version += 1
-        version = self._folder / f"..version{self._version}"
-        version.mkdir()
-        (version / "keys.yaml").write_text(text)
-        link = self._folder / "..data_tmp"
-        link.symlink_to(version.name)
-        os.replace(link, self._folder / "..data")
-
-    def put(self, *keys: str) -> None:
-        tenant = {"name": "search", "keys": [{"hash": hash_of(key)} for key in keys]}
-        self.update(yaml.safe_dump({"tenants": [tenant]}))
+def listing(*keys: str) -> dict[str, str]:
+    tenant = {"name": "search", "keys": [{"hash": hash_of(key)} for key in keys]}
+    return {"keys.yaml": yaml.safe_dump({"tenants": [tenant]})}
 
 
 async def test_a_key_is_rotated_without_a_restart_and_without_a_refused_request(
@@ -49,10 +31,13 @@ async def test_a_key_is_rotated_without_a_restart_and_without_a_refused_request(
 ) -> None:
     old, new = new_key(), new_key()
     secret = MountedSecret(tmp_path / "keys")
-    secret.put(old)
+    secret.update(listing(old))
     ids = frontend.tokenizer.encode(TEXT, add_special_tokens=False)
     auth = {"auth": {"keysSecret": "demo-keys"}}
-    async with running(own_nats_server, tmp_path, auth, MMD_KEYS_FILE=str(secret.file)) as (child, client):
+    async with running(own_nats_server, tmp_path, auth, MMD_KEYS_FILE=str(secret.folder / "keys.yaml")) as (
+        child,
+        client,
+    ):
         worker = await ScriptedWorker.start(
             own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, answer_well
         )
@@ -91,15 +76,15 @@ async def test_a_key_is_rotated_without_a_restart_and_without_a_refused_request(
         asking = asyncio.create_task(keep_asking())
         try:
             assert (await ask(new)).status_code == 401
-            secret.put(old, new)
+            secret.update(listing(old, new))
             await until_status(new, 200)
             assert (await ask(old)).status_code == 200, "the old key works until it is removed"
             present = new
             before = asked
             await until_asked(before + 2)  # the last request with the old key has been answered
-            secret.put(new)
+            secret.update(listing(new))
             await until_status(old, 401)
-            secret.update("tenants: [")
+            secret.update({"keys.yaml": "tenants: ["})
             before = asked
             await until_asked(before + 10)
         finally:

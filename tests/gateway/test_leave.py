@@ -36,7 +36,8 @@ BEAT = Heartbeat("gateway-1", "gateway", [], "i", "r1", "ready", "10.0.0.2:1", 0
 class Story:
     """Seconds since the gateway was asked to go. `idle_before`: without a request until then. `running`: when its last request ends.
     `requests`: short ones that come later. `others`: from when to when other gateways are ready. `delivered`: when clients have read
-    the rest of the answers, `STALLED_BYTES` at a time. `left`: bytes that nobody reads, by the number of the look.
+    the rest of the answers, `STALLED_BYTES` at a time. `left`: bytes that nobody reads, by the number of the look. `replicas`: how many
+    gateways there should be.
     """
 
     idle_before: float = 60.0
@@ -46,14 +47,17 @@ class Story:
     delivered: float = 0.0
     left: tuple[int, ...] = ()
     is_replaced: bool = True
+    replicas: int = 1
     now: float = field(default=0.0, init=False)
     looks: int = field(default=0, init=False)
 
     def ends(self) -> float:
         """When it ends."""
         directory = SimpleNamespace(timeout_seconds=HEARTBEAT_SECONDS)
-        gateway = SimpleNamespace(last_request=ASKED - self.idle_before, running=0, directory=directory)
-        others = OtherGateways("gateway-0", clock=self._clock)
+        gateway = SimpleNamespace(
+            last_request=ASKED - self.idle_before, running=0, directory=directory, picker=None
+        )
+        others = OtherGateways("gateway-0", self.replicas, clock=self._clock)
         moments = [round(at * 2) / 2 for span in self.others for at in span]
         self.now = min([0.0, *moments])
         leave = None
@@ -148,6 +152,24 @@ ALONE = ()
             1 + ALONE_SECONDS,
             id="the other is asked to go too",
         ),
+        pytest.param(
+            Story(replicas=2), ALONE_SECONDS, id="one of two is left, and its replacement does not come"
+        ),
+        pytest.param(
+            Story(replicas=2, others=((LONG_AGO, FOREVER), (3, FOREVER))),
+            3 + TAKEOVER_SECONDS,
+            id="one of two is left until its replacement serves",
+        ),
+        pytest.param(
+            Story(replicas=2, others=((LONG_AGO, 8), (3, FOREVER)), requests=(8.5,)),
+            8.5 + ALONE_SECONDS,
+            id="the other of two is deleted too, before the replacement serves",
+        ),
+        pytest.param(
+            Story(replicas=2, others=((LONG_AGO, FOREVER), (LONG_AGO, FOREVER))),
+            QUIET_BESIDE_ANOTHER,
+            id="both others of a rollout serve",
+        ),
         pytest.param(Story(others=ALONE, is_replaced=False), 0, id="nothing replaces it"),
         pytest.param(
             Story(others=ALONE, is_replaced=False, idle_before=1),
@@ -174,13 +196,13 @@ def test_another_gateway_serves_while_it_goes_on(
     kind: EventKind, pod: str, pool: str, state: WorkerState, serves: bool
 ) -> None:
     now = [0.0]
-    others = OtherGateways("gateway-0", clock=lambda: now[0])
+    others = OtherGateways("gateway-0", 1, clock=lambda: now[0])
     others.note(PeerEvent("appeared", BEAT, None))
     others.note(PeerEvent("appeared", replace(BEAT, pod="gateway-0"), None))
     now[0] = TAKEOVER_SECONDS - 0.1
-    assert not others.serve()
+    assert not others.suffice()
     now[0] = TAKEOVER_SECONDS
-    assert others.serve()
+    assert others.suffice()
     others.note(PeerEvent(kind, replace(BEAT, pod=pod, pool=pool, state=state), BEAT))
     now[0] += 1.0
-    assert others.serve() == serves
+    assert others.suffice() == serves

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mmd_api.contract.errors import InvalidApiKeyError, KeysUnavailableError, RateLimitError
+from mmd_api.contract.errors import (
+    InvalidApiKeyError,
+    KeysUnavailableError,
+    RateLimitError,
+    UnknownTenantError,
+)
 from mmd_api.tenants import hash_of, new_key, parse_tenants
 from mmd_workers.gateway import access as access_module
 from mmd_workers.gateway.access import Access, KnownTenant, LiveKeys
@@ -137,6 +142,23 @@ def test_a_tenant_that_is_removed_and_comes_back_has_used_what_it_has_used(
     access.take(tenants)
     with access.admitted(found(access)):
         pass
+
+
+def test_a_default_tenant_that_is_not_in_the_file_is_named_in_the_log_and_not_blamed_on_the_token_alone(
+    access: Access, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not access.lacks("guests"), "there is no file yet, which is reported as such"
+    access.take(parse_tenants(RESTRICTED))
+    assert (access.lacks("search"), access.lacks("guests")) == (False, True)
+    assert access.named("stranger", "search").name == "search"
+    with pytest.raises(UnknownTenantError) as refused:
+        access.named("stranger", None)
+    assert "defaultTenant" not in str(refused.value)
+    assert not caplog.records
+    with pytest.raises(UnknownTenantError, match="lacks that of spec"):
+        access.named("stranger", "guests")
+    assert "keys.yaml has no tenant guests" in caplog.text
+    assert "stranger" not in caplog.text
 
 
 def test_running_requests_are_kept_and_the_oldest_that_has_ended_makes_room() -> None:

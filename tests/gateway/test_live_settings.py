@@ -101,7 +101,12 @@ async def test_limits_promises_page_and_log_level_change_without_a_restart(gatew
     write(
         file,
         text(
-            gateway={"webPage": False, "maxConcurrentRequests": 3, "maxBodyMebibytes": 7},
+            gateway={
+                "webPage": False,
+                "maxConcurrentRequests": 3,
+                "maxBodyMebibytes": 7,
+                "media": {"underLoad": {}, "failurePolicy": "TextOnly"},
+            },
             slo={"ttftMilliseconds": 250, "percentile": 99},
             observability={"logLevel": "Warning"},
         ),
@@ -150,6 +155,22 @@ async def test_a_configuration_that_cannot_be_used_is_rejected_and_the_old_one_s
     write(file, text(gateway={"maxConcurrentRequests": 5}))
     seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 0)
     assert seen["max_concurrent_requests"] == 5
+
+
+async def test_a_configuration_for_the_pods_that_replace_this_one_is_no_fault(
+    gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, file = gateway
+    before = await look(client)
+    with caplog.at_level(logging.INFO, logger="mmd_workers.live"):
+        logging.getLogger().addHandler(caplog.handler)
+        write(file, broken(lambda c: c.update(readers=["gateway", "encode"])))
+        async with asyncio.timeout(30):
+            while not any("replace this one" in record.message for record in caplog.records):
+                await asyncio.sleep(0.02)
+    seen = await look(client)
+    assert seen["metrics"]["mmd_config_rejected_state"] == 0
+    assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
 
 
 async def test_names_of_the_model_change_without_a_restart(gateway) -> None:

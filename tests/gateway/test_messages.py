@@ -16,7 +16,7 @@ from mmd_workers.wire.messages import GenerateRequest, Phase
 
 from .media import png, url
 from .running import Launch, Running
-from .scripted import ScriptedWorker, answer_well
+from .scripted import HalfFirst, ScriptedWorker, answer_well
 
 MODEL = "builtin/demo"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -223,7 +223,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         block(type="url", url="data:,", detail="low"),
         "unknown field messages.1.content.0.source.detail; remove it",
     ),
-    "a file": (block(type="file", file_id="f"), "messages.1.content.0.source: unknown part type 'file'"),
+    "a file": (
+        block(type="file", file_id="f"),
+        "messages.1.content.0.source.file_id: this deployment stores no files",
+    ),
     "no image": (
         {**block(type="base64", media_type="image/png", data="aGVsbG8="), "system": "x"},
         "messages.1.content.0.source: ",
@@ -233,9 +236,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages.1.content.0.source: ",
     ),
     "a video": (block(type="base64", media_type="video/mp4", data="x"), "messages.1.content.0.source.media_type: "),
-    "a document": (
-        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-        "messages.0.content.0: unknown part type 'document'; use text, image, tool_use or tool_result",
+    "an unknown block": (
+        {"messages": [{"role": "user", "content": [{"type": "search_result"}]}]},
+        "messages.0.content.0: unknown part type 'search_result'; use text, thinking, redacted_thinking, image, document, tool_use or tool_result",
     ),
     "the result of no call": (
         turns(HELLO[0], ("user", [{"type": "text", "text": "x"}]), ("user", [{"type": "tool_result", "tool_use_id": "1"}])),
@@ -276,7 +279,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a forced tool of none": ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools"),
     "an unknown tool": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: no tool has the name 'f'"),
     "a choice without name": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice: type tool requires name"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: this model's chat template and tokenizer have no markers of reasoning"),
     "a begun answer": (
         {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
         "messages.1: the answer cannot go on in a message of the assistant",
@@ -408,6 +411,23 @@ async def test_calls_are_blocks_whole_and_as_the_client_accumulates_them(
         ids = [block.id for block in whole.content if block.type == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": one, "content": "3"} for one in ids]
         await create(client, messages=[*again, {"role": "user", "content": results}], tools=[ADD, NOW])
+
+
+async def test_the_input_of_a_call_is_sent_while_the_rest_of_it_is_generated(
+    launch: Launch, clients: Any
+) -> None:
+    gateway = await launch()
+    script = HalfFirst(len(gateway.ids(CALL)) - len(gateway.ids("2}}</tool_call>")))
+    await gateway.worker(CALL, script)
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 256, "tools": [ADD]}
+    async with clients(gateway).messages.stream(**options) as stream:
+        parts = []
+        async for event in stream:
+            if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+                parts.append(event.delta.partial_json)
+                if '"a": 1' in "".join(parts):
+                    script.seen.set()
+    assert json.loads("".join(parts)) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("stream", [True, False])

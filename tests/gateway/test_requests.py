@@ -7,14 +7,17 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmd_api.contract.sampling import Guidance
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.wire.messages import RequestFailed, Sampling, TokenItem
 
 NOW = 1000.0
+GUIDANCE = Guidance(2.0, [7, 8])
 
 
 def state(max_tokens: int = 100) -> RequestState:
-    spec = SequenceSpec("r.0", [1, 2, 3], [], Sampling(max_tokens=max_tokens), NOW, NOW + 60)
+    sampling = Sampling(max_tokens=max_tokens)
+    spec = SequenceSpec("r.0", [1, 2, 3], [], sampling, NOW, NOW + 60, guidance=GUIDANCE)
     return RequestState(spec)
 
 
@@ -37,8 +40,10 @@ def test_any_delivery_of_any_attempts_gives_every_token_once_and_in_order(
     request = state()
     taken: list[int] = []
     for move in range(moves + 1):
-        placed = request.place("g", f"p{move}", ["d0"])
+        placed = request.place("g", f"p{move}", ["d0"], cached_tokens=move)
+        assert placed.cached_tokens == move
         assert placed.output_token_ids == [100 + i for i in range(len(taken))]
+        assert (placed.guidance, placed.companion_tokens) == (GUIDANCE, 2 + len(taken))
         sent = [
             token(i, attempt=rng.choice([move, move, max(0, move - 1)]), last=i == length - 1)
             for i in range(length)

@@ -10,8 +10,9 @@ import pytest
 
 from mmd_workers.gateway import answers
 
-from .media import png, url, wav
+from .media import mp4, png, url, wav
 from .running import Launch, Running
+from .scripted import HalfFirst
 
 MODEL = "builtin/demo"
 TEXT = "the red circle is left of the blue square"
@@ -101,6 +102,7 @@ async def test_a_conversation_is_the_same_prompt_as_in_a_chat(launch: Launch) ->
     text = {"type": "text", "text": "hello"}
     seen = {"type": "input_image", "image_url": PICTURE, "detail": "auto"}
     read = {"type": "input_text", "text": "hello"}
+    film = {"type": "video_url", "video_url": {"url": url("video/mp4", mp4())}}
     turns = [hello, {"role": "assistant", "content": TEXT}, hello]
     pairs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         ({"input": "hello"}, [hello]),
@@ -112,6 +114,24 @@ async def test_a_conversation_is_the_same_prompt_as_in_a_chat(launch: Launch) ->
         (
             {"input": [{"role": "user", "content": [seen, read]}]},
             [{"role": "user", "content": [image, text]}],
+        ),
+        (
+            {
+                "input": [{"role": "user", "content": [film, read]}],
+                "extra_body": {"mm_processor_kwargs": {"num_frames": 4}},
+            },
+            [{"role": "user", "content": [{**film, "num_frames": 4}, text]}],
+        ),
+        (
+            {"input": [{"role": "user", "content": [{**film, "timestamps": [0.2, 0.9]}, read]}]},
+            [{"role": "user", "content": [{**film, "timestamps": [0.2, 0.9]}, text]}],
+        ),
+        (
+            {
+                "input": [{"role": "user", "content": [film, read]}],
+                "extra_body": {"mm_processor_kwargs": {"sampling": "scene_changes"}},
+            },
+            [{"role": "user", "content": [{**film, "sampling": "scene_changes"}, text]}],
         ),
     ]
     for asked, same in pairs:
@@ -246,6 +266,21 @@ async def test_calls_are_items_whole_and_as_the_client_accumulates_them(launch: 
         await create(gateway, input=[*response.output, *outputs], tools=[ADD, NOW])
 
 
+async def test_arguments_are_sent_while_the_rest_of_them_is_generated(launch: Launch) -> None:
+    gateway = await launch()
+    script = HalfFirst(len(gateway.ids(CALL)) - len(gateway.ids("2}}</tool_call>")))
+    await gateway.worker(CALL, script)
+    options: Any = {"model": MODEL, "input": "hello", "tools": [ADD]}
+    async with gateway.openai.responses.stream(**options) as stream:
+        parts = []
+        async for event in stream:
+            if event.type == "response.function_call_arguments.delta":
+                parts.append(event.delta)
+                if '"a": 1' in "".join(parts):
+                    script.seen.set()
+    assert "".join(parts) == '{"a": 1, "b": 2}'
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_call_that_is_cut_is_incomplete(launch: Launch, stream: bool) -> None:
     gateway = await launch()
@@ -327,8 +362,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many calls": ({"input": [CALLED] * 129}, "input[128]", "more than 128 calls"),
     "a reference": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "type 'item_reference' is not supported"),
     "unknown": ({"n": 2}, "n", "unknown field n; remove it"),
-    "a file": (item({"type": "input_file", "file_id": "1"}), "input[1].content[0]", "unknown part type 'input_file'"),
-    "an image's id": (item({"type": "input_image", "file_id": "1"}), "input[1].content[0].file_id", "unknown field"),
+    "a file": (item({"type": "input_file", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
+    "an image's id": (item({"type": "input_image", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
+    "two images in one": (
+        item({"type": "input_image", "file_id": "1", "image_url": "data:,"}), "input[1].content[0]", "send one of image_url, file_id"
+    ),
+    "an unknown part": (item({"type": "input_video"}), "input[1].content[0]", "unknown part type 'input_video'"),
     "no image": (
         {**item({"type": "input_image", "image_url": "data:image/png;base64,aGVsbG8="}), "instructions": "x"},
         "input[1].content[0].image_url",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmd_api.contract.load import PodLoad
+from mmd_workers.caches.index import CacheIndex
+from mmd_workers.features.held import feature_identity
+from mmd_workers.gateway.fleet import COMPARED_AT_ONCE, Fleet
 from mmd_workers.gateway.router import (
     EMBEDDING_SECONDS_PER_TOKEN,
     FeatureNeed,
@@ -21,7 +25,8 @@ from mmd_workers.gateway.router import (
     Router,
     RouteRequest,
 )
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.gateway.ttft_model import Factors, Terms
+from mmd_workers.wire.messages import CacheReport, Heartbeat
 
 NOW = 1000.0
 
@@ -30,7 +35,8 @@ def pod(
     name: str, roles: str = "p", sent: float = NOW, state: str = "ready", revision: str = "r1", **more
 ) -> Heartbeat:
     names = {"e": "encode", "p": "prefill", "d": "decode"}
-    extra = {key: more.pop(key) for key in ("prefix_blocks", "features", "takes_prompts") if key in more}
+    given = ("node", "takes_prompts", "encodes_small_media")
+    extra = {key: more.pop(key) for key in given if key in more}
     load = PodLoad(
         **{"prefill_tokens_per_second": 1000.0, "kv_block_tokens": 16, "decode_max_sequences": 8, **more}
     )
@@ -48,8 +54,24 @@ def pod(
     )
 
 
-def router(seed: int = 0, max_waiting: int = 100) -> Router:
-    return Router("r1", max_waiting, random.Random(seed))
+BLOCKS_OF_PROMPT = tuple(b"b%d" % i for i in range(100))
+SIZE = 16
+FEATURE = feature_identity("f1")
+
+
+def router(
+    seed: int = 0, max_waiting: int = 100, cached: Mapping[str, Sequence[bytes]] | None = None
+) -> Router:
+    """`cached`: blocks of 16 tokens and features that pods have reported, by pod."""
+    index, features = CacheIndex(), CacheIndex()
+    for name, identities in (cached or {}).items():
+        index.take(CacheReport(name, "i", 1, SIZE, [each for each in identities if each != FEATURE], []))
+        features.take(CacheReport(name, "i", 1, 1, [each for each in identities if each == FEATURE], []))
+    return Router("r1", max_waiting, random.Random(seed), index, features)
+
+
+def prefix(blocks: int) -> dict[int, tuple[bytes, ...]]:
+    return {SIZE: BLOCKS_OF_PROMPT[:blocks]}
 
 
 def text(tokens: int = 100, **more) -> RouteRequest:
@@ -61,6 +83,22 @@ def image(tokens: int = 600, work: int = 576, feature: str = "f1", modality: str
 
 
 D = pod("d0", "d")
+
+
+def newest(pods: Sequence[Heartbeat]) -> Callable[[str], Heartbeat | None]:
+    return {beat.pod: beat for beat in pods}.get
+
+
+def estimated(
+    one: Router, request: RouteRequest, prefill: Heartbeat, *others: Heartbeat, now: float = NOW
+) -> float:
+    """Seconds to the first token, by the placement on the only pod that prefills; it is taken back."""
+    placed = one.route(request, [prefill, *others, D], now)
+    assert isinstance(placed, Placement)
+    assert placed.prefill_pod == prefill.pod
+    one.take_back(placed)
+    return placed.estimated_ttft_seconds
+
 
 TABLE = [
     (
@@ -78,30 +116,6 @@ TABLE = [
             D,
         ],
         "a",
-    ),
-    (
-        "a cached prefix over an equal queue",
-        text(320, prefix_blocks=tuple(f"b{i}" for i in range(20))),
-        [pod("a"), pod("b", prefix_blocks=[f"b{i}" for i in range(18)]), D],
-        "b",
-    ),
-    (
-        "a cached prefix shown by its last block alone",
-        text(320, prefix_blocks=tuple(f"b{i}" for i in range(20))),
-        [pod("a"), pod("b", prefix_blocks=["b17"]), D],
-        "b",
-    ),
-    (
-        "a short queue over a small cached prefix",
-        text(320, prefix_blocks=tuple(f"b{i}" for i in range(20))),
-        [pod("a"), pod("b", prefix_blocks=["b0"], prefill_waiting_tokens=2000), D],
-        "a",
-    ),
-    (
-        "the pod that has the feature already",
-        image(),
-        [pod("a"), pod("b", features=["f1"]), pod("e", "e", encode_work_per_second={"image": 500.0}), D],
-        "b",
     ),
     (
         "a text request ignores what encoders have to do",
@@ -187,6 +201,53 @@ def test_a_request_goes(request_: RouteRequest, pods: list[Heartbeat], expected:
         assert placed.prefill_pod == expected
 
 
+def test_a_request_goes_to_the_pod_that_has_its_feature() -> None:
+    pods = [pod("a"), pod("b"), pod("e", "e", encode_work_per_second={"image": 500.0}), D]
+    for seed in range(5):
+        assert router(seed, cached={"b": [FEATURE]}).route(image(), pods, NOW).prefill_pod == "b"
+
+
+CACHED = [
+    ("a cached prefix over an equal queue", [pod("a"), pod("b"), D], {"b": BLOCKS_OF_PROMPT[:18]}, "b"),
+    (
+        "a longer cached prefix over a shorter one",
+        [pod("a"), pod("b"), D],
+        {"a": BLOCKS_OF_PROMPT[:9], "b": BLOCKS_OF_PROMPT[:18]},
+        "b",
+    ),
+    (
+        "what is cached without a gap over more with one",
+        [pod("a"), pod("b"), D],
+        {"a": [*BLOCKS_OF_PROMPT[:1], *BLOCKS_OF_PROMPT[2:20]], "b": BLOCKS_OF_PROMPT[:9]},
+        "b",
+    ),
+    (
+        "a short queue over a small cached prefix",
+        [pod("a"), pod("b", prefill_waiting_tokens=2000), D],
+        {"b": BLOCKS_OF_PROMPT[:1]},
+        "a",
+    ),
+    (
+        "a cached prefix over a queue that costs less than the rest",
+        [pod("a"), pod("b", prefill_waiting_tokens=200), D],
+        {"b": BLOCKS_OF_PROMPT[:18]},
+        "b",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("pods", "cached", "expected"), [row[1:] for row in CACHED], ids=[row[0] for row in CACHED]
+)
+def test_a_prompt_of_twenty_blocks_goes_to(
+    pods: list[Heartbeat], cached: dict[str, list[bytes]], expected: str
+) -> None:
+    for seed in range(5):
+        placed = router(seed, cached=cached).route(text(320, prefix=prefix(20)), pods, NOW)
+        assert isinstance(placed, Placement)
+        assert placed.prefill_pod == expected
+
+
 @pytest.mark.parametrize(
     ("pods", "missing"),
     [
@@ -233,6 +294,27 @@ def test_a_request_that_fits_into_no_pod_is_refused_at_once_with_the_numbers(pod
     assert "lower max_tokens" in outcome.message
 
 
+def test_a_companion_needs_room_and_time_as_the_prompt_does() -> None:
+    blocks = [pod("p"), pod("d", "d", kv_blocks_total=19)]  # 304 tokens
+    assert isinstance(router().route(text(100, companion_tokens=104), blocks, NOW), Placement)
+    outcome = router().route(text(100, companion_tokens=105), blocks, NOW)
+    assert isinstance(outcome, NeverFits)
+    assert (
+        "its negative prompt of 105 and up to 50 output tokens after each need KV for 305 tokens"
+        in outcome.message
+    )
+    whole = replace(
+        pod("pd", "pd", kv_blocks_total=19), max_model_len=200
+    )  # more than a context, and less than two
+    assert isinstance(router().route(text(100, companion_tokens=105), [whole], NOW), NeverFits)
+    assert isinstance(router().route(text(140, companion_tokens=104), [whole], NOW), NeverFits)
+    assert isinstance(router().route(text(148), [whole], NOW), Placement)
+    alone, guided = (
+        estimated(router(), request, pod("p")) for request in (text(2000), text(1000, companion_tokens=1000))
+    )
+    assert guided == pytest.approx(alone)
+
+
 def test_a_pod_without_a_reported_kv_pool_or_limited_by_its_context_is_not_excluded():
     unknown = [pod("p"), pod("d", "d")]
     assert isinstance(router().route(text(10_000), unknown, NOW), Placement)
@@ -254,17 +336,13 @@ def test_a_pool_of_blocks_of_one_token_is_a_pool_that_has_been_reported() -> Non
     assert isinstance(router().route(text(100), pods, NOW), Placement)
 
 
-def test_a_cached_prefix_is_as_long_as_the_named_blocks_whatever_the_size_of_the_pods_own() -> None:
-    a = pod("a", prefix_blocks=["b1"], kv_block_tokens=64)
-    request = text(100, prefix_blocks=("b0", "b1"), block_tokens=32)
-    assert router().estimate_ttft_seconds(request, a, [a]) == pytest.approx((100 - 64) / 1000)
-
-
-@pytest.mark.parametrize(("known", "cached"), [([], 0), (["b0"], 16), (["b3"], 64), (["b3", "b1", "x"], 64)])
-def test_a_cached_prefix_saves_the_time_of_its_tokens(known: list[str], cached: int) -> None:
-    a = pod("a", prefix_blocks=known)
-    request = text(100, prefix_blocks=tuple(f"b{i}" for i in range(6)))
-    assert router().estimate_ttft_seconds(request, a, [a]) == pytest.approx((100 - cached) / 1000)
+@pytest.mark.parametrize(
+    ("known", "cached"), [([], 0), ([b"b0"], 16), ([b"b0", b"b1", b"x"], 32), ([b"b1", b"b2"], 0)]
+)
+def test_a_cached_prefix_saves_the_time_of_its_tokens(known: list[bytes], cached: int) -> None:
+    a = pod("a")
+    one = router(cached={"a": known})
+    assert estimated(one, text(100, prefix=prefix(6)), a) == pytest.approx((100 - cached) / 1000)
 
 
 BLOCKS = {"kv_blocks_total": 100, "kv_blocks_free": 100}
@@ -379,7 +457,7 @@ def test_a_placement_that_a_decoder_reports_is_not_counted_again() -> None:
     pods = [pod("p"), pod("x", "d", **BLOCKS), pod("y", "d", **BLOCKS | {"kv_blocks_free": 70})]
     placed = one.route(text(320), pods, NOW + 0.1)
     assert placed.decoder == "x"
-    one.confirm(placed, pods)
+    one.confirm(placed, newest(pods))
     shown = pod("x", "d", sent=NOW + 0.2, kv_blocks_total=100, kv_blocks_free=80, kv_blocks_reserved=20)
     assert one.route(text(320), [pods[0], shown, pods[2]], NOW + 0.3).decoder == "x"
 
@@ -390,6 +468,24 @@ def test_a_burst_between_two_heartbeats_spreads_over_equal_pods() -> None:
     counts = Counter(one.route(text(), pods, NOW + 0.1 + i / 1000).prefill_pod for i in range(100))
     assert set(counts) == {"p0", "p1", "p2", "p3"}
     assert max(counts.values()) - min(counts.values()) <= 4
+
+
+def test_a_burst_stays_with_the_pod_that_has_its_prefix_while_what_is_missing_is_computed_sooner_there() -> (
+    None
+):
+    """Of each prompt 16 tokens are missing there, and 1,600 elsewhere."""
+    one = router(cached={"b": BLOCKS_OF_PROMPT[:99]})
+    pods = [pod("a"), pod("b"), D]
+    request = text(1600, prefix=prefix(100))
+    placed = [one.route(request, pods, NOW + 0.1 + i / 100) for i in range(20)]
+    assert [each.prefill_pod for each in placed] == ["b"] * 20
+    assert placed[19].terms == Terms(queue=19 * 0.016, prefill=0.016)
+
+
+def test_a_prompt_that_is_cached_as_a_whole_counts_as_one_token_that_waits() -> None:
+    one = router(cached={"a": BLOCKS_OF_PROMPT[:100]})
+    placed = [one.route(text(1600, prefix=prefix(100)), [pod("a"), D], NOW + 0.1) for _ in range(3)]
+    assert [each.terms.queue for each in placed] == pytest.approx([0, 0.001, 0.002])
 
 
 def test_a_burst_spreads_over_decoders_too() -> None:
@@ -411,7 +507,7 @@ def test_own_placements_count_until_a_heartbeat_shows_them() -> None:
     for name, now in (("a", NOW + 0.1), ("b", NOW + 0.2)):
         placed = one.route(text(1000), pods, now)
         assert placed.prefill_pod == name
-        one.confirm(placed, pods)
+        one.confirm(placed, newest(pods))
     newer = [pod("a", sent=NOW + 0.3), pod("b", sent=NOW + 0.3, prefill_waiting_tokens=1500), D]
     assert one.route(text(1000), newer, NOW + 0.4).prefill_pod == "a"
 
@@ -444,7 +540,7 @@ def test_of_two_placements_only_the_one_taken_back_is_forgotten() -> None:
     first = one.route(text(300), pods, NOW + 0.1)
     one.route(text(500), pods, NOW + 0.1)
     one.take_back(first)
-    assert one.estimate_ttft_seconds(text(100), pods[0], pods) == pytest.approx(0.5 + 0.1)
+    assert estimated(one, text(100), pods[0], now=NOW + 0.1) == pytest.approx(0.5 + 0.1)
 
 
 BEFORE, AFTER = pod("a", sent=1.0), pod("a", sent=1.5)  # its acceptance
@@ -469,8 +565,9 @@ def taker(name: str = "t", **more) -> Heartbeat:
     return pod(name, "d", takes_prompts=True, **more)
 
 
-CACHED = {"prefix_blocks": ["b3"]}  # 64 tokens
-IDENTITIES = tuple(f"b{number}" for number in range(5))
+def seen(end: int) -> FeatureNeed:
+    """A medium that ends after so many tokens of the prompt."""
+    return FeatureNeed("f1", "image", 16, 16, end)
 
 
 @pytest.mark.parametrize(
@@ -478,20 +575,17 @@ IDENTITIES = tuple(f"b{number}" for number in range(5))
     [
         pytest.param(text(32), [P, taker()], "t", id="a short prompt"),
         pytest.param(text(33), [P, taker()], "p0", id="a long prompt"),
-        pytest.param(text(32), [P, D], "p0", id="of a pod that does not take prompts"),
+        pytest.param(text(32), [P, pod("d0", "d")], "p0", id="of a pod that does not take prompts"),
         pytest.param(
-            text(90, prefix_blocks=IDENTITIES), [P, taker("u"), taker(**CACHED)], "t", id="its rest is short"
+            text(90, prefix=prefix(5)), [P, taker("u"), taker("has4")], "has4", id="its rest is short"
         ),
-        pytest.param(text(32, media_end=20), [P, taker()], "p0", id="media that are not cached"),
+        pytest.param(text(32, features=(seen(20),)), [P, taker()], "p0", id="media that are not cached"),
         pytest.param(
-            text(90, prefix_blocks=IDENTITIES, media_end=64),
-            [P, taker(**CACHED)],
-            "t",
-            id="media that are cached",
+            text(90, prefix=prefix(5), features=(seen(64),)), [P, taker("has4")], "has4", id="media cached"
         ),
         pytest.param(
-            text(90, prefix_blocks=IDENTITIES, media_end=65),
-            [P, taker(**CACHED)],
+            text(90, prefix=prefix(5), features=(seen(65),)),
+            [P, taker("has4")],
             "p0",
             id="media cached in part",
         ),
@@ -505,6 +599,9 @@ IDENTITIES = tuple(f"b{number}" for number in range(5))
         pytest.param(text(32, avoid=frozenset({"t"})), [P, taker()], "p0", id="a pod that refused it"),
         pytest.param(text(32, prefill_only=True), [P, taker()], "p0", id="a prompt that was given back"),
         pytest.param(
+            text(90, prefix=prefix(5)), [P, taker("has5"), taker("has4")], "has5", id="the longest prefix"
+        ),
+        pytest.param(
             text(32), [P, taker(kv_blocks_total=10, kv_blocks_free=0)], "p0", id="no KV block is left"
         ),
     ],
@@ -512,7 +609,7 @@ IDENTITIES = tuple(f"b{number}" for number in range(5))
 def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
     request_: RouteRequest, pods: list[Heartbeat], expected: str
 ) -> None:
-    routing = router()
+    routing = router(cached={"has4": BLOCKS_OF_PROMPT[:4], "has5": BLOCKS_OF_PROMPT[:5]})
     routing.local_prefill_tokens = 32
     placement = routing.route(request_, pods, NOW)
     assert isinstance(placement, Placement)
@@ -533,12 +630,21 @@ def test_a_short_prompt_needs_no_prefill_pod() -> None:
     assert routing.route(text(33), [taker()], NOW) == NothingRoutable("prefill")
 
 
-def test_short_prompts_of_a_burst_go_to_prefill_pods_when_decode_pods_have_enough() -> None:
+def test_short_prompts_of_a_burst_go_to_prefill_pods_until_heartbeats_show_room() -> None:
     routing = router()
     routing.local_prefill_tokens = 32
     pods = [P, taker(decode_max_sequences=100)]
-    chosen = Counter(routing.route(text(32), pods, NOW).prefill_pod for _ in range(10))
-    assert chosen == {"t": 4, "p0": 6}
+    placements = [routing.route(text(32), pods, NOW) for _ in range(10)]
+    assert Counter(one.prefill_pod for one in placements) == {"t": 4, "p0": 6}  # type: ignore[union-attr]
+    for one in placements:
+        routing.confirm(one, newest(pods))  # type: ignore[arg-type]
+    shown = [P, taker(decode_max_sequences=100, sent=NOW + 1)]
+    assert routing.route(text(32), shown, NOW + 1).prefill_pod == "t"  # type: ignore[union-attr]
+    refused = routing.route(text(32), shown, NOW + 1)
+    for _ in range(10):
+        routing.take_back(refused)  # type: ignore[arg-type]
+        refused = routing.route(text(32), shown, NOW + 1)
+        assert refused.prefill_pod == "t"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("skew_seconds", [-3600.0, 0.0, 3600.0])
@@ -556,9 +662,10 @@ def test_an_own_placement_counts_after(
     placed = one.route(text(1000), [first, D], NOW + 0.5)
     assert isinstance(placed, Placement)
     if accepted:
-        one.confirm(placed, [first, D])
-    one.route(text(1), [*seen, pod("z"), D], NOW + then)  # z takes it, whatever is counted
-    assert one.estimate_ttft_seconds(text(1), first, [first]) == pytest.approx(0.001 + 1.0 * counts)
+        one.confirm(placed, newest([first, D]))
+    faster = pod("z", prefill_tokens_per_second=1e6)
+    one.route(text(1), [*seen, faster, D], NOW + then)  # it takes it, whatever is counted
+    assert estimated(one, text(1), first, now=NOW + then) == pytest.approx(0.001 + 1.0 * counts)
 
 
 def test_a_pod_takes_requests_until_its_queue_is_full() -> None:
@@ -600,18 +707,16 @@ def test_a_pod_that_also_decodes_costs_a_step_for_each_sequence_that_waits(
     load: dict, seconds: float
 ) -> None:
     both = pod("m", "pd", **{"prefill_waiting_tokens": 400, "itl_seconds": 0.02, **load})
-    assert router().estimate_ttft_seconds(text(100), both, [both]) == pytest.approx(0.4 + seconds + 0.1)
+    assert estimated(router(), text(100), both) == pytest.approx(0.4 + seconds + 0.1)
     prefills = replace(both, roles=["prefill"])
-    assert router().estimate_ttft_seconds(text(100), prefills, [prefills]) == pytest.approx(0.5)
+    assert estimated(router(), text(100), prefills) == pytest.approx(0.5)
 
 
 def test_own_placements_cost_a_step_each_once_the_batch_is_full() -> None:
     one = router()
     both = pod("m", "pd", decode_running=6, itl_seconds=0.02)
-    seconds = []
-    for i in range(4):
-        seconds.append(one.estimate_ttft_seconds(text(100), both, [both]))
-        one.route(text(100), [both], NOW + 0.1 + i / 100)
+    placed = [one.route(text(100), [both], NOW + 0.1 + i / 100) for i in range(4)]
+    seconds = [each.estimated_ttft_seconds for each in placed]  # type: ignore[union-attr]
     expected = [0.1, 0.2, 0.3, 0.4 + 0.02]
     assert seconds == pytest.approx(expected)
 
@@ -630,6 +735,19 @@ TIES = [
 def test_pods_are_as_good_as_the_best_within(tokens: int, ahead: int, chosen: set[str]) -> None:
     pods = [pod("a"), pod("b", prefill_waiting_tokens=ahead), pod("c", prefill_waiting_tokens=ahead), D]
     assert {router(seed).route(text(tokens), pods, NOW).prefill_pod for seed in range(60)} == chosen
+
+
+@pytest.mark.parametrize(("ahead", "chosen"), [(9, {"a", "b", "c"}), (20, {"a"})])
+def test_an_overhead_that_all_pods_have_makes_none_of_them_as_good_as_another(
+    ahead: int, chosen: set[str]
+) -> None:
+    pods = [pod("a"), pod("b", prefill_waiting_tokens=ahead), pod("c", prefill_waiting_tokens=ahead), D]
+    found = set()
+    for seed in range(60):
+        one = router(seed)
+        one.model.factors = Factors(overhead=1.0)
+        found.add(one.route(text(100), pods, NOW).prefill_pod)
+    assert found == chosen
 
 
 def test_of_two_that_are_as_good_as_the_best_the_better_one_is_taken() -> None:
@@ -696,9 +814,9 @@ def test_whatever_the_pods_say_only_ready_pods_of_this_revision_with_room_are_ch
 
 
 def test_the_last_token_of_a_prompt_is_computed_however_much_is_cached() -> None:
-    a = pod("a", prefix_blocks=["b5"])
-    request = text(96, prefix_blocks=tuple(f"b{i}" for i in range(6)))
-    assert router().estimate_ttft_seconds(request, a, [a]) == pytest.approx(1 / 1000)
+    a = pod("a")
+    one = router(cached={"a": BLOCKS_OF_PROMPT[:6]})
+    assert estimated(one, text(96, prefix=prefix(6)), a) == pytest.approx(1 / 1000)
 
 
 def test_an_image_costs_the_encoders_backlog_its_own_work_and_its_transfer() -> None:
@@ -707,14 +825,129 @@ def test_an_image_costs_the_encoders_backlog_its_own_work_and_its_transfer() -> 
     two = pod("e1", "e", encode_queued_work={"image": 424}, encode_work_per_second={"image": 300.0})
     new = pod("e2", "e")  # it has measured nothing: its work is no one's help yet
     expected = (1000 + 424 + 576) / 800 + 576 * EMBEDDING_SECONDS_PER_TOKEN + 600 / 1000
-    assert router().estimate_ttft_seconds(image(), a, [a, one, two, new]) == pytest.approx(expected)
+    assert estimated(router(), image(), a, one, two, new) == pytest.approx(expected)
+
+
+def test_work_that_no_encoder_has_taken_yet_is_backlog_too() -> None:
+    one, encoder = router(), pod("e", "e", encode_work_per_second={"image": 576.0})
+    one.waiting_encode_work = {"image": 1152.0, "video": 1e6}
+    placed = one.route(image(), [pod("p"), encoder, D], NOW)
+    assert placed.terms.encode == 3.0
+
+
+def test_prompts_that_wait_for_their_media_are_ahead_of_other_media_alone() -> None:
+    pods = [
+        pod("a", prefill_waiting_tokens=900, prefill_blocked_tokens=800),
+        pod("b", prefill_waiting_tokens=300),
+        D,
+    ]
+    assert router().route(text(), pods, NOW).prefill_pod == "a"
+    assert router().route(image(), pods, NOW).prefill_pod == "b"
 
 
 def test_a_pod_that_encodes_for_itself_transfers_nothing_and_waits_for_no_other_encoder() -> None:
     both = pod("b", "ep", encode_queued_work={"image": 424}, encode_work_per_second={"image": 500.0})
     other = pod("e", "e", encode_queued_work={"image": 10**6}, encode_work_per_second={"image": 500.0})
-    estimate = router().estimate_ttft_seconds(image(), both, [both, other])
-    assert estimate == pytest.approx((424 + 576) / 500 + 600 / 1000)
+    assert estimated(router(), image(), both, other) == pytest.approx((424 + 576) / 500 + 600 / 1000)
+
+
+def beside_encoders(
+    *encoders: Heartbeat,
+    limit: int = 576,
+    only: bool = False,
+    first: bool = False,
+    holder: str = "nobody",
+    **load,
+) -> Placement:
+    """Of an image of 576 tokens on a prefill pod that has a tower; both kinds of towers do 576 patches a second."""
+    one, rates = router(cached={holder: [FEATURE]}), {"encode_work_per_second": {"image": 576.0}}
+    one.local_encode_tokens = limit
+    request = replace(image(), encoders_only=only, encoders_first=first)
+    prefill = pod("p", **{"encodes_small_media": True, **rates, **load})
+    placed = one.route(request, [prefill, *encoders, D], NOW)
+    assert isinstance(placed, Placement)
+    return placed
+
+
+IDLE_ENCODER = pod("e", "e", encode_work_per_second={"image": 576.0})
+BUSY_ENCODER = pod("e", "e", encode_work_per_second={"image": 576.0}, encode_queued_work={"image": 5760})
+ENCODED_HERE = [
+    ("a small medium, which need not travel", [IDLE_ENCODER], {}, True),
+    ("no medium of one token more", [IDLE_ENCODER], {"limit": 575}, False),
+    ("none where the limit is 0", [BUSY_ENCODER], {"limit": 0}, False),
+    ("none that it has", [], {"holder": "p", "limit": 1}, False),
+    ("none where it has no tower", [BUSY_ENCODER], {"encodes_small_media": False}, False),
+    ("a small medium while no encoder pod is there", [], {}, True),
+    ("no larger medium while no encoder pod is there", [], {"limit": 575}, False),
+    ("none of a suspected medium", [BUSY_ENCODER], {"only": True}, False),
+    ("none of a suspected medium while no encoder pod is there", [], {"only": True}, False),
+    ("none of a further answer", [BUSY_ENCODER], {"first": True}, False),
+    ("one of a further answer while no encoder pod is there", [], {"first": True}, True),
+    ("none that an encoder pod has", [IDLE_ENCODER], {"holder": "e"}, False),
+    ("none where prompts wait that share the pod with its tower", [IDLE_ENCODER], {"prefill_waiting_tokens": 100}, False),
+    ("one where media wait longer than prompts", [BUSY_ENCODER], {"prefill_waiting_tokens": 1000}, True),
+    ("none where its own tower is as busy", [BUSY_ENCODER], {"encode_queued_work": {"image": 5800}}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("encoders", "options", "here"), [row[1:] for row in ENCODED_HERE], ids=[row[0] for row in ENCODED_HERE]
+)
+def test_a_prefill_pod_with_a_tower_beside_encoder_pods_encodes(
+    encoders: list[Heartbeat], options: dict, here: bool
+) -> None:
+    assert beside_encoders(*encoders, **options).encode_here == here
+
+
+def test_the_estimate_is_that_of_the_tower_which_is_chosen() -> None:
+    """576 patches a second and 1,000 tokens a second; 500 tokens wait."""
+    here = beside_encoders(BUSY_ENCODER, prefill_waiting_tokens=500)
+    assert here.terms == Terms(queue=0.5, encode=1.0, prefill=0.6, in_turn=True)
+    assert here.estimated_ttft_seconds == pytest.approx(2.1)
+    there = beside_encoders(IDLE_ENCODER, prefill_waiting_tokens=500)
+    assert there.terms == Terms(0.5, 1.0, 576 * EMBEDDING_SECONDS_PER_TOKEN, 0.6)
+
+
+def test_of_two_prefill_pods_the_one_whose_tower_is_idle_encodes_a_small_medium() -> None:
+    one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
+    one.local_encode_tokens = 576
+    tower = {"encodes_small_media": True, **rates}
+    pods = [pod("a", encode_queued_work={"image": 5760}, **tower), pod("b", **tower), BUSY_ENCODER, D]
+    placed = one.route(image(), pods, NOW)
+    assert (placed.prefill_pod, placed.encode_here) == ("b", True)
+
+
+def test_pods_that_encode_everything_are_estimated_by_their_own_towers_while_encoder_pods_come() -> None:
+    """Their configuration is older than the gateway's, which knows of the new pool."""
+    one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
+    one.local_encode_tokens = 0
+    pods = [
+        pod("a", "ep", encode_queued_work={"image": 5760}, **rates),
+        pod("b", "ep", **rates),
+        IDLE_ENCODER,
+        D,
+    ]
+    placed = one.route(image(), pods, NOW)
+    assert (placed.prefill_pod, placed.encode_here) == ("b", False)
+    assert placed.terms == Terms(encode=1.0, prefill=0.6)
+
+
+def test_media_placed_since_the_last_heartbeat_count_as_work_of_the_tower() -> None:
+    one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
+    one.local_encode_tokens = 576
+    pods = [pod("p", encodes_small_media=True, **rates), BUSY_ENCODER, D]
+    placed = [one.route(image(), pods, NOW + number / 100) for number in range(10)]
+    assert [each.encode_here for each in placed] == [True] * 7 + [False] * 3
+    assert placed[1].terms.queue == pytest.approx(1.6)
+
+
+def test_what_a_tower_has_already_is_counted_once() -> None:
+    one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
+    one.local_encode_tokens = 576
+    busy = pod("p", encodes_small_media=True, encode_queued_work={"image": 2880}, **rates)
+    placed = [one.route(image(), [busy, BUSY_ENCODER, D], NOW + number / 100) for number in range(3)]
+    assert [each.terms.encode for each in placed] == [6.0] * 3
+    assert [each.terms.queue for each in placed] == pytest.approx([0.0, 1.6, 3.2])
 
 
 def test_the_longer_of_queue_and_encoding_counts() -> None:
@@ -722,7 +955,19 @@ def test_the_longer_of_queue_and_encoding_counts() -> None:
     transfer = 576 * EMBEDDING_SECONDS_PER_TOKEN
     for waiting, seconds in ((500, 1 + transfer), (1500, 1.5)):
         a = pod("a", prefill_waiting_tokens=waiting)
-        assert router().estimate_ttft_seconds(image(), a, [a, encoder]) == pytest.approx(seconds + 0.6)
+        assert estimated(router(), image(), a, encoder) == pytest.approx(seconds + 0.6)
+
+
+@pytest.mark.parametrize(("blocks", "encodes"), [(0, True), (36, True), (37, False), (60, False)])
+def test_a_medium_whose_tokens_are_all_cached_is_neither_encoded_nor_moved(
+    blocks: int, encodes: bool
+) -> None:
+    one, a = router(cached={"a": BLOCKS_OF_PROMPT[:blocks]}), pod("a")
+    encoder = pod("e", "e", encode_work_per_second={"image": 576.0})
+    need = FeatureNeed("f1", "image", 576, 576, end=590)
+    request = RouteRequest("r.0", 1000, 50, features=(need,), prefix=prefix(60))
+    seconds = (1.0 + 576 * EMBEDDING_SECONDS_PER_TOKEN) * encodes + (1000 - 16 * blocks) / 1000
+    assert estimated(one, request, a, encoder) == pytest.approx(seconds)
 
 
 def test_media_of_one_kind_share_encoders_and_kinds_add_up() -> None:
@@ -734,7 +979,7 @@ def test_media_of_one_kind_share_encoders_and_kinds_add_up() -> None:
         FeatureNeed("f3", "audio", 100, 0),
     )
     request = RouteRequest("r.0", 1000, 50, features=features)
-    assert router().estimate_ttft_seconds(request, a, [a, encoder]) == pytest.approx(3 + 2 + 1)
+    assert estimated(router(), request, a, encoder) == pytest.approx(3 + 2 + 1)
 
 
 @given(tokens=st.integers(1, 10**5), backlog=st.integers(0, 10**7), cut=st.integers(0, 100))
@@ -742,18 +987,12 @@ def test_media_of_one_kind_share_encoders_and_kinds_add_up() -> None:
 def test_the_estimate_of_text_does_not_move_with_encoder_backlog_and_falls_with_what_is_cached(
     tokens, backlog, cut
 ) -> None:
-    blocks = tuple(f"b{i}" for i in range(min(100, tokens // 16)))
-    request = text(tokens, prefix_blocks=blocks)
-    idle = [pod("a", "ep"), D]
-    busy = [pod("a", "ep", encode_queued_work={"video": backlog}, encode_work_per_second={"video": 1.0}), D]
-    one = router()
-    assert one.estimate_ttft_seconds(request, idle[0], idle) == one.estimate_ttft_seconds(
-        request, busy[0], busy
-    )
-    cached = pod("a", "ep", prefix_blocks=list(blocks[:cut]))
-    assert one.estimate_ttft_seconds(request, cached, [cached]) <= one.estimate_ttft_seconds(
-        request, idle[0], idle
-    )
+    request = text(tokens, prefix=prefix(min(100, tokens // SIZE)))
+    idle = pod("a", "ep")
+    busy = pod("a", "ep", encode_queued_work={"video": backlog}, encode_work_per_second={"video": 1.0})
+    seconds = estimated(router(), request, idle)
+    assert estimated(router(), request, busy) == seconds
+    assert estimated(router(cached={"a": BLOCKS_OF_PROMPT[:cut]}), request, idle) <= seconds
 
 
 @pytest.mark.parametrize(
@@ -761,13 +1000,220 @@ def test_the_estimate_of_text_does_not_move_with_encoder_backlog_and_falls_with_
 )
 def test_a_feature_costs_no_encoding_only_where_a_job_can_be_sent_for_it(roles: str, free: bool) -> None:
     """Its job goes to the encoder pod that has it; a pod that encodes for itself takes no jobs."""
-    here = pod("a")
-    there = [
-        here,
-        pod("x", roles, features=["f1"]),
-        pod("e", "e", encode_work_per_second={"image": 100.0}),
-        D,
-    ]
-    seconds = [router().estimate_ttft_seconds(image(feature=f), here, there) for f in ("f1", "f2")]
+    slow = {"prefill_waiting_tokens": 10**6} if "p" in roles else {}
+    others = pod("x", roles, **slow), pod("e", "e", encode_work_per_second={"image": 100.0})
+    one = router(cached={"x": [FEATURE]})
+    seconds = [estimated(one, image(feature=f), pod("a"), *others) for f in ("f1", "f2")]
     assert (seconds[0] < seconds[1]) is free
     assert (seconds[0] == seconds[1]) is not free
+
+
+# --- where bytes travel -------------------------------------------------------------------------------------------------
+
+
+def moving(one: Router, *, same: float = 0.001, other: float = 0.1) -> Router:
+    """Its KV has 1,000 bytes a token; a megabyte takes so many seconds on one node, and between two."""
+    one.kv.note("x", "y", same_node=True, tokens=1000, num_bytes=10**6, seconds=same, now=NOW)
+    one.kv.note("x", "z", same_node=False, tokens=1000, num_bytes=10**6, seconds=other, now=NOW)
+    return one
+
+
+def test_of_equal_decoders_the_one_on_the_node_of_the_prefill_pod_comes_first() -> None:
+    pods = [pod("p", node="n1"), pod("x", "d", node="n2"), pod("y", "d", node="n1"), pod("z", "d")]
+    for seed in range(5):
+        placed = moving(router(seed)).route(text(1000), pods, NOW)
+        assert isinstance(placed, Placement)
+        assert placed.decode_pods[0] == "y"
+
+
+def test_prefill_goes_where_a_decoder_with_room_is_near() -> None:
+    pods = [
+        pod("a", node="n1"),
+        pod("b", node="n2"),
+        pod("x", "d", node="n1", decode_running=8),
+        pod("y", "d", node="n2"),
+    ]
+    for seed in range(5):
+        placed = moving(router(seed)).route(text(1000), pods, NOW)
+        assert isinstance(placed, Placement)
+        assert (placed.prefill_pod, placed.decoder) == ("b", "y")
+
+
+def test_a_longer_queue_is_not_worth_a_decoder_that_is_near() -> None:
+    pods = [
+        pod("a", node="n1"),
+        pod("b", node="n2", prefill_waiting_tokens=900),
+        pod("x", "d", node="n1", decode_running=8),
+        pod("y", "d", node="n2"),
+    ]
+    placed = moving(router()).route(text(1000), pods, NOW)
+    assert isinstance(placed, Placement)
+    assert placed.prefill_pod == "a"
+
+
+def test_pods_of_an_unknown_node_are_near_to_nobody() -> None:
+    pods = [pod("p"), pod("x", "d", decode_running=1), pod("y", "d", node="n1"), pod("q", node="n2")]
+    placed = moving(router()).route(text(1000), pods, NOW)
+    assert isinstance(placed, Placement)
+    assert placed.decoder == "y"
+
+
+def test_a_pair_that_was_slow_is_avoided() -> None:
+    one = router()
+    pods = [pod("p"), pod("x", "d"), pod("y", "d")]
+    one.route(text(), pods, NOW)
+    one.kv_moved("p", "x", 1000, 10**6, 1.0, NOW)
+    one.kv_moved("p", "y", 1000, 10**6, 0.01, NOW)
+    for number in range(5):
+        placed = one.route(text(1000), pods, NOW + number * 10)
+        assert isinstance(placed, Placement)
+        assert placed.decode_pods == ("y", "x")
+
+
+def test_a_decoder_that_has_the_prefix_needs_no_kv_of_it() -> None:
+    one = moving(router(cached={"y": BLOCKS_OF_PROMPT[:60]}), other=1.0)
+    pods = [pod("p"), pod("x", "d"), pod("y", "d", decode_running=1)]
+    assert one.route(text(1000), pods, NOW).decoder == "x"
+    assert one.route(text(1000, prefix=prefix(60)), pods, NOW + 10).decoder == "y"
+
+
+def test_prefill_stays_where_the_prefix_is_when_the_decoder_has_it_too() -> None:
+    """Of 1,600 tokens 16 have to travel, although not on one node; without the prefix elsewhere, all would be computed."""
+    both = {"a": BLOCKS_OF_PROMPT[:99], "x": BLOCKS_OF_PROMPT[:99]}
+    pods = [
+        pod("a", node="n1", prefill_tokens_per_second=16_000.0),
+        pod("b", node="n2", prefill_tokens_per_second=16_000.0),
+        pod("x", "d", node="n2"),
+    ]
+    for seed in range(5):
+        placed = moving(router(seed, cached=both), other=1.0).route(text(1600, prefix=prefix(100)), pods, NOW)
+        assert isinstance(placed, Placement)
+        assert placed.prefill_pod == "a"
+
+
+def test_embeddings_are_as_slow_as_the_pod_received_them_before() -> None:
+    pods = [pod("a"), pod("b"), pod("e", "e", encode_work_per_second={"image": 10**6}), D]
+    one = router()
+    one.take_back(one.route(image(), pods, NOW))
+    for _ in range(60):
+        one.embeddings_moved("a", 576, 576 * 8192, 2.0, NOW)
+        one.embeddings_moved("b", 576, 576 * 8192, 0.01, NOW)
+    for number in range(5):
+        placed = one.route(image(), pods, NOW + number / 10)
+        assert placed.prefill_pod == "b"
+        one.take_back(placed)
+    slow, fast = (estimated(one, image(), receiver, pods[2]) for receiver in pods[:2])
+    assert slow - fast == pytest.approx(1.99, rel=0.01)
+
+
+def test_a_pod_that_received_one_feature_slowly_receives_others_before_long() -> None:
+    """Once five seconds instead of 36 ms; at the other pod a request waits for 100 ms."""
+    pods = [
+        pod("a", prefill_waiting_tokens=100),
+        pod("b"),
+        pod("e", "e", encode_work_per_second={"image": 10**6}),
+        D,
+    ]
+    one, now = router(), NOW
+    for _ in range(20):
+        for name in "ab":
+            one.embeddings_moved(name, 1200, 1200 * 8100, 0.036, now)
+    one.embeddings_moved("b", 1200, 1200 * 8100, 5.0, now)
+    chosen = []
+    for _ in range(200):
+        now += 1
+        placed = one.route(image(), pods, now)
+        assert isinstance(placed, Placement)
+        one.take_back(placed)
+        one.embeddings_moved(placed.prefill_pod, 1200, 1200 * 8100, 0.036, now)
+        chosen.append(placed.prefill_pod)
+    assert chosen[:20] == ["a"] * 20
+    assert chosen[180:] == ["b"] * 20
+
+
+def test_a_placement_names_what_its_estimate_is_made_of_and_outcomes_change_the_next() -> None:
+    one = router()
+    pods = [pod("a", prefill_waiting_tokens=500), D]
+    placed = one.route(text(100), pods, NOW)
+    assert isinstance(placed, Placement)
+    assert placed.terms == Terms(queue=0.5, prefill=0.1)
+    assert placed.estimated_ttft_seconds == pytest.approx(0.6)
+    one.take_back(placed)
+    one.learn(placed, 1.2)
+    again = one.route(text(100), pods, NOW + 1)
+    assert isinstance(again, Placement)
+    assert 0.6 < again.estimated_ttft_seconds < 1.2
+    assert again.terms == placed.terms
+
+
+def test_no_more_decoders_are_named_than_a_message_has_room_for() -> None:
+    pods = [
+        pod("p"),
+        *(pod(f"d{n:03}", "d", decode_running=n, decode_max_sequences=1000) for n in range(100)),
+    ]
+    placed = router().route(text(), pods, NOW)
+    assert isinstance(placed, Placement)
+    assert list(placed.decode_pods) == [f"d{n:03}" for n in range(16)]
+
+
+changes = st.lists(
+    st.tuples(
+        st.integers(0, 5),
+        st.sampled_from(["beat", "beat", "gone", "state", "route", "route", "route"]),
+        st.integers(0, 10**4),
+    ),
+    max_size=30,
+)
+
+
+@given(
+    changes=changes, cached=st.dictionaries(st.sampled_from([f"p{n}" for n in range(6)]), st.integers(0, 20))
+)
+@settings(max_examples=150, deadline=None)
+def test_a_router_that_has_followed_heartbeats_estimates_like_one_that_sees_them_first(
+    changes, cached
+) -> None:
+    held = {name: BLOCKS_OF_PROMPT[:blocks] for name, blocks in cached.items()}
+    one, now = router(cached=held, max_waiting=10**9), NOW
+    beats = {f"p{n}": pod(f"p{n}", ["p", "ep", "pd"][n % 3]) for n in range(6)} | {
+        "d0": D,
+        "e": pod("e", "e"),
+    }
+    request = replace(image(feature="f1"), prefix=prefix(20))
+    for number, action, amount in changes:
+        name, now = f"p{number}", now + 0.1
+        if action == "gone":
+            beats.pop(name, None)
+        elif action == "route":
+            outcome = one.route(request, list(beats.values()), now)
+            if isinstance(outcome, Placement):
+                one.take_back(outcome)
+                ready = one.routable(list(beats.values()))
+                encoders = [beat for beat in ready if beat.roles == ["encode"]]
+                expected = {
+                    beat.pod: estimated(router(cached=held, max_waiting=10**9), request, beat, *encoders)
+                    for beat in ready
+                    if "prefill" in beat.roles
+                }
+                assert outcome.estimated_ttft_seconds == pytest.approx(expected[outcome.prefill_pod])
+                best = min(expected.values())
+                assert outcome.estimated_ttft_seconds <= best + max(0.005, best * 0.1) + 1e-9
+        else:
+            beat = beats.get(name, pod(name, ["p", "ep", "pd"][number % 3]))
+            load = replace(beat.load, prefill_waiting_tokens=amount)
+            beat = replace(beat, sent=now, load=load)
+            if action == "state":
+                beat = replace(beat, state="draining" if beat.state == "ready" else "ready")
+            beats[name] = beat
+
+
+@pytest.mark.parametrize("place", [0, COMPARED_AT_ONCE - 1, COMPARED_AT_ONCE, 2 * COMPARED_AT_ONCE + 3])
+def test_a_heartbeat_is_taken_in_wherever_its_pod_is_among_many(place: int) -> None:
+    beats = [pod(f"p{number:03}", prefill_waiting_tokens=900) for number in range(2 * COMPARED_AT_ONCE + 4)]
+    fleet = Fleet("r1")
+    fleet.update(beats)
+    newest = list(beats)
+    newest[place] = pod(f"p{place:03}", prefill_waiting_tokens=7)
+    assert fleet.update(newest) == [newest[place]]
+    assert [row for row, tokens in enumerate(fleet.prefill.waiting_tokens) if tokens == 7] == [place]
+    assert fleet.update(list(newest)) == []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from mmd_api.contract.load import PodLoad
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.gateway.prefix import prefix_blocks
-from mmd_workers.wire.messages import GenerateRequest, Heartbeat
+from mmd_workers.caches.index import CacheIndex
+from mmd_workers.engine.blocks import leading_identities, root_of
+from mmd_workers.prefill.handover import prefix_of
+from mmd_workers.wire.messages import CacheReport, GenerateRequest, Sampling
 
 from .running import Launch
 from .scripted import ScriptedWorker, answer_well
@@ -108,11 +110,20 @@ async def test_a_request_that_is_placed_again_keeps_its_adapter(launch: Launch) 
     ]
 
 
-def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter() -> None:
-    beat = Heartbeat(
-        "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, PodLoad(), prefix_blocks=["any"]
-    )
+def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter_and_salt() -> None:
+    index = CacheIndex()
+    index.take(CacheReport("p", "i", 1, 16, [b"any"], []))
     tokens = list(range(64))
-    blocks = [prefix_blocks(tokens, [], adapter, 16, [beat]) for adapter in ("", "sql", "poems")]
-    assert [len(found) for found in blocks] == [4, 4, 4]
-    assert len({block for found in blocks for block in found}) == 12
+    roots = [root_of(adapter, salt) for adapter in ("", "sql", "poems") for salt in ("", "one", "two")]
+    blocks = [list(index.prefix_of(tokens, [], root)[16]) for root in roots]
+    assert [len(found) for found in blocks] == [4] * 9
+    assert len({block for found in blocks for block in found}) == 36
+
+
+def test_a_decode_pod_is_offered_the_identities_of_the_adapter_and_the_salt() -> None:
+    tokens = list(range(64))
+    plain = GenerateRequest("r", 0, "g", tokens, [], Sampling(1), [], 0.0, 0.0)
+    for adapter in ("", "sql"):
+        for salt in ("", "one"):
+            offered = prefix_of(replace(plain, adapter=adapter, cache_salt=salt), 16)
+            assert offered == leading_identities(tokens, [], root_of(adapter, salt), 16)

@@ -12,7 +12,7 @@ from mmd_api.contract.errors import RateLimitError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
 from mmd_api.tenants import TenantLimits
 from mmd_workers.gateway.accounting import kept_promises
-from mmd_workers.gateway.limits import RequestsOfAMinute, TenantUsage
+from mmd_workers.gateway.limits import AmountOfAMinute, TenantUsage
 from mmd_workers.gateway.timeline import Timeline
 
 
@@ -76,6 +76,36 @@ def test_a_limit_is_divided_among_gateways_and_rounded_up() -> None:
     usage.begin("search", limit, 1, 0.0)
 
 
+def test_work_of_a_minute_is_refused_from_the_limit_on_until_enough_is_a_minute_old() -> None:
+    usage, limit = TenantUsage(), limits(workSecondsPerMinute=10)
+    for now, seconds in ((10.0, 4.0), (20.0, 5.9)):
+        usage.check_work("search", limit, 1, 0.0, now)
+        usage.begin_work(seconds, now)
+    usage.check_work("search", limit, 1, 0.0, 30.0)  # 9.9 s
+    with pytest.raises(RateLimitError) as error:
+        usage.check_work("search", limit, 1, 0.2, 30.0)
+    assert "had 9.9 s of work in the last minute and 0.2 s waiting" in error.value.message
+    assert error.value.retry_after_seconds == 41.0  # the first is forgotten at 71
+    usage.check_work("search", limit, 1, 0.2, 71.0)
+
+
+def test_work_that_waits_alone_may_reach_the_limit() -> None:
+    usage = TenantUsage()
+    with pytest.raises(RateLimitError) as error:
+        usage.check_work("search", limits(workSecondsPerMinute=10), 1, 12.0, 0.0)
+    assert error.value.retry_after_seconds == 1.0
+
+
+def test_tokens_of_a_day_are_refused_from_the_limit_on() -> None:
+    usage, limit = TenantUsage(), limits(tokensPerDay=100)
+    usage.tokens.add(99)
+    usage.begin("search", limit, 3, 0.0)
+    usage.tokens.add(1)
+    error = refused(usage, limit, 1.0, gateways=3)
+    assert "tenant search has had 100 tokens today, and its limit tokensPerDay is 100;" in error.message
+    assert 0 < error.retry_after_seconds <= 86_400
+
+
 def test_without_limits_nothing_is_refused() -> None:
     usage = TenantUsage()
     for _ in range(10_000):
@@ -90,7 +120,7 @@ def test_without_limits_nothing_is_refused() -> None:
 def test_no_minute_has_more_requests_than_the_limit_and_who_waits_as_told_is_let_in(
     gaps: list[float], limit: int, start: float
 ) -> None:
-    minute, let_in, now = RequestsOfAMinute(), list[float](), start
+    minute, let_in, now = AmountOfAMinute(), list[float](), start
     for gap in gaps:
         now += gap
         if (wait := minute.seconds_until_below(limit, now)) > 0:

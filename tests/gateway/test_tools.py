@@ -12,8 +12,10 @@ from transformers import AutoTokenizer
 from mmd_api.contract.answers import Grammar
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.grammar import Grammars
+from tests.support.tokens import with_template, with_tokens
 
-from .running import Launch, Running, with_template
+from .running import Launch, Running
+from .scripted import HalfFirst
 
 MODEL = "builtin/demo"
 ASKED = [{"role": "user", "content": "add 1 and 2"}]
@@ -122,7 +124,6 @@ async def test_a_stream_has_the_name_first_and_then_the_arguments_in_parts(launc
     ]
     first = [call.function.arguments for call in calls if call.index == 0]
     assert "".join(first) == '{"a": 1, "b": 2}'
-    assert len(first) > 1  # tokens come in batches
     assert all(call.function.name is None and call.type is None for call in calls if call.id is None)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
     assert whole.usage.completion_tokens == len(worker.answer)
@@ -132,6 +133,19 @@ async def test_a_stream_has_the_name_first_and_then_the_arguments_in_parts(launc
         ("add", '{"a": 1, "b": 2}'),
         ("now", "{}"),
     ]
+
+
+async def test_arguments_are_sent_while_the_rest_of_them_is_generated(launch: Launch) -> None:
+    gateway = await launch()
+    script = HalfFirst(len(gateway.ids(CALL)) - len(gateway.ids("2}}</tool_call>")))
+    await gateway.worker(CALL, script)
+    parts = []
+    async for chunk in await answer(gateway, stream=True):
+        for call in (chunk.choices and chunk.choices[0].delta.tool_calls) or ():
+            parts.append(call.function.arguments)
+            if '"a": 1' in "".join(parts):
+                script.seen.set()
+    assert "".join(parts) == '{"a": 1, "b": 2}'
 
 
 async def test_each_of_n_answers_has_calls_of_its_own(launch: Launch) -> None:
@@ -317,20 +331,6 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
     with pytest.raises(openai.BadRequestError, match=r"a form that is not known \(known: Hermes") as refused:
         await answer(gateway)
     assert refused.value.param == "tools"
-
-
-def with_tokens(folder: Path, *tokens: str, special: bool) -> None:
-    """Give names to the first tokens of the tokenizer, which are special or not."""
-    file = folder / "tokenizer.json"
-    text = file.read_text()
-    for old, new in zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=True):
-        text = text.replace(json.dumps(old), json.dumps(new))
-    settings = json.loads(text)
-    for added in settings["added_tokens"]:
-        if added["content"] in tokens:
-            added["special"] = special
-    file.unlink()
-    file.write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize("kind", ["text", "token", "special token"])

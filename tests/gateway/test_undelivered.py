@@ -64,8 +64,10 @@ async def test_a_gateway_that_leaves_waits_until_clients_have_received_their_ans
     async def announce() -> None:
         pass
 
-    gateway: Any = SimpleNamespace(running=0, last_request=-math.inf, draining=False, drained_at=0.0)
-    leave = Leave(gateway, OtherGateways("gateway-0"), partial(undelivered_bytes, port), is_replaced=False)
+    gateway: Any = SimpleNamespace(
+        running=0, last_request=-math.inf, draining=False, drained_at=0.0, picker=None
+    )
+    leave = Leave(gateway, OtherGateways("gateway-0", 1), partial(undelivered_bytes, port), is_replaced=False)
     heartbeater = cast(Any, SimpleNamespace(announce=announce))
     leaving = asyncio.create_task(service._drain(gateway, heartbeater, leave, 600))
     await asyncio.sleep(0.6)
