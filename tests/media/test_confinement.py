@@ -64,7 +64,8 @@ def then_attack(isolated):
 confinement.confine = then_attack
 decode_process.main()
 """
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+imprisoned = pytest.mark.asyncio(loop_scope="module")
+"""Of tests with the prison, which lives on one event loop."""
 SECRET = "swordfish-7271"
 ERROR = "; error = ctypes.get_errno() if value < 0 else 0"
 ATTACKS = {
@@ -159,6 +160,7 @@ def needs_layers(pool: DecodePool, *layers: str) -> None:
         pytest.skip(f"this machine refuses {', '.join(missing)}")
 
 
+@imprisoned
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_a_decode_process_that_was_taken_over_cannot(attack: str, prison: Prison) -> None:
     found = await prison.attack(ATTACKS[attack])
@@ -166,6 +168,7 @@ async def test_a_decode_process_that_was_taken_over_cannot(attack: str, prison: 
     assert not (prison.folder / "beside").exists()
 
 
+@imprisoned
 @pytest.mark.parametrize(("attack", "layer"), [(attack, layer) for attack, layers in HELD_BY.items() for layer in layers])  # fmt: skip
 async def test_each_layer_alone_stops(attack: str, layer: str, prison: Prison) -> None:
     only = NEEDS.get(layer, (layer,))
@@ -177,6 +180,7 @@ async def test_each_layer_alone_stops(attack: str, layer: str, prison: Prison) -
     assert re.search("SIGSYS" if found.startswith("the decoder crashed") else "refused", found), found
 
 
+@imprisoned
 async def test_without_any_layer_the_same_attacks_succeed(prison: Prison) -> None:
     """Otherwise the tests above would show nothing."""
     for attack in ("read a file", "write a file", "read the parent's environment", "signal the parent", "connect", "make code"):  # fmt: skip
@@ -185,6 +189,7 @@ async def test_without_any_layer_the_same_attacks_succeed(prison: Prison) -> Non
     assert "exit status 0" in await prison.attack(ATTACKS["run a program"], ("none",))
 
 
+@imprisoned
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 async def test_a_worker_without_privileges_confines_as_well(prison: Prison) -> None:
     pool = await prison.pool(user=65532)
@@ -211,6 +216,7 @@ def test_threads_are_not_limited_for_a_user_that_other_pods_share() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@imprisoned
 async def test_a_decode_process_has_no_environment_and_no_file_of_its_parent(
     prison: Prison, monkeypatch: pytest.MonkeyPatch
 ) -> None:

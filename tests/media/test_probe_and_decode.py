@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import logging
+import struct
+import wave
+import weakref
 
 import av
 import numpy as np
@@ -16,6 +20,7 @@ from mmd_workers.media import containers
 from mmd_workers.media import decode as decode_module
 from mmd_workers.media.decode import decode_audio, decode_image, decode_video
 from mmd_workers.media.probe import probe, resampled_num_samples
+from tests.support.films import film
 
 from .media_samples import (
     AUDIO_KINDS,
@@ -32,7 +37,7 @@ from .media_samples import (
 POLICY = MediaPolicy()
 
 
-@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_an_image_decodes_to_the_size_its_header_declares(fmt):
     data = image_bytes(fmt)
     info = probe(data, "image", POLICY)
@@ -46,6 +51,17 @@ def test_an_image_decodes_to_the_size_its_header_declares(fmt):
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_exif_orientation_is_in_the_promised_size_and_in_the_pixels(turn):
     data = image_bytes("PNG", orientation=turn)
+    info = probe(data, "image", POLICY)
+    assert (info.width, info.height) == ((48, 64) if turn >= 5 else (64, 48))
+    oracle = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(data, info).pixels, oracle)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("described", ["tag", "xmp"])
+def test_a_tiff_is_turned_by_its_tag_or_else_by_xmp(described, turn):
+    tags = {274: turn} if described == "tag" else {700: f'<x tiff:Orientation="{turn}"/>'.encode()}
+    data = image_bytes("TIFF", tiffinfo=tags)
     info = probe(data, "image", POLICY)
     assert (info.width, info.height) == ((48, 64) if turn >= 5 else (64, 48))
     oracle = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
@@ -191,6 +207,53 @@ def test_a_turned_video_is_promised_and_decoded_as_displayed(degrees):
     assert (info.height, info.width) == oracle.shape[:2]
 
 
+@pytest.mark.parametrize(
+    "matrix",
+    [(1, 0, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, -1), (1, 0, 0, -1), (0, 1, 1, 0), (0, 1, -1, 0), (0, -1, -1, 0), (0, -1, 1, 0)],
+)  # fmt: skip
+def test_a_track_is_turned_and_mirrored_by_its_matrix(matrix):
+    """A point (x, y) is shown at (ax + cy, bx + dy): ISO/IEC 14496-12, 6.2.2."""
+    data = bytearray(video_bytes(frames=2, draw=lambda i, w, h: picture(w, h)))
+    at = data.index(b"tkhd") + 44
+    a, b, c, d = matrix
+    data[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    info = probe(bytes(data), "video", POLICY)
+    stored = every_frame(bytes(data))[0]
+    y, x = np.mgrid[: stored.shape[0], : stored.shape[1]]
+    across, down = a * x + c * y, b * x + d * y
+    shown = np.empty((np.ptp(down) + 1, np.ptp(across) + 1, 3), np.uint8)
+    shown[down - down.min(), across - across.min()] = stored
+    assert (info.height, info.width) == shown.shape[:2]
+    np.testing.assert_array_equal(decode_video(bytes(data), info, [0]).frames[0], shown)
+
+
+@pytest.mark.parametrize("cut", [0, 40, 90])
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        ("libx264", {"g": "12", "bf": "3", "x264-params": "open-gop=1:b-adapt=0"}),
+        ("libx264", {"g": "12", "bf": "2"}),
+        ("libx264", {"bf": "2", "x264-params": "intra-refresh=1:keyint=12"}),
+        ("libx265", {"preset": "ultrafast", "x265-params": "open-gop=1:keyint=12:bframes=3:log-level=none"}),
+        ("libx265", {"preset": "ultrafast", "x265-params": "keyint=12:bframes=3:open-gop=0:radl=2:log-level=none"}),
+        ("mpeg2video", {"g": "12", "bf": "2", "b": "300k"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value.values()),
+)  # fmt: skip
+def test_a_recording_that_begins_in_the_middle_has_the_frames_that_can_be_decoded(codec, options, cut):
+    data = video_bytes(codec, "mpegts", options=options, draw=drifting, frames=50)
+    if codec == "libx265":  # smaller
+        cut //= 2
+    data = data[188 * cut :]
+    expected = every_frame(data)
+    info = probe(data, "video", POLICY)
+    assert 0 < info.num_frames == len(expected) <= 50
+    everything = list(range(info.num_frames))
+    np.testing.assert_array_equal(decode_video(data, info, everything).frames, expected)
+    for index in (0, 1, info.num_frames // 2, info.num_frames - 1):
+        np.testing.assert_array_equal(decode_video(data, info, [index]).frames[0], expected[index])
+
+
 def test_frames_hidden_by_an_edit_list_are_not_counted():
     data = bytearray(video_bytes(options={"bf": "0"}, fps=30))
     at = data.index(b"elst") + 4
@@ -242,6 +305,32 @@ def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():
     np.testing.assert_allclose(decode_audio(data, info, 16000, 8000).waveform, (left + right) / 2, atol=1e-7)
 
 
+def test_of_surround_sound_the_centre_is_loudest_and_low_frequencies_are_left_out():
+    rate, size = 16000, 1600
+    names = [channel.name for channel in av.AudioLayout("5.1").channels]
+    for place, name in enumerate(names):
+        planes = np.zeros((6, size), np.float32)
+        planes[place] = tone(size, rate)
+        data = audio_bytes("pcm_f32le", "flt", "wav", rate, waveform=planes, layout="5.1")
+        heard = decode_audio(data, probe(data, "audio", POLICY), rate, size).waveform
+        weight = {"FC": 1, "FL": 0.5**0.5, "FR": 0.5**0.5, "LFE": 0}.get(name, 0.5) / (2 + 2 * 0.5**0.5)
+        np.testing.assert_allclose(heard, weight * planes[place], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("channels", [9, 17, 64])
+def test_of_more_channels_than_have_names_the_mean_is_heard(channels):
+    samples = np.random.default_rng(channels).integers(-9000, 9000, (500, channels), np.int16)
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(samples.tobytes())
+    data = out.getvalue()
+    heard = decode_audio(data, probe(data, "audio", POLICY), 16000, 500).waveform
+    np.testing.assert_allclose(heard, (samples / 32768).mean(axis=1), atol=1e-6)
+
+
 def test_sound_outside_the_range_is_bounded_and_nan_becomes_silence():
     wild = np.array([np.nan, np.inf, -np.inf, 3, -3] * 400, np.float32)
     data = audio_bytes("pcm_f32le", "flt", "wav", 16000, waveform=wild)
@@ -272,6 +361,30 @@ def test_audio_is_cut_or_padded_to_the_requested_length():
 def test_every_limit_names_itself_the_value_and_the_field(make, modality, policy, words):
     with pytest.raises(BadMediaError, match=words):
         probe(make(), modality, MediaPolicy(**policy))
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "webm", "mpegts"])
+def test_a_video_says_whether_it_has_a_sound_track_and_its_sound_is_measured_and_decoded(container):
+    data = film(2, 1.5, container=container)
+    assert probe(data, "video", POLICY).has_sound
+    assert not probe(film(2, 0, container=container), "video", POLICY).has_sound
+    sound = probe(data, "audio", POLICY, of_video=True)
+    assert (sound.of_video, sound.digest) == (True, probe(data, "video", POLICY).digest)
+    assert sound.num_samples == pytest.approx(1.5 * sound.sample_rate_hz, abs=3000)
+    wave = decode_audio(data, sound, sound.sample_rate_hz, sound.num_samples).waveform
+    assert np.abs(wave).max() > 0.2
+
+
+def test_the_sound_of_a_video_may_have_the_bytes_of_a_video_and_the_seconds_of_a_sound():
+    data = film(2, 1.5)
+    few = MediaPolicy(audio=AudioPolicy(max_bytes=1024))
+    with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxBytes"):
+        probe(data, "audio", few)
+    assert probe(data, "audio", few, of_video=True).num_samples
+    with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.video\.maxBytes"):
+        probe(data, "audio", MediaPolicy(video=VideoPolicy(max_bytes=1024)), of_video=True)
+    with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxDurationSeconds"):
+        probe(data, "audio", MediaPolicy(audio=AudioPolicy(max_duration_seconds=1)), of_video=True)
 
 
 def test_the_bytes_decide_what_a_medium_is():
@@ -352,3 +465,21 @@ def test_damaged_bytes_decode_or_are_refused_but_never_surprise(seed):
             data[at] = rng.integers(0, 256)
         with contextlib.suppress(BadMediaError):
             _measure_and_decode(bytes(data), modality)
+
+
+def test_an_error_keeps_nothing_of_the_decode_that_it_ended():
+    held = []
+
+    def fail():
+        pixels = np.zeros(10)
+        held.append(weakref.ref(pixels))
+        with containers.open_av(audio_bytes(), "wav"):
+            raise ValueError("the library's own words")
+
+    gc.disable()  # what refers to itself would wait for it
+    try:
+        with contextlib.suppress(BadMediaError):
+            fail()
+        assert held[0]() is None
+    finally:
+        gc.enable()

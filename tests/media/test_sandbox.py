@@ -14,12 +14,13 @@ import pytest_asyncio
 from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError, OverloadedError
-from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_workers.media import sandbox
 from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
+from tests.support.films import film
 from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
@@ -69,6 +70,18 @@ async def test_all_three_modalities_come_back_as_they_do_without_the_sandbox(poo
     heard = await pool.decode_audio(audio, info, 16000, 16000)
     np.testing.assert_array_equal(heard.waveform, decode_audio(audio, info, 16000, 16000).waveform)
     assert pool.process_ids == first  # reused
+
+
+async def test_the_sound_of_a_video_comes_back_as_it_does_without_the_sandbox(pool):
+    data = film(2, 1.5)
+    policy = MediaPolicy(audio=AudioPolicy(max_bytes=1024))
+    assert (await pool.probe(data, "video", policy)).has_sound
+    info = await pool.probe(data, "audio", policy, of_video=True)
+    assert info == probe(data, "audio", policy, of_video=True)
+    heard = await pool.decode_audio(data, info, 16000, 24000)
+    np.testing.assert_array_equal(heard.waveform, decode_audio(data, info, 16000, 24000).waveform)
+    with pytest.raises(BadMediaError, match=r"audio\.maxBytes"):
+        await pool.probe(data, "audio", policy)
 
 
 async def test_a_result_in_reused_memory_is_intact_and_stays_while_it_is_held(pool):
