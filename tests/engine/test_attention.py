@@ -10,7 +10,7 @@ from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout, LoweredPrompt
 from tests.support.engine_oracle import SMALL, llama
@@ -39,7 +39,7 @@ def test_chunk_masks_equal_those_of_transformers(window, ranges, past):
     )[0, 0]
     pool = KvPool(KvLayout(1, [1], [4], "float32"), 10, 4, torch.device("cpu"))
     nothing = torch.empty(0)
-    prompt = LoweredPrompt([0] * TOKENS, nothing, TOKENS, nothing, {}, {}, ranges)
+    prompt = LoweredPrompt([0] * TOKENS, nothing, TOKENS, {}, ranges)
     sequence = Sequence(
         "a", 0, [0] * TOKENS, TOKENS, TOKENS, SamplingParams(1), [], prompt, blocks=list(range(10))
     )

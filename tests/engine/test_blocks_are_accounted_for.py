@@ -17,32 +17,47 @@ from mmd_api.contract.errors import (
     OverloadedError,
     PreemptedError,
 )
+from mmd_api.contract.sampling import Guidance
+from mmd_workers.engine import attention
 from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.kv.leases import LeaseTable
 from tests.support.engine_oracle import TextModel, greedy, llama, make_engine, prompt_of, text_input
 
-BLOCKS, BLOCK_TOKENS = 14, 4
+BLOCKS, BLOCK_TOKENS, WINDOW, CHUNK = 14, 4, 6, 8
 LEASE_SECONDS = 5.0
 MODEL = TextModel(llama())
 MODEL.forward = lambda embeds, positions, extras: (
     embeds
 )  # whose block is whose does not depend on the arithmetic
+WINDOWED = TextModel(llama())
+WINDOWED.forward = lambda embeds, positions, extras: (attention.current().visible(WINDOW), embeds)[1]
 lengths = st.integers(1, 40)
 outputs = st.integers(1, 30)
 prompts = st.integers(0, 3)  # few different ones, so that prefixes are shared
+companions = st.sampled_from([0, 0, 1, 5, 14])  # tokens of a negative prompt; 0: there is none
+
+
+def guidance_of(length, seed):
+    return Guidance(2.0, prompt_of(40, seed)[:length]) if length else None
+
+
+def fits(length, companion, limit):
+    return sum(-(-(prompt + limit) // BLOCK_TOKENS) for prompt in (length, companion) if prompt) <= BLOCKS
 
 
 class Blocks(RuleBasedStateMachine):
     """An engine with a small pool, and beside it what a decode service keeps: a lease for every reservation."""
 
+    model = MODEL
     sequences = Bundle("sequences")
     offers = Bundle("offers")
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = make_engine(
-            MODEL, blocks=BLOCKS, block_tokens=BLOCK_TOKENS, max_sequences=5, chunk_tokens=16
+            self.model, blocks=BLOCKS, block_tokens=BLOCK_TOKENS, max_sequences=5, chunk_tokens=CHUNK
         )
+        self.engine.warm_up()  # so that it knows the window
         self.leases = LeaseTable()
         self.now = 0.0
         self.count = 0
@@ -60,45 +75,54 @@ class Blocks(RuleBasedStateMachine):
         seed=prompts,
         arrived=st.integers(0, 9),
         travels=st.booleans(),
+        companion=companions,
     )
-    def add(self, length, limit, seed, arrived, travels):
+    def add(self, length, limit, seed, arrived, travels, companion):
         name = self.name()
         item = text_input(MODEL, name, prompt_of(40, seed)[:length], limit, stop_after_prefill=travels)
-        item.arrived = float(arrived)
+        item.arrived, item.guidance = float(arrived), guidance_of(companion, seed)
         try:
             self.engine.add(item)
         except CapacityError:
-            assert length + limit > BLOCKS * BLOCK_TOKENS
+            assert not fits(length, companion, limit)
             return name
         self.wanted[name] = 1 if travels else limit
         if travels:
             self.travelling.add(name)
         return name
 
-    @rule(target=offers, length=lengths, limit=outputs, seed=prompts, arrived=st.integers(0, 9))
-    def offer(self, length, limit, seed, arrived):
+    @rule(
+        target=offers,
+        length=lengths,
+        limit=outputs,
+        seed=prompts,
+        arrived=st.integers(0, 9),
+        companion=companions,
+    )
+    def offer(self, length, limit, seed, arrived, companion):
         name, tokens, prefix = self.name(), prompt_of(40, seed)[:length], list[bytes]()
         extend_identities(prefix, tokens, [], BLOCK_TOKENS, length // BLOCK_TOKENS)
         pool = self.engine.blocks
         before, found = pool.available, pool.find(prefix)
         in_use = sum(pool._references[block] > 0 for block in found)
         try:
-            cached = self.engine.reserve(name, length, limit, prefix)
+            cached = self.engine.reserve(name, length, limit, prefix, companion)
         except CapacityError:
-            assert length + limit > BLOCKS * BLOCK_TOKENS
+            assert not fits(length, companion, limit)
         except OverloadedError:
             assert self.engine.blocks.available == before
         else:
             assert cached == len(found) * BLOCK_TOKENS
-            assert before - pool.available == -(-(length + 1) // BLOCK_TOKENS) - in_use, (
+            both = [prompt + 1 for prompt in (length, companion) if prompt]
+            assert before - pool.available == sum(-(-tokens // BLOCK_TOKENS) for tokens in both) - in_use, (
                 "the output is reserved too"
             )
             self.leases.grant(name, "prefill-0", "i1", name, (), self.now, LEASE_SECONDS)
-        return name, tokens, limit, float(arrived)
+        return name, tokens, limit, float(arrived), guidance_of(companion, seed)
 
     @rule(target=sequences, offer=consumes(offers))
     def commit(self, offer):
-        name, tokens, limit, arrived = offer
+        name, tokens, limit, arrived, guidance = offer
         length = len(tokens)
         try:
             self.leases.commit(name, self.now)
@@ -117,7 +141,8 @@ class Blocks(RuleBasedStateMachine):
                 self.engine.write_kv(name, cached - 1, [layer[:, :1] for layer in kv])
         if cached < length:
             self.engine.write_kv(name, cached, kv)
-        self.engine.attach(name, tokens, greedy(limit + 1), [7], length, [], arrived)
+        sampling = greedy(limit + 1)
+        self.engine.attach(name, tokens, sampling, [7], length, [], arrived, guidance=guidance)
         self.wanted[name] = limit
         return name
 
@@ -159,12 +184,13 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self):
         engine, pool = self.engine, self.engine.blocks
-        held = Counter(block for sequence in engine._sequences.values() for block in sequence.blocks)
+        parts = [part for sequence in engine._sequences.values() for part in sequence.parts]
+        held = Counter(block for part in parts for block in part.held_blocks)
         for name, reservation in engine._reservations.items():
-            own = reservation.blocks[reservation.shared :]
+            own = [*reservation.blocks[reservation.shared :], *reservation.companion_blocks]
             assert not held.keys() & set(own), "a reserved block belongs to somebody else"
             assert self.leases.get(name, self.now)
-            held.update(reservation.blocks)
+            held.update([*reservation.blocks, *reservation.companion_blocks])
         assert [held[block] for block in range(BLOCKS)] == pool._references
         shared = [block for block, references in held.items() if references > 1]
         assert all(block in pool._hash_of for block in shared), "only cached prefixes are shared"
@@ -174,14 +200,33 @@ class Blocks(RuleBasedStateMachine):
         assert pool._block_of == {identity: block for block, identity in pool._hash_of.items()}
         for sequence in engine._sequences.values():
             waiting = sequence in engine.scheduler.waiting
-            assert bool(sequence.blocks) != waiting
-            assert len(sequence.blocks) * BLOCK_TOKENS >= sequence.computed
+            for part in sequence.parts:
+                assert bool(part.blocks) != waiting, "both have blocks, or neither"
+                assert len(part.blocks) * BLOCK_TOKENS >= part.computed
+                self.only_blocks_within_the_window_are_held(part)
+                self.the_next_chunk_has_blocks(part, alone=len(sequence.parts) == 1)
         stats = engine.stats()
         assert stats.blocks_free == len(free) + len(cached)
-        own = Counter(block for r in engine._reservations.values() for block in r.blocks[r.shared :])
-        assert stats.blocks_reserved == own.total()
+        reserved = [[*r.blocks[r.shared :], *r.companion_blocks] for r in engine._reservations.values()]
+        assert stats.blocks_reserved == sum(map(len, reserved))
+        assert stats.running_sequences + stats.reserved_sequences <= stats.max_sequences
         assert stats.blocks_total - stats.blocks_free >= stats.blocks_reserved
         assert set(engine._sequences) == set(self.wanted)
+
+    def only_blocks_within_the_window_are_held(self, sequence):
+        window = self.engine.scheduler.window
+        if window is None or sequence.stop_after_prefill:
+            return
+        seen = max(0, sequence.computed + 1 - window) // BLOCK_TOKENS
+        assert sequence.dropped == (min(seen, len(sequence.blocks) - 1) if sequence.blocks else 0)
+
+    def the_next_chunk_has_blocks(self, sequence, *, alone):
+        if sequence.blocks and not sequence.decoding:
+            known = min(sequence.num_tokens, sequence.computed + CHUNK)
+            assert len(sequence.blocks) * BLOCK_TOKENS >= known
+            if self.engine.scheduler.window is not None and not sequence.stop_after_prefill and alone:
+                own = len(sequence.blocks) - max(sequence.dropped, sequence.shared)
+                assert own <= -(-(WINDOW - 1 + CHUNK) // BLOCK_TOKENS) + 1
 
     def teardown(self):
         """What is still open ends, and the pool is as empty as at the beginning."""
@@ -198,3 +243,13 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+class WindowedBlocks(Blocks):
+    """The same where all layers have a window."""
+
+    model = WINDOWED
+
+
+TestWindowedBlocks = WindowedBlocks.TestCase
+TestWindowedBlocks.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -14,7 +14,7 @@ from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library, modules
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.scheduler import Work
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout, LoweredPrompt
 from tests.support.engine_oracle import (
@@ -66,6 +66,35 @@ def test_kernels_that_an_image_has_built_need_no_compiler(tmp_path, monkeypatch)
     torch.testing.assert_close(product, functional.linear(x, weight), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_a_mask_leaves_what_its_bits_allow_and_other_rows(variant, vocab, share):
+    generator = torch.Generator().manual_seed(vocab)
+    words = -(-vocab // 32) + 1  # of a tokenizer with more tokens than the model
+    allowed = torch.rand(3, 32 * words, generator=generator) < share
+    bits = (allowed.view(3, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8)
+    logits = torch.randn(5, vocab, generator=generator)
+    expected = logits.clone()
+    expected[[4, 0, 2]] = expected[[4, 0, 2]].masked_fill(~allowed[:, :vocab], -torch.inf)
+    variant.mask(logits, [4, 0, 2], bits)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(("rows", "width"), [([0], 6), ([0], 4), ([2], 8), ([-1], 8), ([0, 1], 8)])
+def test_a_mask_that_does_not_fit_the_logits_is_refused(kernels, rows, width):
+    with pytest.raises(ValueError, match="cannot mask rows"):
+        kernels.mask(torch.zeros(2, 40), rows, torch.zeros(1, width, dtype=torch.uint8))
+
+
+def test_a_mask_that_is_no_row_of_bytes_is_refused(kernels):
+    bits = torch.zeros(8, 2, dtype=torch.uint8)
+    for wrong in (bits.t()[:1], bits.t(), torch.zeros(1, 8, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="cannot mask rows"):
+            kernels.mask(torch.zeros(2, 40), [0] * len(wrong), wrong)
+    with pytest.raises(ValueError, match="cannot mask rows"):
+        kernels.mask(torch.zeros(40, 2).t(), [0], torch.zeros(1, 8, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 131])
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (50, 33), (1, 1), (129, 300)])
 def test_a_packed_linear_layer_equals_the_plain_one(variant, rows, n, k):
@@ -77,26 +106,57 @@ def test_a_packed_linear_layer_equals_the_plain_one(variant, rows, n, k):
     torch.testing.assert_close(packed(x[:, ::2]), plain(x[:, ::2]).detach(), rtol=1e-4, atol=1e-5)
 
 
-def random_pool(kv_heads, dim, generator):
-    pool = KvPool(KvLayout(1, [kv_heads], [dim], "float32"), 80, 5, CPU)
-    for tensor in (pool.keys[0], pool.values[0]):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(3, 65), torch.zeros(3, 63), torch.zeros(3, 64, dtype=torch.float16)],
+    ids=["wider", "narrower", "half"],
+)
+def test_a_packed_linear_layer_refuses_another_width_or_dtype(variant, x):
+    packed = modules.PackedLinear(torch.nn.Linear(64, 8), variant)
+    with pytest.raises(ValueError, match="64 float32 columns"):
+        packed(x)
+
+
+def test_a_linear_layer_that_the_kernels_do_not_reproduce_keeps_its_own_code(variant, monkeypatch):
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    monkeypatch.setattr(type(variant), "linear", lambda self, x, packed, n, bias: torch.zeros(len(x), n))
+    assert modules.pack_linears(layers, variant) == 0
+    assert type(layers[0]) is torch.nn.Linear
+
+
+def test_what_is_not_packed_leaves_the_memory_it_was_loaded_into(variant):
+    layers = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 8))
+    assert modules.pack_linears(layers, variant) == 1
+    # kept, or their addresses would be used again
+    loaded = [tensor.detach() for tensor in (*layers.parameters(), layers[1].bias)]
+    packed = layers[1].packed.data_ptr()
+    modules.own_memory(layers)
+    before = {tensor.data_ptr() for tensor in loaded}
+    assert before.isdisjoint(tensor.data_ptr() for tensor in (*layers.parameters(), layers[1].bias))
+    assert layers[1].packed.data_ptr() == packed
+
+
+def random_pool(kv_heads, dim, generator, kv_dtype="Model"):
+    pool = KvPool(KvLayout(1, [kv_heads], [dim], "float32").packed_as(kv_dtype), 80, 5, CPU)
+    keys, values = torch.randn(2, 400, kv_heads, dim, generator=generator)
+    pool.put(0, torch.arange(400), keys, values)
     return pool
 
 
+@pytest.mark.parametrize("kv_dtype", library.FORMATS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 6, 90])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 48), (8, 8, 64), (20, 1, 80)])
-def test_attention_over_pages_equals_pytorch(variant, heads, kv_heads, dim, window, softcap):
+def test_attention_over_pages_equals_pytorch(variant, heads, kv_heads, dim, window, softcap, kv_dtype):
     """Rows alone and chunks, at the start and later, over several tiles, with ranges that are bidirectional inside."""
     generator = torch.Generator().manual_seed(1)
-    pool = random_pool(kv_heads, dim, generator)
+    pool = random_pool(kv_heads, dim, generator, kv_dtype)
     free = torch.randperm(80, generator=generator).tolist()
     work = []
     for start, length in ((0, 1), (4, 5), (17, 18), (46, 47), (0, 7), (9, 11), (0, 70), (65, 132)):
         blocks = [free.pop() for _ in range(-(-length // 5))]
         ranges = [(1, 4), (20, 40), (100, 110)] if length - start > 1 else []
-        prompt = LoweredPrompt([], torch.empty(0), 0, torch.empty(0), {}, {}, ranges)
+        prompt = LoweredPrompt([], torch.empty(0), 0, {}, ranges)
         sequence = Sequence("a", 0, [0] * length, 0, 0, SamplingParams(1), [], prompt, blocks=blocks)
         work.append(Work(sequence, start, length))
     batch = Batch(pool, work)
@@ -110,10 +170,11 @@ def test_attention_over_pages_equals_pytorch(variant, heads, kv_heads, dim, wind
     )
 
 
-def test_attention_reads_nothing_that_a_sequence_does_not_own(kernels):
+@pytest.mark.parametrize("kv_dtype", library.FORMATS)
+def test_attention_reads_nothing_that_a_sequence_does_not_own(kernels, kv_dtype):
     """What else is in its blocks may be the NaN of another request."""
     generator = torch.Generator().manual_seed(2)
-    pool = random_pool(2, 32, generator)
+    pool = random_pool(2, 32, generator, kv_dtype)
     work = []
     for number, (start, length) in enumerate(((12, 13), (3, 22))):
         blocks = list(range(10 * number, 10 * number + 6))
@@ -130,7 +191,8 @@ def test_attention_reads_nothing_that_a_sequence_does_not_own(kernels):
     expected = kernel(*arguments)
     for number, item in enumerate(work):
         for tensor in (pool.keys[0], pool.values[0]):
-            tensor[10 * number : 10 * number + 10].flatten(0, 1)[item.end :] = float("nan")
+            others = tensor[10 * number : 10 * number + 10].flatten(0, 1)[item.end :]
+            others.fill_(float("nan")) if kv_dtype == "Model" else others.fill_(0xFF)
     assert torch.equal(kernel(*arguments), expected)
 
 

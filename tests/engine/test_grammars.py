@@ -299,6 +299,40 @@ def test_a_constraint_that_has_failed_says_so_without_a_new_token():
         constraint.advance([])
 
 
+def test_masks_are_computed_once_the_model_runs_and_before_anything_waits_for_it(monkeypatch):
+    order = []
+
+    class Hidden(torch.Tensor):
+        """What the model computes: on an accelerator, whoever uses it waits, or queues work behind it."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                if function != torch.Tensor.device.__get__:
+                    order.append("use")
+                    args = torch.utils._pytree.tree_map_only(cls, lambda t: t.as_subclass(torch.Tensor), args)
+                return function(*args, **(kwargs or {}))
+
+    def noted(name, function, result=lambda made: made):
+        def call(*args, **more):
+            order.append(name)
+            return result(function(*args, **more))
+
+        return call
+
+    engine = make_engine(model())
+    forward = noted("launch", engine.model.forward, lambda made: made.as_subclass(Hidden))
+    monkeypatch.setattr(engine.model, "forward", forward)
+    monkeypatch.setattr(Masks, "of", noted("masks", Masks.of))
+    engine.add(constrained("a", GRAMMARS["schema"], prompt_of(20, 1)))
+    engine.add(constrained("b", None, prompt_of(30, 2)))
+    run(engine)
+    steps = " ".join(order).split("launch ")[1:]
+    masked = [step for step in steps if "masks" in step]
+    assert len(masked) > 5
+    assert all(step.startswith("masks use") for step in masked)
+
+
 def test_masks_leave_the_rows_of_others_and_forbid_what_is_not_in_the_tokenizer():
     logits = torch.zeros(3, MODEL_VOCAB)
     two = {0: grammars().begin(GRAMMARS["choice"]), 2: grammars().begin(GRAMMARS["regex"])}
@@ -307,6 +341,20 @@ def test_masks_leave_the_rows_of_others_and_forbid_what_is_not_in_the_tokenizer(
     assert not torch.isfinite(logits[[0, 2], 543:]).any()
     first = {text_of([token])[0] for token in torch.isfinite(logits[0]).nonzero().flatten().tolist()}
     assert first == {"y", "n", "m"}
+
+
+@pytest.mark.parametrize("vocab", [2048, 2043])
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.5, 0.998, 1.0])
+def test_exactly_what_a_mask_allows_is_left_however_much_that_is(share: float, vocab: int):
+    draw = torch.Generator().manual_seed(1)
+    wanted = torch.rand(3, 2048, generator=draw) < share
+    packed = (wanted.view(3, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8)
+    logits = torch.randn(4, vocab, generator=draw)
+    expected = logits.clone()
+    expected[[0, 1, 3]] = expected[[0, 1, 3]].masked_fill(~wanted[:, :vocab], -torch.inf)
+    for masked in (logits.clone(), logits.to(torch.bfloat16), logits.t().contiguous().t()):
+        Masks([0, 1, 3], packed).apply(masked)
+        assert torch.equal(masked, expected.to(masked.dtype))
 
 
 def test_a_row_that_is_not_finite_is_found_below_a_mask():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from examples import random_model
+from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from tests.support.engine_oracle import Outcome, make_engine, run
 
@@ -17,7 +18,16 @@ NEW_TOKENS = 12
 pytestmark = pytest.mark.models
 
 # plain, 3-row positions, deepstack, all modalities, bidirectional images with and without sliding layers, sound
-ARCHITECTURES = ["llava", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "gemma3", "paligemma", "voxtral"]
+ARCHITECTURES = [
+    "llava",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "gemma3",
+    "paligemma",
+    "voxtral",
+]
 
 LONG = "tell me which of these is the larger one, and what else you see there"
 
@@ -52,6 +62,14 @@ def requests(arch):
             "tell",
         ]
         cases.append(everything)
+        films = [
+            *zoo.video_with_sound(56, 84, 30, 6.0, 81000, 7),
+            "and",
+            zoo.image(30, 90, 6),
+            *zoo.video_with_sound(60, 56, 18, 6.0, 81000, 9),
+            "what moves and sounds",
+        ]
+        cases.append(films)
     return cases
 
 
@@ -78,7 +96,7 @@ def sequence_input(arch, number, **more):
     layout, media, _, _ = answered(arch)[number]
     language = served(arch).language
     spans = [
-        (start, length, medium.info.digest)
+        (start, length, f"{laid.modality} {medium.info.digest}")
         for medium, laid in zip(media, layout.media, strict=True)
         for start, length in laid.ranges
     ]
@@ -94,10 +112,12 @@ def answers(arch):
     return {str(number): item[3] for number, item in enumerate(answered(arch))}
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 4096])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "step_seconds"), [(16, None), (4096, None), (16, 1e-6), (64, 1e-6), (512, 0.005)]
+)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_tokens):
-    engine = engine_of(arch, chunk_tokens=chunk_tokens)
+def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_tokens, step_seconds):
+    engine = engine_of(arch, chunk_tokens=chunk_tokens, step_seconds=step_seconds)
     outcome, late = Outcome(), []
     for number, (_, _, features, _) in enumerate(answered(arch)):
         engine.add(sequence_input(arch, number))
@@ -129,10 +149,12 @@ def test_the_second_time_the_prefix_is_cached_and_media_in_it_need_no_feature(ar
     assert sum(step.prefill_tokens for step in outcome.steps) < total / 2
 
 
+@pytest.mark.parametrize("step_seconds", [None, 1e-6])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_prefill_here_decode_there_with_other_block_sizes(arch):
+def test_prefill_here_decode_there_with_other_block_sizes(arch, step_seconds):
     language = served(arch).language
-    prefill, decode = engine_of(arch, chunk_tokens=24), make_engine(language, blocks=400, block_tokens=6)
+    prefill = engine_of(arch, chunk_tokens=24, step_seconds=step_seconds)
+    decode = make_engine(language, blocks=400, block_tokens=6)
     outcome, inputs = Outcome(), {}
     for number, (layout, _, features, _) in enumerate(answered(arch)):
         name = str(number)
@@ -188,3 +210,76 @@ def test_a_feature_of_another_size_is_refused():
     short = Feature("image", {"embeddings": torch.zeros(3, feature.tensors["embeddings"].shape[1])})
     with pytest.raises(CountMismatchError):
         engine.fill("1", 0, short)
+
+
+GUIDED = ["llava", "gemma3", "qwen3_vl"]
+ONE_AXIS = GUIDED[:2]  # of rotary positions
+
+
+def guidances(arch, number):
+    """One with the prompt's last token, and one with a text."""
+    layout = answered(arch)[number][0]
+    negative = served(arch).frontend.layout(zoo.conversation("what else is there to say"), []).token_ids
+    return [Guidance(1.5, layout.token_ids[-1:]), Guidance(4.0, negative)]
+
+
+@functools.cache
+def guided_answers(arch):
+    """For each request, those to its guidances."""
+    found, s = [], served(arch)
+    for number, parts in enumerate(requests(arch)):
+        layout, media, _, _ = answered(arch)[number]
+        inputs = zoo.hf_inputs(s, zoo.conversation(*parts), media, layout)
+        for guidance in guidances(arch, number):
+            ids = torch.tensor([guidance.token_ids], device=s.model.device)
+            more = {"guidance_scale": guidance.scale, "negative_prompt_ids": ids}
+            if arch not in ONE_AXIS:
+                more = zoo.guidance(s, guidance.scale, guidance.token_ids)
+            found.append(zoo.generate(s, inputs, NEW_TOKENS, **more))
+    return found
+
+
+@pytest.mark.parametrize(("chunk_tokens", "preempts"), [(7, False), (64, False), (4096, True)])
+@pytest.mark.parametrize("arch", GUIDED)
+def test_guided_answers_about_media_are_those_of_generate(arch, chunk_tokens, preempts):
+    """In one engine, and handed over to another one."""
+    each = [
+        (number, guidance) for number in range(len(answered(arch))) for guidance in guidances(arch, number)
+    ]
+    lengths = [len(ids) for n, g in each for ids in (answered(arch)[n][0].token_ids, g.token_ids)]
+    spare = len(lengths) * (1 if preempts else 4)  # blocks: answers need about three each
+    language = served(arch).language
+    alone = make_engine(
+        language,
+        blocks=sum(-(-length // 4) for length in lengths) + spare,
+        block_tokens=4,
+        chunk_tokens=chunk_tokens,
+        max_sequences=len(lengths),
+        prefix_cache=not preempts,
+    )
+    prefill = make_engine(language, blocks=400, block_tokens=8, chunk_tokens=chunk_tokens)
+    decode = make_engine(language, blocks=900, block_tokens=6, max_sequences=40, chunk_tokens=16)
+    here, there = Outcome(), Outcome()
+    for name, (number, guidance) in enumerate(each):
+        layout, _, features, _ = answered(arch)[number]
+        for engine in (alone, prefill):
+            item = sequence_input(arch, number, stop_after_prefill=engine is prefill, guidance=guidance)
+            item.sequence_id = str(name)
+            engine.add(item)
+            for medium, feature in enumerate(features):
+                engine.fill(str(name), medium, feature)
+        there = run(prefill, there)
+        decode.reserve(str(name), len(layout.token_ids), NEW_TOKENS, (), len(guidance.token_ids))
+        decode.write_kv(str(name), 0, prefill.read_kv(str(name), 0, len(layout.token_ids)))
+        decode.attach(
+            *(str(name), layout.token_ids, item.sampling, there.tokens[str(name)], item.prompt.next_position),
+            item.media_spans,
+            guidance=guidance,
+        )
+        prefill.abort(str(name))
+    expected = {str(name): tokens for name, tokens in enumerate(guided_answers(arch))}
+    assert run(alone, here).tokens == expected
+    assert run(decode, there).tokens == expected
+    assert bool(alone.stats().preemptions) == preempts
+    for engine in (alone, prefill, decode):
+        assert engine.stats().blocks_free == engine.stats().blocks_total

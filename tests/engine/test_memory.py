@@ -15,9 +15,9 @@ from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
 from mmd_workers.engine.logit_rules import rule_state
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel, gpu_kernel
 from mmd_workers.engine.sampler import Draw, compute
-from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.prompt import KvLayout

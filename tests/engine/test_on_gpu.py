@@ -10,8 +10,8 @@ from mmd_workers.engine.attention import torch_kernel
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.profile import activation_bytes
-from mmd_workers.engine.scheduler import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout
 from tests.support.devices import DEVICE, needs_gpu
@@ -82,6 +82,23 @@ def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name):
         wrong_by = (rounded - logits).abs().max()
         assert wrong_by < 0.5 * logits.std(), "a bound that any token meets"
         assert (logits.amax(-1) - chosen).max() <= 2 * wrong_by
+
+
+@pytest.mark.parametrize(("spans", "bounded"), [([(0, 899, "cat")], True), ([], False)])
+def test_a_bounded_step_that_samples_nothing_ends_when_its_kernels_have_run(spans, bounded):
+    """Those that come next would wait for them. Others do not end with them, and what they took is nobody's measure."""
+    model = TextModel(llama().to(DEVICE))
+    engine = make_engine(model, blocks=200, chunk_tokens=64, prefix_cache=False, step_seconds=60.0)
+    engine.add(text_input(model, "came", prompt_of(5, 1), 2))
+    engine.abort("came")
+    engine.add(text_input(model, "long", prompt_of(900, 1), 2, media_spans=spans))
+    for _ in range(10):
+        torch.cuda._sleep(20_000_000)  # cycles on the stream: about 10 ms before the step's kernels
+        step = engine.step()
+        assert not step.tokens
+        assert step.timed is bounded
+        if bounded:
+            assert torch.cuda.current_stream(DEVICE).query()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

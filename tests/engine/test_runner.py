@@ -174,8 +174,8 @@ async def test_a_failed_engine_reports_it_and_rejects_further_commands():
         await runner.call(lambda e: e.stats())
 
 
-async def test_a_stuck_step_stops_the_progress_that_liveness_looks_at(started):
-    runner, model, _ = started
+async def stuck_in_a_step(runner, model):
+    """Begin a step that lasts until the event that this returns is set."""
     entered, leave = threading.Event(), threading.Event()
     forward = model.forward
 
@@ -187,6 +187,12 @@ async def test_a_stuck_step_stops_the_progress_that_liveness_looks_at(started):
     model.forward = stuck
     await runner.call(lambda e: e.add(text_input(model, "a", prompt_of(5, 1), 1)))
     assert await asyncio.to_thread(entered.wait, 10)
+    return leave
+
+
+async def test_a_stuck_step_stops_the_progress_that_liveness_looks_at(started):
+    runner, model, _ = started
+    leave = await stuck_in_a_step(runner, model)
     before = runner.last_progress
     assert not await runner.stop(0.05)
     assert runner.last_progress == before
@@ -194,6 +200,45 @@ async def test_a_stuck_step_stops_the_progress_that_liveness_looks_at(started):
     assert await runner.stop(10)
     assert runner.last_progress > before
     assert time.monotonic() >= runner.last_progress
+
+
+async def test_a_look_at_the_engine_waits_for_no_step(started):
+    runner, model, _ = started
+    leave = await stuck_in_a_step(runner, model)
+    try:
+        async with asyncio.timeout(10):
+            assert await runner.look(lambda engine: engine.has_work())
+    finally:
+        leave.set()
+
+
+@pytest.mark.parametrize("change", [RuntimeError, StopIteration])
+async def test_a_look_that_meets_a_change_is_taken_again_between_two_steps(started, change):
+    runner, _, _ = started
+    threads = []
+
+    def changing(_engine):
+        threads.append(threading.current_thread())
+        if len(threads) == 1:
+            raise change
+        return "seen"
+
+    assert await runner.look(changing) == "seen"
+    assert [thread is runner._thread for thread in threads] == [False, True]
+
+
+async def test_looks_run_one_after_the_other(started):
+    runner, _, _ = started
+    threads = await asyncio.gather(*(runner.look(lambda _: threading.current_thread()) for _ in range(20)))
+    assert len(set(threads)) == 1
+    assert threads[0] is not runner._thread
+
+
+async def test_a_look_at_an_engine_that_has_stopped_says_so(started):
+    runner, _, _ = started
+    assert await runner.stop(10)
+    with pytest.raises(EngineDeadError):
+        await runner.look(lambda engine: engine.has_work())
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 500])

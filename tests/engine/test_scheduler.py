@@ -1,46 +1,12 @@
 """What the scheduler chooses, as tables: budgets, order, missing features, atomic ranges, admission and preemption."""
 
 import pytest
-import torch
 
-from mmd_workers.engine.blocks import BlockPool, block_hash
+from mmd_workers.engine.blocks import block_hash
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED, Scheduler
+from mmd_workers.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED
 from mmd_workers.engine.sequence import Sequence, SequenceState
-from mmd_workers.model.prompt import LoweredPrompt
-
-NOTHING = torch.empty(0)
-
-
-class Bench:
-    def __init__(self, blocks=100, block_tokens=4, **settings):
-        self.pool = BlockPool(blocks, block_tokens)
-        defaults = {"max_sequences": 8, "chunk_tokens": 16, "prefix_cache": False}
-        self.scheduler = Scheduler(self.pool, **{**defaults, **settings})
-        self.arrivals = 0
-
-    def add(self, name, tokens, missing=None, atomic=(), spans=()):
-        self.arrivals += 1
-        ids = list(range(tokens)) if isinstance(tokens, int) else tokens
-        prompt = LoweredPrompt(ids, NOTHING, len(ids), NOTHING, {}, dict(missing or {}), list(atomic))
-        sequence = Sequence(
-            name, self.arrivals, list(ids), len(ids), len(ids), SamplingParams(99), list(spans), prompt
-        )
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self, reserved=0):
-        """One step as the engine would run it: {name: (start, end)}."""
-        schedule = self.scheduler.schedule(reserved)
-        done = {}
-        for work in schedule.decodes + schedule.prefills:
-            done[work.sequence.sequence_id] = (work.start, work.end)
-            samples = work.samples
-            self.scheduler.finish_chunk(work)
-            if samples:
-                work.sequence.token_ids.append(7)
-                work.sequence.num_outputs += 1
-        return done
+from tests.support.scheduler_bench import Bench
 
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
@@ -96,6 +62,16 @@ def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
         if long.remaining <= 1:
             break
     assert number < 60
+
+
+def test_a_step_of_waiting_counts_as_a_token_where_chunks_have_fewer_than_eight():
+    bench = Bench(max_sequences=30, chunk_tokens=4)
+    bench.add("long", 10)
+    steps = []
+    while "long" not in steps[-1:]:
+        bench.add(f"s{len(steps)}", 4)
+        steps += [name for name, (start, end) in bench.step().items() if end - start > 1]
+    assert len(steps) == 7
 
 
 def test_prefill_stops_before_the_first_missing_feature_and_continues_when_it_arrives():
@@ -230,11 +206,12 @@ def test_one_step_looks_past_a_bounded_number_of_sequences_that_do_not_fit(large
 
 def test_hits_and_misses_of_the_prefix_cache_are_counted_in_tokens():
     bench = Bench(prefix_cache=True)
-    bench.add("first", 10)
+    bench.add("first", 9)
     bench.step()
-    bench.add("same", 10)
+    same = bench.add("same", 9)
     bench.step()
-    assert (bench.scheduler.prefix_hit_tokens, bench.scheduler.prefix_miss_tokens) == (8, 12)
+    assert len(same.blocks) == 3
+    assert (bench.scheduler.prefix_hit_tokens, bench.scheduler.prefix_miss_tokens) == (8, 10)
     assert bench.scheduler.admitted == {"first": 0, "same": 8}
 
 
@@ -346,6 +323,7 @@ def test_an_attached_sequence_that_is_the_newest_is_preempted_and_leaves():
         bench.step()
     assert bench.scheduler.preempted == [old]
     assert (old.blocks, old.num_tokens, old.state) == ([], 9, SequenceState.HELD)
+    assert old.computed == old.registered == 0
     assert bench.scheduler.running == [older]
     assert set(bench.step()) == {"older"}
 

@@ -25,6 +25,31 @@ CASES: dict[str, tuple[set[str], Case]] = {
         lambda: [zoo.image(80, 60, 6), "then", zoo.video(56, 56, 8, 4.0, 7), "tell"],
     ),
     "two sounds": ({"audio"}, lambda: [zoo.audio(9600, 8), "then", zoo.audio(32000, 9), "tell me both"]),
+    "video with sound": (
+        {"video", "audio"},
+        lambda: [*zoo.video_with_sound(64, 80, 12, 6.0, 30001, 2), "tell me what moves and sounds"],
+    ),
+    "video with a shorter sound": (
+        {"video", "audio"},
+        lambda: [*zoo.video_with_sound(84, 56, 12, 6.0, 4801, 3), "go"],
+    ),
+    "video with sound, another rate": (
+        {"video", "audio"},
+        lambda: [*zoo.video_with_sound(56, 84, 51, 3.7, 200_000, 5), "tell me what moves and sounds"],
+    ),
+    "everything, videos with sound": (
+        {"image", "video", "audio"},
+        lambda: [
+            zoo.image(80, 60, 6),
+            "x",
+            *zoo.video_with_sound(56, 84, 30, 6.0, 81000, 7),
+            zoo.audio(81000, 8),
+            "y",
+            zoo.image(30, 90, 6),
+            *zoo.video_with_sound(60, 56, 18, 6.0, 81000, 9),
+            "tell me all",
+        ],
+    ),
     "everything": (
         {"image", "video", "audio"},
         lambda: [

@@ -335,3 +335,9 @@ def test_a_split_that_answers_otherwise_is_found(
     assert run.exit_code == 1, run.output
     assert _verdicts(run) == {"text": "agrees", "image": "differs", "two images": "differs"}
     assert "the logits differ by" in run.output
+
+
+def test_an_omni_model_is_checked_with_a_video_and_its_sound(checkpoint: Checkpoint) -> None:
+    run = _check(checkpoint("qwen2_5_omni"))
+    assert run.exit_code == 0, run.output
+    assert _verdicts(run)["video with its sound"] == "agrees"

@@ -42,7 +42,9 @@ def test_a_mixed_batch_equals_generate(arch: str, checkpoint: Callable[[str], Pa
             max_tokens=zoo.NEW_TOKENS, ignore_eos=True, suppress_token_ids=language.suppress_token_ids
         )
         spans = [
-            (s, n, m.info.digest) for m, laid in zip(media, layout.media, strict=True) for s, n in laid.ranges
+            (s, n, f"{laid.modality} {m.info.digest}")
+            for m, laid in zip(media, layout.media, strict=True)
+            for s, n in laid.ranges
         ]
         inputs.append(SequenceInput(name, zoo.lowered(served, layout, media), sampling, spans))
     for chunk_tokens in CHUNKS:

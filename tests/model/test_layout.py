@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -269,3 +270,69 @@ def test_a_medium_of_the_same_facts_is_processed_once(
     for _ in range(2):
         frontend.layout(zoo.conversation(picture), [picture.info])
     assert len(calls) == 1
+
+
+OMNI = pytest.mark.parametrize("arch", ["qwen2_5_omni", "qwen3_omni_moe"])
+
+
+@OMNI
+def test_a_silent_video_beside_one_with_sound_has_the_positions_of_its_own(
+    arch: str, checkpoint: Checkpoint
+) -> None:
+    """transformers takes all videos of a prompt to have sound, or none; each is as it would be without the other."""
+    served = zoo.serve(checkpoint(arch))
+    silent, sounding = zoo.video(56, 56, 12, 6.0, 1), zoo.video_with_sound(60, 56, 18, 6.0, 45001, 2)
+
+    def positions(*parts: str | zoo.Medium) -> tuple[Any, list[Any]]:
+        media = [part for part in parts if isinstance(part, zoo.Medium)]
+        layout = served.frontend.layout(zoo.conversation(*parts), [m.info for m in media])
+        return served.language.lower(layout.token_ids, layout.media).positions, layout.media
+
+    def shape_of(found: Any, laid: Any) -> Any:
+        at = [place for start, count in laid.ranges for place in range(start, start + count)]
+        return found[:, at] - found[:, at[0]].min()
+
+    both, (first, second, sound) = positions(silent, "and", *sounding, "go")
+    other, (second_first, sound_first, silent_last) = positions(*sounding, "and", silent, "go")
+    alone, (silent_alone,) = positions(silent, "go")
+    whole, (second_alone, sound_alone) = positions(*sounding, "go")
+    for found, laid, expected, own in (
+        (both, first, alone, silent_alone),
+        (other, silent_last, alone, silent_alone),
+        (both, second, whole, second_alone),
+        (both, sound, whole, sound_alone),
+        (other, second_first, whole, second_alone),
+        (other, sound_first, whole, sound_alone),
+    ):
+        assert torch.equal(shape_of(found, laid), shape_of(expected, own))
+    until = silent_alone.ranges[-1][0] + silent_alone.num_tokens + 1
+    assert torch.equal(both[:, :until], alone[:, :until])
+    assert torch.equal(both[:, until], both[:, until - 1] + 1)
+    until = sum(sound_alone.ranges[-1]) + 2
+    assert torch.equal(other[:, :until], whole[:, :until])
+    assert torch.equal(other[:, until], other[:, until - 1] + 1)
+    assert int(both[:, -1].max()) > int(whole[:, -1].max())
+
+
+@OMNI
+def test_the_sound_of_a_video_is_between_its_frames_and_counts_as_a_sound(
+    arch: str, checkpoint: Checkpoint
+) -> None:
+    frontend = zoo.serve(checkpoint(arch)).frontend
+    film, sound = zoo.video_with_sound(56, 56, 36, 6.0, 96000, 2)
+    apart = frontend.layout(zoo.conversation(film, sound), [film.info, replace(sound.info, of_video=False)])
+    laid = frontend.layout(zoo.conversation(film, sound), [film.info, sound.info])
+    for one, other in zip(laid.media, apart.media, strict=True):
+        assert len(one.ranges) > 2
+        assert (one.num_tokens, one.work, one.host_bytes) == (other.num_tokens, other.work, other.host_bytes)
+        assert one.geometry == other.geometry
+    assert frontend.takes_sound_of_videos
+
+
+def test_only_the_omni_models_take_the_sound_of_videos(checkpoint: Checkpoint) -> None:
+    takes = {arch for arch in ("qwen2_5_vl", "qwen2_audio") if _takes_sound(checkpoint(arch))}
+    assert takes == set()
+
+
+def _takes_sound(folder: Path) -> bool:
+    return load_frontend(ModelSpec(id=str(folder)), MediaPolicy()).takes_sound_of_videos

@@ -29,12 +29,11 @@ def test_greedy_tokens_of_the_split_model_equal_generate(
     assert layout.token_ids == inputs["input_ids"][0].tolist()
 
     expected = zoo.generate(served, inputs)
-    assert zoo.greedy(served, zoo.lowered(served, layout, media)) == expected
+    prompt = zoo.lowered(served, layout, media)
+    assert zoo.greedy(served, prompt) == expected
     assert len(set(expected)) > 2, "a model that repeats itself proves nothing"
 
     carried = expected[:5]  # a sequence that moved here after five tokens
     resumed = zoo.lowered(served, layout, media, carried)
     assert carried + zoo.greedy(served, resumed, zoo.NEW_TOKENS - 5) == expected
-    assert torch.equal(
-        resumed.positions[:, : len(layout.token_ids)], zoo.lowered(served, layout, media).positions
-    )
+    assert torch.equal(resumed.positions[:, : len(layout.token_ids)], prompt.positions)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,19 @@ from mmd_api.contract.errors import BadLogitsError, CountMismatchError, Unsuppor
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.device import run_isolating
+from mmd_workers.engine.cpu import library
 from mmd_workers.model import source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.language import load_language_model
-from mmd_workers.model.prompt import Feature
+from mmd_workers.model.prompt import Feature, LoweredPrompt
 from mmd_workers.model.roles import Absent
 from tests.support import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 
 Checkpoint = Callable[[str], Path]
+FEATURE_LAYER_MODELS = ("llava", "llava_next", "video_llava")
 MULTIMODAL = [arch for arch, takes in zoo.MODALITIES.items() if takes]
 
 
@@ -34,7 +38,9 @@ MULTIMODAL = [arch for arch, takes in zoo.MODALITIES.items() if takes]
 def test_the_roles_bytes_add_up_to_the_full_model(arch: str, checkpoint: Checkpoint) -> None:
     served = zoo.serve(checkpoint(arch))
     assert served.encoder is not None
-    whole = sum(p.numel() * p.element_size() for p in served.model.parameters())
+    unread = _unread_layers(served.model) if arch in FEATURE_LAYER_MODELS else []
+    left = {p for layer in unread for p in layer.parameters()}
+    whole = sum(p.numel() * p.element_size() for p in served.model.parameters() if p not in left)
     assert served.encoder.loaded_bytes + served.language.loaded_bytes == whole
     assert min(served.encoder.loaded_bytes, served.language.loaded_bytes) > 0
 
@@ -66,6 +72,25 @@ def test_a_role_reads_only_its_own_bytes_of_a_shard(checkpoint: Checkpoint, tmp_
     after = load_language_model(ModelSpec(id=str(folder)), zoo.CPU)
     same = zip(before.model.parameters(), after.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
+
+
+@pytest.mark.parametrize("arch", FEATURE_LAYER_MODELS)
+def test_layers_behind_the_one_that_features_are_made_of_are_not_loaded(
+    arch: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    served = zoo.serve(checkpoint(arch))
+    assert served.encoder is not None
+    assert _unread_layers(served.model)
+    for layer in _unread_layers(served.encoder.model):
+        assert not list(layer.parameters())
+    for index in (1, -1):  # the hidden states behind the first of two layers, and behind the last
+        folder = _copy(checkpoint(arch), tmp_path / str(index))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"vision_feature_layer": index}))
+        held = load_encoder(ModelSpec(id=str(folder)), zoo.CPU).model
+        for first, last in _layers(held):
+            assert list(first.parameters())
+            assert bool(list(last.parameters())) == (index == -1)
 
 
 def test_a_role_loads_from_shards_as_from_one_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -150,29 +175,12 @@ def test_the_engines_attention_replaces_every_layers(arch: str, checkpoint: Chec
 
 
 @pytest.mark.parametrize("arch", MULTIMODAL)
-def test_a_batch_of_media_gives_what_each_gives_alone(arch: str, checkpoint: Checkpoint) -> None:
-    served = zoo.serve(checkpoint(arch))
-    assert served.encoder is not None
-    makers = {"image": lambda s: zoo.image(70, 50, s), "video": lambda s: zoo.video(60, 40, 6, 3.0, s)}
-    makers["audio"] = lambda s: zoo.audio(12000, s)
-    for modality in zoo.MODALITIES[arch]:
-        batch = []
-        for seed in range(3):
-            medium = makers[modality](seed)
-            (laid,) = served.frontend.layout(zoo.conversation(medium, "tell"), [medium.info]).media
-            batch.append(
-                served.encoder.process(zoo.decoded(medium, laid.sampling.frame_indices, 12000), laid)
-            )
-        together = served.encoder.encode(batch)
-        headers = served.encoder.feature_headers(modality, laid.num_tokens)
-        for one, feature in zip(batch, together, strict=True):
-            (alone,) = served.encoder.encode([one])
-            assert {n: (str(t.dtype)[6:], list(t.shape)) for n, t in feature.tensors.items()} == headers
-            for name, tensor in feature.tensors.items():
-                assert tensor.is_contiguous()
-                assert not tensor.requires_grad
-                torch.testing.assert_close(tensor, alone.tensors[name], rtol=1e-3, atol=1e-3)
-        assert not torch.equal(together[0].tensors["embeddings"], together[1].tensors["embeddings"])
+def test_linear_layers_of_towers_have_packed_weights_on_a_cpu(arch: str, checkpoint: Checkpoint) -> None:
+    assert library.load() is not None
+    loaded = load_encoder(ModelSpec.model_validate({"id": str(checkpoint(arch))}), torch.device("cpu"))
+    kinds = Counter(type(module).__name__ for module in loaded.model.modules())
+    assert kinds["PackedLinear"] >= 4
+    assert not kinds["Linear"]
 
 
 def test_an_encoder_computes_float32_without_tf32(
@@ -182,17 +190,6 @@ def test_an_encoder_computes_float32_without_tf32(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # PyTorch's default
     load_encoder(ModelSpec(id=str(checkpoint("llava")), dtype="Float32"), zoo.CPU)
     assert not torch.backends.cudnn.allow_tf32
-
-
-def test_media_of_different_shapes_are_not_batched(checkpoint: Checkpoint) -> None:
-    served = zoo.serve(checkpoint("qwen2_5_vl"))
-    assert served.encoder is not None
-    batch = []
-    for medium in (zoo.image(56, 56), zoo.image(112, 56)):
-        (laid,) = served.frontend.layout(zoo.conversation(medium), [medium.info]).media
-        batch.append(served.encoder.process(zoo.decoded(medium, [], 0), laid))
-    with pytest.raises(ValueError, match="shape_key"):
-        served.encoder.encode(batch)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -231,8 +228,29 @@ def test_prefill_may_go_up_to_the_first_missing_feature(checkpoint: Checkpoint) 
     served.language.fill(prompt, 0, features[0])
     assert prompt.filled_until == len(layout.token_ids)
     rows = slice(layout.media[1].ranges[0][0], layout.media[1].ranges[0][0] + layout.media[1].num_tokens)
-    assert torch.equal(prompt.embeds[rows].cpu(), features[1].tensors["embeddings"])
-    assert torch.equal(prompt.extras["deepstack.1"][rows].cpu(), features[1].tensors["deepstack.1"])
+    whole = embeds, positions, extras = served.language.rows(prompt, 0, len(layout.token_ids))
+    assert torch.equal(embeds[rows].cpu(), features[1].tensors["embeddings"])
+    assert torch.equal(extras["deepstack.1"][rows].cpu(), features[1].tensors["deepstack.1"])
+    for size in (1, 7):
+        assert_rows_are_those_of(served.language, prompt, whole, size)
+    prompt.features.pop(0)
+    (start, length), *_ = layout.media[0].ranges
+    late, _, late_extras = served.language.rows(prompt, start, start + length)
+    assert not late.any(), "a feature that is missing leaves zeros"
+    assert not any(level.any() for level in late_extras.values())
+    assert positions.device == served.language.device
+
+
+def assert_rows_are_those_of(
+    language: Any, prompt: LoweredPrompt, whole: tuple[Any, Any, Any], size: int
+) -> None:
+    """Made in pieces of `size` tokens they are what they are in one."""
+    tokens = len(prompt.token_ids)
+    parts = [language.rows(prompt, start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), whole[0])
+    assert torch.equal(torch.cat([part[1] for part in parts], dim=1), whole[1])
+    for name, level in whole[2].items():
+        assert torch.equal(torch.cat([part[2][name] for part in parts]), level)
 
 
 def test_a_feature_of_another_length_is_refused_and_changes_nothing(checkpoint: Checkpoint) -> None:
@@ -240,10 +258,9 @@ def test_a_feature_of_another_length_is_refused_and_changes_nothing(checkpoint: 
     picture = zoo.image(60, 60)
     layout = served.frontend.layout(zoo.conversation(picture, "tell"), [picture.info])
     prompt = served.language.lower(layout.token_ids, layout.media)
-    before = prompt.embeds.clone()
     with pytest.raises(CountMismatchError, match="16 placeholders of width 64"):
         served.language.fill(prompt, 0, Feature("image", {"embeddings": torch.ones(15, 64)}))
-    assert torch.equal(prompt.embeds, before)
+    assert not prompt.features
     assert 0 in prompt.missing
 
 
@@ -303,3 +320,14 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 
 def _copy(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to / "copy"))
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """Of each vision tower."""
+    towers = [module for name, module in model.named_modules() if name.split(".")[-1].endswith("_tower")]
+    return [m for tower in towers for m in tower.modules() if isinstance(m, torch.nn.ModuleList)]
+
+
+def _unread_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The last of each tower: these checkpoints make features of the hidden states before it."""
+    return [layers[-1] for layers in _layers(model)]

@@ -81,7 +81,7 @@ def test_the_estimate_covers_the_batches_that_can_come(
     most = 0
     for modality in sorted(model.modalities):
         frontend = model.frontend(policy)
-        large = profile.largest(model, frontend, policy, modality)
+        large = next(profile.from_largest(model, frontend, policy, modality, batching))
         estimate = profile.estimated(model, frontend, modality, large, batching)
         needed = max(
             _live_bytes(model, blank, batching)
@@ -212,7 +212,10 @@ def test_a_medium_that_cannot_run_reserves_nothing_and_a_smaller_one_what_it_nee
         EncoderBatching(),
     )
     frontend = model.frontend(policy)
-    large = {kind: profile.largest(model, frontend, policy, kind).elements for kind in model.modalities}
+    large = {
+        kind: next(profile.from_largest(model, frontend, policy, kind, batching)).elements
+        for kind in model.modalities
+    }
     holds = max(large.values()) * 2 // 3  # one of half the size, not two
     gpu = SmallGpu(monkeypatch, model, holds)
     reserved = tower_memory(model, policy, batching).num_bytes
@@ -289,16 +292,25 @@ def test_a_batch_that_does_not_run_is_halved_until_it_does(monkeypatch: pytest.M
 def test_media_to_measure_shrink_from_the_largest_to_a_small_one(modality: Modality) -> None:
     model, policy = load_encoder(ModelSpec(id="builtin/demo"), CPU), MediaPolicy()
     frontend = model.frontend(policy)
-    works = [blank.work for blank in profile.from_largest(model, frontend, policy, modality)]
+    batching = EncoderBatching(max_work=2**20)
+    works = [blank.work for blank in profile.from_largest(model, frontend, policy, modality, batching)]
     assert works[0] == profile.largest(model, frontend, policy, modality).work
     assert works[-1] == profile.small(model, frontend, modality, 1).work
     assert works == sorted(set(works), reverse=True)
     assert len(works) > 2
 
 
+def test_the_largest_video_has_all_frames_that_a_request_may_choose() -> None:
+    """By itself the demo model's processor takes 8."""
+    model, policy = load_encoder(ModelSpec(id="builtin/demo"), CPU), MediaPolicy()
+    large = profile.largest(model, model.frontend(policy), policy, "video")
+    assert large.medium.geometry["video_grid_thw"][0][0] == policy.video.max_frames / 2
+
+
 def test_where_all_images_become_one_size_there_is_one_to_measure() -> None:
     model, policy = load_encoder(ModelSpec(id="builtin/demo"), CPU), MediaPolicy()
-    assert len(list(profile.from_largest(model, model.frontend(policy), policy, "image"))) == 1
+    media = profile.from_largest(model, model.frontend(policy), policy, "image", EncoderBatching())
+    assert len(list(media)) == 1
 
 
 def _live_bytes(model: HfEncoderModel, blank: profile._Blank, batching: EncoderBatching) -> int:

@@ -22,12 +22,10 @@ class MediaModel(TextModel):
     def feature_bytes(self, modality: str, num_tokens: int) -> int:
         return num_tokens * self.hidden_size * 4
 
-    @torch.inference_mode()
     def lower(self, token_ids: Any, media: Any = (), output_token_ids: Any = ()) -> Any:
         prompt = super().lower(token_ids, media, output_token_ids)
         for number, medium in enumerate(media):
             ((start, length),) = medium.ranges
-            prompt.embeds[start : start + length] = 0
             prompt.missing[number] = (start, start + length)
         return prompt
 

@@ -28,8 +28,8 @@ from mmd_workers.prefill import handover
 from mmd_workers.prefill.handover import Finished, KvSender, Ranges, prefix_of
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, Sampling
-from tests.support.waiting import until
+from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, PhaseReport, Sampling
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
@@ -49,7 +49,9 @@ class BusyEngine:
         self.offered: list[bytes] = []
         self.step_seconds = {"": step_seconds}  # by the first word of the command; others
 
-    async def reserve(self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: list[bytes]) -> int:
+    async def reserve(
+        self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: list[bytes], _: int
+    ) -> int:
         self.offered = prefix
         await self._run("reserve")
         return self.cached_tokens
@@ -139,6 +141,19 @@ async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link
         await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
         assert engine.log == HANDED_OVER
         assert [manager.live_links for manager in links] == [1, 1]
+
+
+async def test_a_transfer_is_reported_when_it_has_ended_and_not_when_the_answer_has(connect: Connect) -> None:
+    gateway, reports = await connect("gateway-0"), asyncio.Queue[PhaseReport]()
+    await gateway.subscribe(gateway.subjects.phases("gateway-0"), PhaseReport, reports.put)
+    await gateway.flush()
+    async with pair(connect, BusyEngine(0.0)) as (sender, _):
+        wanted = request()
+        await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
+        report = await asyncio.wait_for(reports.get(), DEADLINE_SECONDS)
+        (phase,) = report.phases
+        assert (report.pod, phase.name, phase.detail["tokens"]) == ("decode-0", "kv_transfer", 12)
+        assert phase.detail["wire_seconds"] > 0
 
 
 async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation(

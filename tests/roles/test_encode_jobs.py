@@ -7,17 +7,19 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mmd_api.contract.errors import ERRORS, BadMediaError, MmdError
+from mmd_api.contract.errors import ERRORS, BadMediaError, MmdError, UnprocessableMediumError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderSpec
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
+from mmd_workers.features.held import feature_identity
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.media.sandbox import DecodePool
@@ -29,7 +31,7 @@ from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.wire import jobs
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame
-from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
+from mmd_workers.wire.jobs import Delivery, EncodeQueue, QueueLimits
 from mmd_workers.wire.messages import (
     Acknowledged,
     EncodeCheck,
@@ -42,7 +44,7 @@ from mmd_workers.wire.messages import (
     Sampling,
 )
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 NO_TRACING = Tracing("test", "test", "test", None)
 
@@ -69,6 +71,7 @@ async def receiver(
     job_timeout_seconds: float = 20.0,
     holders: Callable[[str], list[str]] = nobody,
     memory_storage: bool = True,
+    pod: str = "prefill-0",
 ) -> tuple[QueueSource, FeatureStore]:
     store = FeatureStore(1 << 20, lambda *_: None)
     queue = EncodeQueue(bus, QueueLimits(memory_storage=memory_storage, ack_wait_seconds=1.0))
@@ -76,7 +79,7 @@ async def receiver(
     source = QueueSource(
         *(
             bus,
-            "prefill-0",
+            pod,
             "i1",
             queue,
             holders,
@@ -261,7 +264,17 @@ async def test_a_feature_that_no_encoder_delivers_fails_its_job_but_not_its_requ
     with pytest.raises(EncodeError, match="jobTimeoutSeconds") as late:
         await asyncio.wait_for(asyncio.shield(arrival), DEADLINE_SECONDS)
     assert late.value.retryable
+    assert late.value.feature_id == REF.feature_id, "its job had all the time that one may take"
     assert store.used_bytes == 0
+
+
+async def test_a_job_that_ends_with_its_request_says_nothing_about_the_medium(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"), job_timeout_seconds=60.0)
+    arrival = store.arrival(REF.feature_id)
+    source.request(REF, request(deadline_seconds=0.3))
+    with pytest.raises(EncodeError, match="no encoder delivered") as late:
+        await asyncio.wait_for(asyncio.shield(arrival), DEADLINE_SECONDS)
+    assert late.value.feature_id == ""
 
 
 async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_ignored(connect: Connect) -> None:
@@ -279,6 +292,19 @@ async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_ignore
     with pytest.raises(EncodeError, match="not an image") as poison:
         await asyncio.shield(arrival)
     assert not poison.value.retryable
+    assert poison.value.feature_id == "", "a damaged file is its client's error"
+
+
+async def test_the_failure_of_all_encoders_names_the_medium(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"))
+    arrival = store.arrival(REF.feature_id)
+    source.request(REF, request())
+    (job,) = source._wanted.values()
+    code = UnprocessableMediumError.code
+    await source._failed(EncodeFailed(REF.feature_id, job.job_id, code, "3 encoders failed", retryable=False))
+    with pytest.raises(EncodeError) as failed:
+        await asyncio.shield(arrival)
+    assert failed.value.feature_id == REF.feature_id
 
 
 async def test_a_job_without_waiters_leaves_the_encoder(connect: Connect) -> None:
@@ -329,7 +355,7 @@ async def test_a_cached_feature_comes_from_the_encoder_that_has_it(connect: Conn
 async def test_a_feature_whose_holder_does_not_deliver_comes_through_the_queue(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
-    monkeypatch.setattr(queue_source, "HOLDER_SECONDS", 0.3)
+    monkeypatch.setattr(queue_source, "SENDING_SECONDS", 0.3)
     source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
 
     async def answer(job: EncodeJob) -> EncodeTaken:
@@ -344,6 +370,173 @@ async def test_a_feature_whose_holder_does_not_deliver_comes_through_the_queue(
     await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
     await until_done(queue)
     running.cancel()
+
+
+@pytest.mark.parametrize("holder", ["makes it", "sends it"])
+async def test_a_job_is_not_queued_while_its_holder_makes_the_feature_or_its_bytes_arrive(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    monkeypatch.setattr(queue_source, "SENDING_SECONDS", 0.0)
+    monkeypatch.setattr(queue_source, "HOLDER_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(queue_source, "HOLDER_REPLY_SECONDS", DEADLINE_SECONDS)
+    source, _ = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
+    bus, asked, works = await connect("encoder-1"), 0, True
+
+    async def answer(job: EncodeJob) -> EncodeTaken:
+        nonlocal asked
+        asked += 1
+        return EncodeTaken(job.job_id, taken=True, making=works and holder == "makes it")
+
+    await bus.serve(bus.subjects.encode_cached("encoder-1"), EncodeJob, answer)
+    await bus.flush()
+    transfers: Any = source._receiver._transfers
+    if holder == "sends it":
+        transfers[REF.feature_id] = object()
+    source.request(REF, request())
+    await until(lambda: asked >= 10)
+    assert await jobs_left(source._queue) == 0
+    works = False
+    transfers.clear()
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not await jobs_left(source._queue):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("holder", ["busy", "draining"])
+async def test_a_cached_feature_is_sent_while_its_holder_has_no_slot_left(
+    connect: Connect, holder: str
+) -> None:
+    """It waits neither for decoding nor for the tower, and no other encoder makes it again."""
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
+    service, _, metrics = encoder(await connect("encoder-1"), {"prefill-0": "i1"}, with_feature())
+    working = asyncio.create_task(asyncio.Event().wait())
+    service._jobs[working] = Delivery(service._bus, pulled(), job_for("elsewhere"), QueueLimits())  # type: ignore[index]
+    for _ in range(service._max_jobs):
+        await service._slots.acquire()
+    running = asyncio.create_task(service.run())
+    if holder == "draining":
+        service.drain()
+    await until_serving(service)
+    source.request(REF, request(gateway="nobody"))
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until(lambda: metrics.encode_jobs.labels("image", "ok")._value.get() == 1)
+    assert not service.drained
+    for task in (running, working):
+        task.cancel()
+
+
+async def test_a_feature_that_another_pod_waits_for_is_made_once(connect: Connect) -> None:
+    """A second job for it goes to the encoder that is making it, with a free encoder at hand."""
+    first, _ = await receiver(await connect("prefill-0"))
+    reads, may_read = 0, asyncio.Event()
+
+    async def read(_: MediaRead) -> Frame:
+        nonlocal reads
+        reads += 1
+        await may_read.wait()
+        raise BadMediaError("nothing to see")
+
+    bus = await connect("gateway-0")
+    await bus.serve(bus.subjects.media("gateway-0"), MediaRead, read)
+    maker, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, FeatureCache(1 << 20))
+    held: list[str] = []
+    second, _ = await receiver(await connect("prefill-1"), holders=lambda _: held, pod="prefill-1")
+    running = [asyncio.create_task(maker.run())]
+    first.request(REF, request())
+    await until(lambda: reads)
+    assert feature_identity(REF.feature_id) in maker._pipeline._cache.held.changes, (
+        "reported while it is made"
+    )
+    idle, _, _ = encoder(await connect("encoder-1"), {"prefill-0": "i1"}, FeatureCache(1 << 20))
+    held.append("encoder-0")
+    running.append(asyncio.create_task(idle.run()))
+    second.request(REF, request())
+    await until(lambda: maker._cached_jobs)
+    assert (reads, idle._pipeline.running, await jobs_left(queue)) == (1, 0, 1)
+    for task in running:
+        task.cancel()
+
+
+async def test_a_cached_feature_waits_for_none_of_those_that_are_being_made(connect: Connect) -> None:
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-0"])
+    reading = asyncio.Event()
+
+    async def never(_: MediaRead) -> Frame:
+        reading.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    bus = await connect("gateway-0")
+    await bus.serve(bus.subjects.media("gateway-0"), MediaRead, never)
+    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    slow = replace(job_for("elsewhere"), feature=replace(REF, feature_id="slow"))
+    await queue.publish(slow)
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(reading.wait(), DEADLINE_SECONDS)
+    for number in range(2 * service._max_jobs):
+        joined = await service._take_cached(replace(slow, job_id=f"joins-{number}"))
+        assert (joined.taken, joined.making) == (True, True)
+    assert (await service._take_cached(replace(slow, job_id="joins-0"))).making, "asked again"
+    held = await service._take_cached(job_for("elsewhere"))
+    assert (held.taken, held.making) == (True, False)
+    source.request(REF, request())
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    assert len(service._cached_jobs) >= 2 * service._max_jobs
+    running.cancel()
+    await service.abandon()
+
+
+async def test_a_queued_job_is_taken_past_the_queue_by_an_encoder_that_turns_out_to_have_its_feature(
+    connect: Connect,
+) -> None:
+    held: list[str] = []
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: held)
+    source.request(REF, request())
+    queue = source._queue
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not await jobs_left(queue):
+            await asyncio.sleep(0.02)
+    service, _, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    service._modalities = []  # it never pulls
+    running = asyncio.create_task(service.run())
+    held.append("encoder-0")
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    assert await jobs_left(queue) == 1, "an encoder that pulls it later finds that nobody waits for it"
+    running.cancel()
+
+
+@pytest.mark.parametrize("holder", ["dies", "loses it"])
+async def test_a_feature_is_made_elsewhere_when_its_holder_fails_after_taking_the_job(
+    connect: Connect, holder: str
+) -> None:
+    source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
+    bus, asked = await connect("encoder-1"), asyncio.Event()
+
+    async def answer(job: EncodeJob) -> EncodeTaken:
+        taken = not asked.is_set()
+        asked.set()
+        return EncodeTaken(job.job_id, taken=taken)
+
+    await bus.serve(bus.subjects.encode_cached("encoder-1"), EncodeJob, answer)
+    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    running = asyncio.create_task(service.run())
+    source.request(REF, request())
+    await asyncio.wait_for(asked.wait(), DEADLINE_SECONDS)
+    if holder == "dies":
+        await bus.close()
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    running.cancel()
+
+
+async def test_a_job_that_is_asked_for_again_is_sent_once(connect: Connect) -> None:
+    service, _, _ = encoder(await connect("encoder-0"), {}, with_feature())
+    job = job_for("nobody")
+    for _ in range(3):
+        assert (await service._take_cached(job)).taken
+    (task,) = (one for one in asyncio.all_tasks() if one.get_name() == f"cached-{job.job_id}")
+    await asyncio.wait([task], timeout=DEADLINE_SECONDS)
+    assert not service._cached_jobs
 
 
 async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect) -> None:
@@ -385,6 +578,23 @@ async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue(
     (again,) = await queue.pull(["image"], 1, wait=10)
     await jobs.report_failure(bus, again, failed, "broken")
     await until_done(queue)
+
+
+def pulled() -> Any:
+    """As much of a message of the queue as a delivery reads."""
+    return SimpleNamespace(metadata=SimpleNamespace(num_delivered=1), reply="nowhere")
+
+
+async def until_serving(service: EncoderService) -> None:
+    """Until the bus of an encoder takes jobs past the queue."""
+    subject = service._bus.subjects.encode_cached(service._bus.client_name)
+    probe = replace(job_for("nobody"), feature=replace(REF, feature_id="unknown"))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while True:
+            with contextlib.suppress(MmdError):
+                await service._bus.request(subject, probe, EncodeTaken, timeout=1)
+                return
+            await asyncio.sleep(0.02)
 
 
 def job_for(receiver: str) -> EncodeJob:

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from mmd_api.contract.errors import (
+    BadMediaError,
     CapacityError,
     DeviceLostError,
     MediaGoneError,
@@ -25,15 +26,17 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_api.spec.media import MediaPolicy
+from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.role import EncoderRole
+from mmd_workers.encoder.run_pace import RunPaces
 from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
+from mmd_workers.media import samples
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
@@ -51,6 +54,7 @@ from mmd_workers.wire.messages import (
     Sampling,
 )
 from mmd_workers.worker import Worker
+from tests.support.films import film
 from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
@@ -88,6 +92,9 @@ class Tower:
         shade = torch.tensor([[float(decoded.pixels[0, 0, 0])]])
         return ProcessedMedium("image", {"pixel_values": shade}, {}, 4, ("image",))
 
+    def part(self, medium: ProcessedMedium, first: int, last: int) -> ProcessedMedium:
+        return medium
+
     def encode(self, batch: Any) -> list[Feature]:
         shades = [int(medium.tensors["pixel_values"]) for medium in batch]
         self.batches.append(shades)
@@ -99,12 +106,13 @@ class Tower:
 class Encoding:
     """A pipeline with real decode processes."""
 
-    def __init__(self, tower: Any, **spec: Any) -> None:
+    def __init__(self, tower: Any, paces: RunPaces | None = None, processors: int = 1, **spec: Any) -> None:
         self.decoders = DecodePool(2, 20, 1 << 28)
         self.metrics = Metrics()
         self.spec = EncoderSpec(**spec)
         self.pipeline = EncodePipeline(
-            tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics
+            *(tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics, paces),
+            processors=processors,
         )
 
     async def __aenter__(self) -> Encoding:
@@ -143,6 +151,55 @@ async def test_a_medium_that_breaks_the_tower_fails_alone_and_its_batch_succeeds
     assert shades == [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
 
 
+class MixedTower(Tower):
+    """Takes images and videos, no two in one batch. Its first run lasts until `go_on` is set."""
+
+    modalities = frozenset({"image", "video"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[str] = []
+        self.go_on = threading.Event()
+
+    def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+        return ProcessedMedium(layout.modality, {}, {}, 4, (id(decoded), time.monotonic_ns()))
+
+    def encode(self, batch: Any) -> list[Feature]:
+        self.runs.append(batch[0].modality)
+        assert self.go_on.wait(60)
+        time.sleep(0.01)
+        return [Feature("image", {"embeddings": torch.zeros(4, 8)})]
+
+
+async def test_an_image_waits_for_the_video_in_the_tower_and_for_none_behind_it() -> None:
+    video, image = samples.sample("video"), png(1)
+    tower = MixedTower()
+    async with Encoding(tower) as encoding:
+
+        async def encode(name: str, modality: Any, data: bytes, sampling: dict[str, Any]) -> None:
+            wanted = FeatureRef(
+                name, name, modality, len(data), 4, [[0, 4]], {}, sampling, 16, host_bytes=8192
+            )
+
+            async def read() -> bytes:
+                return data
+
+            await encoding.pipeline.encode(wanted, read)
+
+        tasks = []
+        for number in range(4):
+            tasks.append(
+                asyncio.create_task(encode(f"video {number}", "video", video, {"frame_indices": [0]}))
+            )
+            await until(lambda: tower.runs and len(encoding.pipeline._ready) == len(tasks) - 1)
+        tasks.append(asyncio.create_task(encode("image", "image", image, {})))
+        await until(lambda: len(encoding.pipeline._ready) == 4)
+        tower.go_on.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+    assert tower.runs == ["video", "image", "video", "video", "video"]
+
+
 class LocalPod:
     """A pod that encodes and prefills, and the gateway that holds the bytes of its requests' media."""
 
@@ -152,11 +209,12 @@ class LocalPod:
         self.store = FeatureStore(1 << 20, lambda *_: None)
         self.source = LocalSource(bus, encoding.pipeline, self.store, encoding.spec.max_deliveries)
 
-    async def feature(self, shade: int, attempt: int = 0) -> Feature:
-        """Of the only medium of a request, at this placement."""
+    async def feature(self, shade: int, attempt: int = 0, first_attempt: int = 0) -> Feature:
+        """Of the only medium of a request, at this placement, where it has had its prompt since the first one."""
         name, now = f"request-{shade}", time.time()
         medium = replace(ref(shade), digest=hashlib.sha256(png(shade)).hexdigest())
         request = GenerateRequest(name, attempt, "gateway-0", [1], [medium], Sampling(1), [], now + 60, now)
+        request = replace(request, first_attempt=first_attempt)
         await self.store.admit(name, {medium.feature_id: 1024})
         self.source.request(medium, request)
         try:
@@ -178,7 +236,10 @@ async def test_on_a_pod_that_also_prefills_a_culprit_ends_as_a_client_error_and_
         failures = [results.pop(5)]
         failures += await asyncio.gather(pod.feature(5, attempt=1), return_exceptions=True)
         failures += await asyncio.gather(pod.feature(5, attempt=2), return_exceptions=True)
+        (anew,) = await asyncio.gather(pod.feature(5, attempt=3, first_attempt=3), return_exceptions=True)
         await pod.gateway.close()
+    assert isinstance(anew, EncodeError)
+    assert anew.retryable, "another medium of the request that it fell back to has its own tries"
     assert max(map(len, tower.batches)) > 1
     assert [float(made.tensors["embeddings"][0, 0]) for made in results] == [
         0.0,
@@ -192,6 +253,7 @@ async def test_on_a_pod_that_also_prefills_a_culprit_ends_as_a_client_error_and_
     codes = [(error.code, error.status, error.retryable) for error in failures]
     unprocessable = UnprocessableMediumError.code, UnprocessableMediumError.status
     assert codes == [(*unprocessable, True), (*unprocessable, True), (*unprocessable, False)]
+    assert [error.feature_id != "" for error in failures] == [False, False, True], "given up with the last"
     assert "3 encoders failed on this image" in failures[-1].message
     assert "RuntimeError: shape mismatch at 5" in failures[-1].message
 
@@ -225,6 +287,39 @@ async def test_batches_are_bounded_by_their_work() -> None:
     assert [9] in tower.batches, "a medium larger than a batch runs alone"
 
 
+@pytest.mark.parametrize(
+    ("max_seconds", "waits", "first"),
+    [
+        pytest.param(None, True, 6, id="a pod of its own"),
+        pytest.param(1.0, True, 2, id="beside an engine"),
+        pytest.param(1.0, False, 6, id="beside an engine for which nobody waits"),
+        pytest.param(60.0, True, 6, id="no more than a batch"),
+        pytest.param(0.01, True, 1, id="a medium alone is longer"),
+    ],
+)
+async def test_a_tower_beside_an_engine_runs_as_much_at_a_time_as_takes_no_longer_than_a_step(
+    max_seconds: float | None, waits: bool, first: int
+) -> None:
+    tower, paces = Tower(), None
+    batching = EncoderBatching(max_items=6, max_wait_milliseconds=1000)
+    if max_seconds is not None:
+        paces = RunPaces(max_seconds, batching.max_work, lambda: waits)
+        for media in (1, 2):
+            paces.ran("image", 16 * media, media, 0.5 * media)
+    async with Encoding(tower, paces, batching=batching) as encoding:
+        await encoding.encode(*range(6), work=16)
+    assert len(tower.batches[0]) == first
+
+
+async def test_runs_are_measured_unless_a_medium_fails_in_them() -> None:
+    paces = RunPaces(60.0, 1000, lambda: True)
+    async with Encoding(Tower(breaks_on(3)), paces) as encoding:
+        await encoding.encode(3)
+        assert paces.max_work("image") == 1
+        await encoding.encode(4)
+        assert paces.max_work("image") >= 32, "the next run may have a medium more"
+
+
 async def test_decoded_media_are_bounded_in_bytes_and_what_never_fits_is_refused() -> None:
     async with Encoding(Tower(), media_mebibytes=16) as encoding:
         pipeline, peak, active = encoding.pipeline, 0, 0
@@ -255,6 +350,33 @@ async def test_decoded_media_are_bounded_in_bytes_and_what_never_fits_is_refused
         assert pipeline._memory.used_bytes == 0
         with pytest.raises(CapacityError, match=r"20 MiB of host memory.*spec\.encoder\.mediaMebibytes"):
             await pipeline.encode(large(9, 20 << 20), lambda: read(9))
+
+
+async def test_the_sound_of_a_video_is_decoded_out_of_a_file_as_large_as_a_video_may_be() -> None:
+    heard: list[int] = []
+
+    class Hearing(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            heard.append(len(decoded.waveform))
+            return ProcessedMedium("audio", {"pixel_values": torch.tensor([[7.0]])}, {}, 4, ("audio",))
+
+    data, plan = film(2, 1.5), {"sample_rate_hz": 16_000, "num_samples": 24_000}
+
+    async def read() -> bytes:
+        return data
+
+    def sound(name: str, sampling: dict[str, Any]) -> FeatureRef:
+        return FeatureRef(
+            *(name, "d", "audio", len(data), 4, [[0, 4]], {}, sampling, 16),  # type: ignore[arg-type]
+            host_bytes=1 << 20,
+        )
+
+    async with Encoding(Hearing()) as encoding, asyncio.timeout(60):
+        encoding.pipeline.policy = MediaPolicy(audio=AudioPolicy(max_bytes=1024))
+        await encoding.pipeline.encode(sound("of a video", {**plan, "of_video": True}), read)
+        with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxBytes"):
+            await encoding.pipeline.encode(sound("a sound", plan), read)
+    assert heard == [24_000]
 
 
 async def test_a_lost_device_fails_its_batch_and_ends_the_pipeline() -> None:
@@ -488,6 +610,30 @@ async def test_a_hanging_processor_counts_as_no_progress(monkeypatch: pytest.Mon
         (outcome,) = await encoded
         assert not isinstance(outcome, BaseException)
         await until(lambda: age() < 3, 60)
+
+
+async def test_a_medium_that_hangs_in_one_processor_counts_while_others_pass_it_in_another() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    class HangsOnSeven(Tower):
+        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+            if decoded.pixels[0, 0, 0] == 7:
+                entered.set()
+                release.wait(120)
+            return super().process(decoded, layout)
+
+    async with Encoding(HangsOnSeven(), processors=2) as encoding:
+        stuck = asyncio.create_task(encoding.encode(7))
+        try:
+            await until(entered.is_set, 60)
+            begun = time.monotonic()
+            for outcome in await encoding.encode(*range(4)):
+                assert not isinstance(outcome, BaseException)
+            assert encoding.pipeline.processing_seconds >= time.monotonic() - begun - 1e-3
+        finally:
+            release.set()
+        await stuck
+        assert encoding.pipeline.processing_seconds == 0
 
 
 @pytest.mark.parametrize(("timeout", "limit"), [(600, 600), (30, 60)])

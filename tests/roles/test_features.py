@@ -166,3 +166,19 @@ def test_bytes_in_use_never_exceed_the_budget(events: list[tuple[str, int, int]]
         assert await asyncio.wait_for(features.admit("all", {"whole": 1000}), DEADLINE_SECONDS) == ["whole"]
 
     asyncio.run(play())
+
+
+async def test_needed_bytes_are_those_of_requests_and_of_what_waits_and_no_cache() -> None:
+    features, _ = store(1000)
+    await features.admit("first", {"a": 400, "b": 300})
+    assert features.needed_bytes == 700
+    waiting = asyncio.create_task(features.admit("second", {"a": 400, "c": 500}))
+    await asyncio.sleep(0)
+    assert features.needed_bytes == 1200
+    features.deliver("a", feature(400))
+    features.deliver("b", feature(300))
+    features.release("first")
+    await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+    assert (features.needed_bytes, features.used_bytes) == (900, 900)
+    features.release("second")
+    assert features.needed_bytes == 0, "what is left is cache"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ class Pod:
     """A decode pod, as the worker joins its parts."""
 
     def __init__(self, bus: Bus) -> None:
-        metrics = Metrics()
+        self.metrics = metrics = Metrics()
         self.model = MediaModel(llama())
         self.runner = EngineRunner(make_engine(self.model), self.take)
         self.engine = NativeEngine(self.runner, self.model, Grammars(lambda: None, 0, ()))
@@ -91,6 +93,15 @@ def failures(pod: Pod) -> dict[str, tuple[str, bool]]:
     }
 
 
+def outcomes(pod: Pod) -> dict[str, float]:
+    """What the pod has counted of its prompts."""
+    counted = {
+        outcome: pod.metrics.local_prompts.labels(outcome)._value.get()
+        for outcome in ("accepted", "refused", "returned")
+    }
+    return {outcome: count for outcome, count in counted.items() if count}
+
+
 async def test_a_prompt_is_answered_like_generate_with_its_phases(pod: Pod) -> None:
     assert (await pod.service._place(request_of("r", media=False))).accepted
     await pod.until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
@@ -99,6 +110,29 @@ async def test_a_prompt_is_answered_like_generate_with_its_phases(pod: Pod) -> N
     assert tracked is not None
     assert [phase.name for phase in tracked.phases] == ["queue", "prefill"]
     assert pod.service._prompts == {}
+
+
+async def test_a_prompt_waits_here_until_figures_of_the_engine_show_it(pod: Pod) -> None:
+    pod._token = lambda token: None  # type: ignore[method-assign]  # the first token has not come yet
+    assert pod.service.waiting(0.0) == []
+    assert (await pod.service._place(request_of("r", media=False))).accepted
+    assert pod.service.waiting(time.time() + 60) == [len(TOKENS)]
+    prompt = pod.service._prompts["r#0"]
+    await pod.until(lambda: prompt.added > 0)
+    assert pod.service.waiting(prompt.added) == [len(TOKENS)]
+    assert pod.service.waiting(prompt.added + 0.001) == []
+
+
+async def test_a_prompt_waits_here_without_what_the_router_knows_to_be_cached(pod: Pod) -> None:
+    asked = replace(request_of("r", media=False), cached_tokens=16)
+    assert (await pod.service._place(asked)).accepted
+    assert pod.service.waiting(0.0) == [len(TOKENS) - 16]
+
+
+async def test_a_prompt_that_has_its_first_token_waits_no_longer(pod: Pod) -> None:
+    assert (await pod.service._place(request_of("r", media=False))).accepted
+    await pod.until(lambda: bool(pod.tokens.get("r#0")))
+    assert pod.service.waiting(0.0) == []
 
 
 async def test_a_prompt_whose_media_are_cached_is_answered_like_generate(pod: Pod) -> None:
@@ -113,6 +147,7 @@ async def test_a_prompt_whose_media_are_not_cached_goes_back_to_its_gateway(pod:
     assert (await pod.service._place(request_of("r"))).accepted
     await pod.until(lambda: bool(failures(pod)))
     assert failures(pod) == {"r#0": (OverloadedError.code, True)}
+    assert outcomes(pod) == {"accepted": 1, "returned": 1}
     assert await pod.blocks_in_use() == 0
     assert pod.service._prompts == {}
 
@@ -130,6 +165,20 @@ async def test_a_prompt_whose_media_are_evicted_before_it_is_admitted_goes_back(
     await pod.until(lambda: bool(failures(pod)))
     assert failures(pod) == {"r#0": (OverloadedError.code, True)}
     assert await pod.blocks_in_use() == 0
+    assert outcomes(pod) == {"accepted": 1, "returned": 1}
+
+
+async def test_a_prompt_that_is_short_of_media_twice_is_returned_once(pod: Pod) -> None:
+    await cache(pod)
+    assert (await pod.service._place(request_of("r", 200))).accepted
+    await pod.until(lambda: bool(pod.tokens.get("r#0")))
+    for _ in range(
+        2
+    ):  # as an engine reports it again, with what else it has lost, before the request is back
+        pod.service.on_admitted("r#0", 0)
+    await pod.until(lambda: bool(failures(pod)))
+    await pod.until(lambda: not pod.service._returns)
+    assert outcomes(pod) == {"accepted": 1, "returned": 1}
 
 
 async def test_a_cancelled_prompt_leaves_nothing(pod: Pod) -> None:

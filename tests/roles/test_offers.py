@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
 from mmd_workers.decode.service import DecodeService
+from mmd_workers.kv.quantize import KvWire
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
@@ -113,7 +114,7 @@ class Offering:
         facts |= {"backend": backend, "prompt_tokens": prompt_tokens}
         link = {"link_endpoint": "127.0.0.1:2", "lease_seconds": 60.0, "failed_epoch": failed_epoch}
         link["arrived"] = arrived
-        offered = KvOffer(request_id=request, attempt=0, layout=asdict(LAYOUT), **facts, **link)
+        offered = KvOffer(request_id=request, attempt=0, layout=KvWire(LAYOUT).terms, **facts, **link)
         return await self.prefill.request(
             self.prefill.subjects.kv_offer("decode-0"), offered, KvGrant, timeout=DEADLINE_SECONDS
         )

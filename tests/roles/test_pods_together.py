@@ -8,20 +8,34 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import torch
+
+from mmd_api.contract.sampling import Guidance
 from mmd_api.pipeline import PipelineConfig, roles_of
+from mmd_api.spec.model import ModelSpec
+from mmd_workers.engine.interface import SequenceInput
+from mmd_workers.kv.quantize import KvWire
+from mmd_workers.model.interfaces import LanguageModel
+from mmd_workers.model.language import load_language_model
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.worker import Worker
+from tests.support.engine_oracle import greedy, make_engine, prompt_of, run
 from tests.support.placing import SECONDS, Client
 
+VARIED = prompt_of(60, 6)  # whose answer changes with KV in four bits
+GUIDANCE = Guidance(3.0, prompt_of(9, 7))
 POOL = {"replicas": 1, "gpus": 0, "kvCacheMebibytes": 16}
 APART = {"encoder": {"replicas": 1, "gpus": 0}, "prefill": POOL, "decode": POOL}
 
 
 @asynccontextmanager
-async def running(server: NatsServer, *pools: Any, **spec: Any) -> AsyncIterator[list[Worker]]:
+async def running(
+    server: NatsServer, *pools: Any, wire_format: str = "Model", kv_dtype: str = "Model", **spec: Any
+) -> AsyncIterator[list[Worker]]:
     """A ready pod of each pool. Where they have not ended yet they are asked to."""
-    spec |= {"model": {"id": "builtin/demo"}, "transfer": {"kv": {"backend": "Gloo"}}}
+    kv = {"backend": "Gloo", "wireFormat": wire_format}
+    spec |= {"model": {"id": "builtin/demo"}, "transfer": {"kv": kv}, "engine": {"kvDtype": kv_dtype}}
     config = {"namespace": "test", "name": "-".join(pools), "revision": "r1", "spec": spec}
     pipeline = PipelineConfig.model_validate(config)
     pods: list[Worker] = []
@@ -54,16 +68,78 @@ async def test_a_sequence_is_the_same_in_one_pod_and_handed_over_and_a_drain_los
             client = Client(alone.pod.bus)
             await client.start()
             await client.place("decode-0", "here", 40, [])
+            await client.place("decode-0", "guided here", 40, [], guidance=GUIDANCE)
             expected = await client.until_tokens("here", 40)
+            guided = await client.until_tokens("guided here", 40)
+            assert guided != expected
         async with running(own_nats_server, "prefill", "decode", **APART) as (prefill, decode):
             client = Client(prefill.pod.bus)
             await client.start()
             await client.place("prefill-0", "handed-over", 40, ["decode-0"])
+            await client.place("prefill-0", "guided", 40, ["decode-0"], guidance=GUIDANCE)
             await client.until_tokens("handed-over", 3)
+            await client.until_tokens("guided", 3)
             decode.stopping.set()
             assert await client.until_tokens("handed-over", 40) == expected
+            assert await client.until_tokens("guided", 40) == guided
             while decode.state != "drained":
                 await asyncio.sleep(0.02)
             assert not client.failures
             assert decode.heartbeat().load.decode_running == 0
             assert prefill.heartbeat().load.kv_blocks_total > 0
+
+
+async def test_a_sequence_decodes_from_what_its_kv_is_after_four_bits(own_nats_server: NatsServer) -> None:
+    tokens = 24
+    async with asyncio.timeout(SECONDS):
+        async with running(own_nats_server, "prefill", "decode", wire_format="Int4", **APART) as pods:
+            client = Client(pods[0].pod.bus)
+            await client.start()
+            await client.place("prefill-0", "in-four-bits", tokens, ["decode-0"], VARIED)
+            found = await client.until_tokens("in-four-bits", tokens)
+            moved = [
+                pod.pod.metrics.transfer_bytes.labels("kv", way)._value.get()
+                for pod, way in zip(pods, ("sent", "received"), strict=True)
+            ]
+    model = load_language_model(ModelSpec(id="builtin/demo"), torch.device("cpu"))
+    wire = KvWire(model.kv_layout, "Int4")
+    assert moved == [len(VARIED) * wire.bytes_per_token] * 2
+    assert found == decoded_after(wire, model, tokens)
+    assert found != decoded_after(KvWire(model.kv_layout), model, tokens)
+
+
+async def test_kv_in_8_bits_moves_as_it_is_in_the_pool_and_more_of_it_fits(
+    own_nats_server: NatsServer,
+) -> None:
+    tokens = 24
+    async with asyncio.timeout(SECONDS):
+        async with running(own_nats_server, "prefill", "decode", kv_dtype="Int8", **APART) as pods:
+            client = Client(pods[0].pod.bus)
+            await client.start()
+            await client.place("prefill-0", "in-8-bits", tokens, ["decode-0"], VARIED)
+            found = await client.until_tokens("in-8-bits", tokens)
+            moved = [
+                pod.pod.metrics.transfer_bytes.labels("kv", way)._value.get()
+                for pod, way in zip(pods, ("sent", "received"), strict=True)
+            ]
+            blocks = {pod.heartbeat().load.kv_blocks_total for pod in pods}
+    model = load_language_model(ModelSpec(id="builtin/demo"), torch.device("cpu"))
+    layout = model.kv_layout.packed_as("Int8")
+    assert moved == [len(VARIED) * layout.bytes_per_token()] * 2
+    block_tokens = pods[0].pod.spec.decode.kv_block_tokens
+    assert blocks == {POOL["kvCacheMebibytes"] * 2**20 // (block_tokens * layout.bytes_per_token())}
+    alone = make_engine(model, kv_dtype="Int8")
+    alone.add(SequenceInput("r", model.lower(VARIED, []), greedy(tokens, ignore_eos=True)))
+    assert found == run(alone).tokens["r"]
+
+
+def decoded_after(wire: KvWire, model: LanguageModel, tokens: int) -> list[int]:
+    """What engines answer, the second of which gets the KV of the first by this format."""
+    prefill, decode = (make_engine(model) for _ in range(2))
+    prompt, sampling = model.lower(VARIED, []), greedy(tokens, ignore_eos=True)
+    prefill.add(SequenceInput("r", prompt, sampling, stop_after_prefill=True))
+    first = run(prefill).tokens["r"]
+    decode.reserve("r", len(VARIED), tokens)
+    decode.write_kv("r", 0, wire.unpack(wire.pack(prefill.read_kv("r", 0, len(VARIED)))))
+    decode.attach("r", VARIED, sampling, first, prompt.next_position, [])
+    return [*first, *run(decode).tokens["r"]]

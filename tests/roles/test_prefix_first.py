@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mmd_workers.engine.interface import StepOutput
+from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.service import PrefillService
+from mmd_workers.sequences import book
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.native import NativeEngine
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 from tests.support.engine_oracle import generate, llama, make_engine
+from tests.support.waiting import until
 
 from .media_model import FIRST, NEW_TOKENS, SECOND, TOKENS, MediaModel, request_of
 
@@ -28,8 +32,6 @@ Connect = Callable[[str], Awaitable[Bus]]
 
 class Source:
     """Features come at once; which ones were asked for is kept."""
-
-    encodes_here = True
 
     def __init__(self, model: MediaModel, store: FeatureStore) -> None:
         self.model, self.store = model, store
@@ -49,8 +51,8 @@ class Source:
 class Pod:
     """A pod that prefills and decodes, as the worker joins its parts."""
 
-    def __init__(self, bus: Bus, **engine: Any) -> None:
-        metrics = Metrics()
+    def __init__(self, bus: Bus, sender: Any = None, **engine: Any) -> None:
+        self.metrics = metrics = Metrics()
         self.model = MediaModel(llama())
         self.runner = EngineRunner(make_engine(self.model, **engine), self.take)
         self.book = SequenceBook(bus, "p-0", metrics, Tracing("t", "t", "t", None))
@@ -67,7 +69,7 @@ class Pod:
                 self.store,
                 self.source,
                 self.book,
-                None,
+                sender,
             ),  # type: ignore[arg-type]
             max_waiting=8,
             max_in_engine=8,
@@ -122,6 +124,53 @@ async def test_a_medium_whose_tokens_are_all_cached_is_not_encoded(pod: Pod) -> 
     assert pod.failed == []
 
 
+async def test_a_prompt_waits_until_figures_of_the_engine_show_it_or_it_has_its_first_token(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[SampledToken] = []
+    service, pod.done["r#0"] = pod.service, asyncio.Event()
+    monkeypatch.setattr(service, "on_token", tokens.append)
+    monkeypatch.setattr(pod.book, "forget", lambda _: None)  # however fast the engine answers
+    assert (await service._place(request_of("r", media=False))).accepted
+    assert service.waiting_tokens(time.time() + 60) == len(TOKENS)
+    await until(lambda: "r#0" in service._added)
+    added = service._added["r#0"]
+    assert service.waiting_tokens(added) == len(TOKENS)
+    assert service.waiting_tokens(added + 0.001) == 0
+    await until(lambda: bool(tokens))
+    PrefillService.on_token(service, tokens[0])
+    assert service.waiting_tokens(0.0) == 0
+
+
+@pytest.mark.parametrize(("expected", "counted"), [(16, 24), (-16, 40), (1 << 62, 0)])
+async def test_a_prompt_counts_for_a_moment_without_what_the_router_knows_to_be_cached(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch, expected: int, counted: int
+) -> None:
+    pod.done["r#0"] = asyncio.Event()
+    assert (await pod.service._place(replace(request_of("r"), cached_tokens=expected))).accepted
+    assert pod.service.waiting_tokens(0.0) == counted
+    monkeypatch.setattr(book, "EXPECTATION_SECONDS", 0.0)
+    assert pod.service.waiting_tokens(0.0) == len(TOKENS), "it may have been evicted since"
+    async with asyncio.timeout(25):
+        await pod.done["r#0"].wait()
+
+
+async def test_a_prompt_whose_media_are_here_waits_for_the_end_of_one_step_alone(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, turns = pod.runner.call, list[list[int]]()
+
+    async def counted(command: Any) -> Any:
+        turns.append(list(pod.tokens.get("r#0", [])))
+        return await call(command)
+
+    monkeypatch.setattr(pod.runner, "call", counted)
+    monkeypatch.setattr(pod.service, "_overlap_tokens", len(TOKENS))  # no text goes before its media
+    assert await pod.serve("r") == answer()
+    assert [before for before in turns if not before] == [[]], "its media come with it"
+    assert pod.source.asked == ["feature-8", "feature-24"]
+
+
 async def test_a_medium_that_is_cached_in_part_is_encoded(pod: Pod) -> None:
     assert await pod.serve("first") == answer()
     pod.forget_features()
@@ -150,8 +199,8 @@ async def test_media_whose_blocks_are_evicted_before_their_admission_are_encoded
     pod.model.lower = evicted_first  # type: ignore[method-assign]
     assert await pod.serve("again") == answer()
     assert sorted(pod.source.asked) == sorted(2 * ["feature-8", "feature-24"])
+    await until(lambda: not any(entry.users for entry in pod.store._entries.values()))
     assert pod.store.used_bytes == sum(e.num_bytes for e in pod.store._entries.values())
-    assert all(not entry.users for entry in pod.store._entries.values())
 
 
 async def test_a_preempted_sequence_gets_the_media_that_were_skipped_at_its_first_admission(pod: Pod) -> None:
@@ -173,3 +222,55 @@ async def test_a_preempted_sequence_gets_the_media_that_were_skipped_at_its_firs
             await pod.runner.call(preempt)
     assert await serving == answer(60)
     assert sorted(pod.source.asked) == sorted(2 * ["feature-8", "feature-24"])
+    assert pod.metrics.late_features._value.get() == 2
+
+
+async def test_media_that_turn_out_to_be_needed_one_after_the_other_all_come(pod: Pod) -> None:
+    """The first that has come gives its room back, and not that of the second."""
+    asked: list[FeatureRef] = []
+    pod.source.request = lambda ref, _: asked.append(ref)  # type: ignore[method-assign]
+    tracked = pod.book.open(request_of("r"))
+    for number in range(2):
+        tracked.absent = {number}
+        pod.service.on_admitted("r#0", 0)
+        async with asyncio.timeout(25):
+            while len(asked) <= number:
+                await asyncio.sleep(0)
+    tasks = set(pod.service._late)
+    for ref in asked:
+        ((start, length),) = ref.ranges
+        pod.store.deliver(ref.feature_id, pod.model.feature(start, length))
+        done, tasks = await asyncio.wait(tasks, timeout=25, return_when=asyncio.FIRST_COMPLETED)
+        assert [(task.cancelled(), task.exception()) for task in done] == [(False, None)]
+    assert all(not entry.users for entry in pod.store._entries.values())
+    pod.book.forget("r#0")
+
+
+class Handover:
+    """Sends to a decoder, once `taken` is set."""
+
+    def __init__(self) -> None:
+        self.taken = asyncio.Event()
+
+    async def reserve(self, request: GenerateRequest) -> object:
+        return object()
+
+    async def hand_over(self, *_: object) -> None:
+        await self.taken.wait()
+
+
+async def test_a_handover_that_takes_long_holds_no_room_for_features(connect: Connect) -> None:
+    handover = Handover()
+    pod = Pod(await connect("p-0"), sender=handover)
+    pod.runner.start()
+    assert (await pod.service._place(replace(request_of("r"), decode_pods=["d-0"]))).accepted
+    async with asyncio.timeout(25):
+        while not pod.tokens.get("r#0"):
+            await asyncio.sleep(0.01)
+        while any(entry.users for entry in pod.store._entries.values()):
+            await asyncio.sleep(0.01)
+        assert pod.service.active == 1, "it has not been handed over"
+        handover.taken.set()
+        while pod.service.active:
+            await asyncio.sleep(0.01)
+    assert await pod.runner.stop(10)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import pytest_asyncio
 
 from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_api.contract.pools import Modality
 from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
@@ -19,7 +20,10 @@ from mmd_workers.sequences.book import MAX_CANCELLED, MAX_ENDED, SequenceBook, s
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack
 from mmd_workers.wire.messages import (
+    FeatureRef,
     GenerateRequest,
+    Phase,
+    PhaseReport,
     RequestFailed,
     Sampling,
     SequenceReceipt,
@@ -37,6 +41,25 @@ Connect = Callable[[str], Awaitable[Bus]]
 def request(deadline_seconds: float, request_id: str = "r", gateway: str = "gateway-0") -> GenerateRequest:
     now = time.time()
     return GenerateRequest(request_id, 0, gateway, [1], [], Sampling(4), [], now + deadline_seconds, now)
+
+
+def medium(modality: Modality, tokens: int) -> FeatureRef:
+    return FeatureRef("f", "d", modality, 10, tokens, [[1, tokens]], {}, {}, 1)
+
+
+async def test_tokens_of_open_sequences_are_counted_by_what_they_stand_for(connect: Connect) -> None:
+    book = SequenceBook(await connect("decode-0"), "decode-0", Metrics(), NO_TRACING)
+    nothing = {"text": 0, "image": 0, "video": 0, "audio": 0}
+    assert book.tokens() == nothing
+    media = [medium("image", 3), medium("video", 4), medium("image", 2)]
+    book.open(replace(request(60, "a"), token_ids=[1] * 20, features=media, output_token_ids=[5, 5]))
+    book.open(replace(request(60, "b"), token_ids=[1] * 7))
+    assert book.tokens() == {"text": 20 - 9 + 2 + 7, "image": 5, "video": 4, "audio": 0}
+    await book.publish(StepOutput(tokens=[SampledToken(sequence_id("b", 0), 0, 9)]))
+    assert book.tokens()["text"] == 21
+    for name in book.all():
+        book.forget(name)
+    assert book.tokens() == nothing
 
 
 @pytest.mark.parametrize(
@@ -72,6 +95,24 @@ async def test_a_cancellation_is_remembered_for_placements_that_it_overtook(conn
     for number in range(MAX_CANCELLED):
         book.cancel(f"other-{number}", 0)
     assert not book.was_cancelled("r", 1)
+
+
+async def test_each_phase_is_reported_once_also_where_some_are_reported_before_the_end(
+    connect: Connect,
+) -> None:
+    bus = await connect("decode-0")
+    reports: asyncio.Queue[PhaseReport] = asyncio.Queue()
+    await bus.subscribe(bus.subjects.phases("gateway-0"), PhaseReport, reports.put)
+    book = SequenceBook(bus, "decode-0", Metrics(), NO_TRACING)
+    name = sequence_id("r", 0)
+    book.open(request(60)).phases.append(Phase("kv_transfer", 1.0, 2.0))
+    await book.report_phases(name)
+    await book.finish(name)
+    await book.report_phases(name)  # too late: all have been reported
+    await bus.flush()
+    heard = [await asyncio.wait_for(reports.get(), DEADLINE_SECONDS) for _ in range(2)]
+    assert [[phase.name for phase in report.phases] for report in heard] == [["kv_transfer"], ["decode"]]
+    assert reports.empty()
 
 
 async def test_of_too_many_unconfirmed_ends_the_oldest_are_forgotten(connect: Connect) -> None:
@@ -261,7 +302,7 @@ async def test_a_step_larger_than_one_message_is_sent_in_several(
     connect: Connect, gateway: Gateway, beyond: int, messages: int
 ) -> None:
     book = await new_book(connect)
-    names = [f"{number:0500}" for number in range(1800)]
+    names = [f"{number:0480}" for number in range(1800)]
     many = step_of(names)
     spare = MAX_MESSAGE_BYTES - len(pack(TokenBatch("decode-0", 1, items_of(names)))) + beyond
     names[-1] += "x" * spare

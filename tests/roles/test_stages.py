@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from mmd_workers.encoder.stages import BUSY_WINDOW_SECONDS, EncodeStage, Stages
+from mmd_workers.encoder.budget import ByteBudget
+from mmd_workers.encoder.shares import FairShares
+from mmd_workers.encoder.stages import (
+    BUSY_WINDOW_SECONDS,
+    EncodeStage,
+    Stages,
+    decoders_for,
+    processors_beside,
+)
 
 
 class Clock:
@@ -28,6 +37,26 @@ def stage(name: str, servers: int, clock: Clock, ends: list[float] | None = None
     return EncodeStage(
         name, servers, lambda _, seconds: (ends if ends is not None else []).append(seconds), clock
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "media_mebibytes", "decoders", "processors"),
+    [
+        pytest.param(1, 2048, 2, 1, id="a long video holds up nobody"),
+        pytest.param(2, 2048, 2, 1, id="two cores"),
+        pytest.param(6, 16384, 6, 1, id="each core decodes"),
+        pytest.param(8, 16384, 8, 2, id="a processor for four decoders"),
+        pytest.param(96, 2048, 2, 1, id="no more than the default budget holds"),
+        pytest.param(96, 12288, 12, 3, id="no more than a larger one holds"),
+        pytest.param(96, 65536, 16, 4, id="no more than media are encoded at once"),
+        pytest.param(16, 16, 2, 1, id="the smallest budget"),
+    ],
+)
+def test_stages_before_the_tower_have_servers_by_cores_and_bytes(
+    cores: int, media_mebibytes: int, decoders: int, processors: int
+) -> None:
+    assert decoders_for(cores, media_mebibytes << 20, 16) == decoders
+    assert processors_beside(decoders) == processors
 
 
 async def test_the_slowest_stage_of_a_modality_is_its_throughput() -> None:
@@ -83,3 +112,173 @@ async def test_throughput_follows_a_change_smoothly() -> None:
     await busy(tower, clock, 1.0)
     await busy(tower, clock, 2.0)
     assert tower.work_per_second == {"video": 100 + 0.2 * (50 - 100)}
+
+
+async def in_turn(servers: int, arrivals: list[tuple[str, str, float]]) -> list[str]:
+    """Names in the order in which they get a server; all but the first `servers` wait. An arrival: name, modality, seconds."""
+    clock, order = Clock(), list[str]()
+    decode = stage("decode", servers, clock)
+
+    async def take(name: str, modality: str, seconds: float) -> None:
+        async with decode.run(modality, 1):
+            order.append(name)
+            await asyncio.sleep(0)
+            clock.now += seconds
+
+    await asyncio.gather(*(take(*arrival) for arrival in arrivals))
+    return order
+
+
+async def test_an_image_waits_for_the_videos_that_run_and_for_none_that_wait() -> None:
+    videos = [(f"video {number}", "video", 3.0) for number in range(6)]
+    images = [(f"image {number}", "image", 1.0) for number in range(2)]
+    order = await in_turn(1, [*videos, *images])
+    assert order[:4] == ["video 0", "image 0", "image 1", "video 1"]
+
+
+async def test_modalities_that_wait_have_a_stage_for_the_same_time() -> None:
+    videos = [(f"video {number}", "video", 4.0) for number in range(4)]
+    images = [(f"image {number}", "image", 1.0) for number in range(16)]
+    order = await in_turn(1, [*videos, *images])
+    for end in range(5, len(order)):
+        seconds = {
+            kind: sum(s for n, k, s in [*videos, *images] if k == kind and n in order[:end])
+            for kind in ("video", "image")
+        }
+        assert abs(seconds["video"] - seconds["image"]) <= 4.0, order[:end]
+
+
+def test_a_pause_earns_a_modality_nothing() -> None:
+    shares = FairShares()
+    for _ in range(100):
+        assert shares.next_of(["video"]) == "video"
+        shares.add("video", 10.0)
+    chosen = []
+    for _ in range(10):
+        chosen.append(shares.next_of(["video", "image"]))
+        shares.add(chosen[-1], 10.0)
+    assert chosen.count("video") == 5
+
+
+async def test_who_gives_up_waiting_takes_no_server_along() -> None:
+    clock = Clock()
+    decode = stage("decode", 1, clock)
+    release, entered = asyncio.Event(), list[str]()
+
+    async def take(name: str) -> None:
+        async with decode.run("image", 1):
+            entered.append(name)
+            await release.wait()
+
+    tasks = [asyncio.create_task(take(name)) for name in ("first", "leaves", "leaves late", "last")]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    release.set()
+    while "leaves late" not in entered:
+        await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.wait(tasks)
+    assert entered == ["first", "leaves late", "last"]
+    async with asyncio.timeout(5), decode.run("image", 1):
+        entered.append("another")
+    assert entered[-1] == "another"
+
+
+async def test_who_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
+    clock = Clock()
+    decode = stage("decode", 1, clock)
+    entered: list[str] = []
+
+    async def take(name: str) -> None:
+        async with decode.run("image", 1):
+            entered.append(name)
+
+    async with decode.run("image", 1):
+        tasks = [asyncio.create_task(take(name)) for name in ("leaves", "last")]
+        await asyncio.sleep(0)
+    tasks[0].cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait(tasks)
+    assert entered == ["last"]
+
+
+async def test_an_image_waits_for_the_bytes_of_one_video_and_not_of_all() -> None:
+    budget, order = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str]()
+
+    async def hold(name: str, modality: str, num_bytes: int) -> None:
+        async with budget.hold(num_bytes, name, modality):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    videos = [hold(f"video {number}", "video", 60) for number in range(5)]
+    images = [hold(f"image {number}", "image", 50) for number in range(2)]
+    await asyncio.gather(*videos, *images)
+    assert order == ["video 0", "image 0", "image 1", "video 1", "video 2", "video 3", "video 4"]
+    assert budget.used_bytes == 0
+
+
+async def test_small_media_do_not_starve_a_large_one_of_their_modality_or_another() -> None:
+    budget, order, stop = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str](), asyncio.Event()
+
+    async def small() -> None:
+        while not stop.is_set():
+            async with budget.hold(40, "a small one", "image"):
+                await asyncio.sleep(0)
+
+    async def large(name: str, modality: str) -> None:
+        async with budget.hold(100, name, modality):
+            order.append(name)
+
+    tasks = [asyncio.create_task(small()) for _ in range(4)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await asyncio.gather(large("image", "image"), large("video", "video"))
+    stop.set()
+    await asyncio.gather(*tasks)
+    assert set(order) == {"image", "video"}
+    assert budget.used_bytes == 0
+
+
+async def test_who_gives_up_waiting_for_bytes_holds_up_nobody() -> None:
+    budget = ByteBudget(100, "spec.encoder.mediaMebibytes")
+    got: list[str] = []
+
+    async def hold(name: str, num_bytes: int) -> None:
+        async with budget.hold(num_bytes, name, "video"):
+            got.append(name)
+
+    async with budget.hold(60, "first", "image"):
+        waits, fits = asyncio.create_task(hold("large", 80)), asyncio.create_task(hold("small", 30))
+        await asyncio.sleep(0)
+        assert got == []
+        waits.cancel()
+        async with asyncio.timeout(5):
+            await fits
+    assert got == ["small"]
+    assert budget.used_bytes == 0
+
+
+async def test_media_that_run_long_have_had_that_time_before_they_end() -> None:
+    clock = Clock()
+    places = stage("pipeline", 2, clock)
+    order, ended = list[str](), asyncio.Event()
+
+    async def take(name: str, modality: str) -> None:
+        async with places.run(modality, 1):
+            order.append(name)
+            if name == "long":
+                await ended.wait()
+            else:
+                await asyncio.sleep(0)
+                clock.now += 0.1
+
+    tasks = [asyncio.create_task(take("long", "video"))]
+    await asyncio.sleep(0)
+    clock.now += 10.0
+    names = [("image 0", "image"), ("video 1", "video"), ("image 1", "image"), ("image 2", "image")]
+    tasks += [asyncio.create_task(take(*name)) for name in names]
+    await asyncio.wait(tasks[1:])
+    assert order == ["long", "image 0", "image 1", "image 2", "video 1"]
+    ended.set()
+    await asyncio.wait(tasks)

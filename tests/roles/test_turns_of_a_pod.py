@@ -19,7 +19,8 @@ from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of
 async def test_an_engine_waits_for_its_turn(tmp_path: Path, device: str, told: bool, waits: bool) -> None:
     file = tmp_path / "turns"
     settings = SimpleNamespace(turns=str(file) if told else "", memory_fraction=1.0)
-    spec, tasks = SimpleNamespace(model=None), SimpleNamespace(failed=print)
+    decode, tasks = SimpleNamespace(kv_block_tokens=16), SimpleNamespace(failed=print)
+    spec = SimpleNamespace(model=None, decode=decode, engine=SimpleNamespace(kv_dtype="Model"))
     pod: Any = SimpleNamespace(settings=settings, spec=spec, tasks=tasks, metrics=None)
     host, model = NativeHost(pod, torch.device(device)), TextModel(llama())
     host.run(make_engine(model))

@@ -9,7 +9,8 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from examples import random_model
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers.device import chosen_device
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
+from mmd_workers.features.references import media_end
+from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
 from mmd_workers.model.source import load_config, resolve_dtype
 from mmd_workers.pod import Pod
@@ -175,7 +178,8 @@ class Question:
 
     def answer(self, tokens: int, adapter: Path | None = None) -> list[int]:
         """The greedy tokens of the whole model, with an adapter merged into its weights."""
-        inputs = zoo.hf_inputs(self.served, self.messages, self.media, self.layout)
+        size = next((laid.sampling.size for laid in self.layout.media if laid.sampling.size), None)
+        inputs = zoo.hf_inputs(self.served, self.messages, self.media, self.layout, size)
         with adapters.merged(self.served.model, adapter):
             return zoo.generate(self.served, inputs, tokens)
 
@@ -198,12 +202,14 @@ def served(folder: Path) -> zoo.Served:
     return zoo.serve(folder)
 
 
-def question(folder: Path, *parts: str | zoo.Medium, max_tokens: int = 12) -> Question:
-    """One user message of text and media."""
+def question(
+    folder: Path, *parts: str | zoo.Medium, max_tokens: int = 12, choices: Sequence[SamplingChoice] = ()
+) -> Question:
+    """One user message of text and media. `choices`: how these are sampled."""
     roles = served(folder)
     messages = zoo.conversation(*parts)
     media = [part for part in parts if isinstance(part, zoo.Medium)]
-    layout = roles.frontend.layout(messages, [medium.info for medium in media])
+    layout = roles.frontend.layout(messages, [medium.info for medium in media], choices=choices)
     features = []
     for medium, laid in zip(media, layout.media, strict=True):
         assert roles.encoder is not None
@@ -269,10 +275,27 @@ class Outcome:
         self.failed.update(dict(output.failed))
 
 
+def bring_again(core: VllmCore, output: StepOutput, outcome: Outcome, asked: Mapping[str, Question]) -> bool:
+    """Fill what a step reports to be lacking once there are tokens, as a role does. Whether anything was."""
+    brought = False
+    for name, cached in output.admitted.items():
+        if name not in asked or not outcome.tokens.get(name):
+            continue
+        for number, ref in enumerate(asked[name].request.features):
+            if media_end([ref]) > cached:
+                core.fill(name, number, asked[name].features[number])
+                brought = True
+    return brought
+
+
 def step(
-    core: VllmCore, outcome: Outcome | None = None, until: Callable[[Outcome], Any] | None = None
+    core: VllmCore,
+    outcome: Outcome | None = None,
+    until: Callable[[Outcome], Any] | None = None,
+    asked: Mapping[str, Question] | None = None,
 ) -> Outcome:
-    """Step until `until` holds, or nothing is left to do; a core that stands still fails."""
+    """Step until `until` holds, or nothing is left to do; a core that stands still fails. `asked`: of the sequences that get their features
+    again after a preemption."""
     outcome = outcome or Outcome()
     for _ in range(500):
         if until is not None and until(outcome):
@@ -282,7 +305,8 @@ def step(
             return outcome
         output = core.step()
         outcome.take(output)
-        moved = output.prefill_tokens or output.decode_sequences or output.failed or output.tokens
+        brought = bring_again(core, output, outcome, asked or {})
+        moved = output.prefill_tokens or output.decode_sequences or output.failed or output.tokens or brought
         assert moved or until is not None or not core.has_work(), "the core stands still"
     raise AssertionError("the core does not finish")
 
@@ -353,13 +377,21 @@ def assert_empty(core: VllmCore) -> None:
     assert (stats.waiting_tokens, stats.blocked_tokens) == (0, 0)
     assert not core._shelf._features
     assert not core._shelf._users
+    assert not core._shelf._held
+
+
+def preempt(core: VllmCore, name: str) -> None:
+    """Take all blocks from a sequence, as vLLM does where another needs them."""
+    request = core._sequences[name].request
+    core._scheduler.running.remove(request)
+    core._scheduler._preempt_request(request, time.monotonic())
 
 
 def forget(core: VllmCore) -> None:
     """Empty the prefix cache, and vLLM's cache of features, which outlives requests."""
     while core.has_work():
         core.step()
-    assert core._manager.reset_prefix_cache()
+    assert core.forget_prefixes()
     core._core.reset_encoder_cache()
 
 
@@ -369,4 +401,3 @@ def clear(cores: Iterable[VllmCore]) -> None:
         for name in [*core._sequences, *core._reservations]:
             core.abort(name)
         forget(core)
-        core._prefixes.clear()

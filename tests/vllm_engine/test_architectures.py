@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model import __file__ as model_package
 from tests.support import model_zoo as zoo
 from tests.vllm_engine import cores
@@ -68,6 +69,23 @@ def test_an_architecture_answers_as_generate_does(arch, tmp_path):
         assert outcome.tokens["a"] == expected[0], kind
         assert outcome.logprobs["a"] == pytest.approx(expected[1], abs=TOLERANCE), kind
     cores.assert_empty(core)
+
+
+def test_media_that_a_request_sampled_otherwise_are_answered_as_generate_does(tmp_path):
+    folder = cores.checkpoint("qwen2_vl", tmp_path)
+    choices = [SamplingChoice(max_pixels=9 * 28 * 28), SamplingChoice(num_frames=6)]
+    parts = [zoo.image(150, 110, 3), "then", zoo.video(40, 44, 60, 6.0, 2), LONG]
+    asked = cores.question(folder, *parts, choices=choices)
+    plain = cores.question(folder, *parts)
+    assert all(
+        one.num_tokens < other.num_tokens
+        for one, other in zip(asked.layout.media, plain.layout.media, strict=True)
+    )
+    expected, logprobs = asked.answer(zoo.NEW_TOKENS), cores.native(asked, zoo.NEW_TOKENS)[1]
+    core = cores.make(folder, chunk_tokens=128)
+    outcome = cores.run(core, asked, asked.with_(logprobs=3))
+    assert outcome.tokens["a"] == expected
+    assert outcome.logprobs["a"] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
 def as_vllm(core, arch, kind, asked):

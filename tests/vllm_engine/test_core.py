@@ -18,7 +18,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers.engine.blocks import extend_identities
-from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature
 from mmd_workers.prefill.handover import prefix_of
@@ -39,6 +39,7 @@ from .cores import (
     hand_over,
     make,
     native,
+    preempt,
     question,
     run,
     served,
@@ -168,6 +169,37 @@ def test_log_probabilities_are_those_of_the_native_engine(core, asked):
         assert len(top) == 4
         assert not banned & {token for token, _ in top}
         assert top[0][1] == pytest.approx(chosen, abs=1e-4)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_native_engine_also_where_it_is_cached_or_preempted(
+    core, llava
+):
+    language, prompt = served(llava).language, prompt_of(3)
+    params = SamplingParams(2, logprobs=3, ignore_eos=True, prompt_logprobs=True)
+    engine = engine_oracle.make_engine(language, blocks=64, block_tokens=BLOCK)
+    engine.add(SequenceInput("a", language.lower(prompt, []), params))
+    expected = [
+        token.prompt_logprobs for output in engine_oracle.run(engine).steps for token in output.tokens
+    ]
+    assert [len(each) for each in expected] == [len(prompt) - 1, 0]
+    request = text_request(prompt, max_tokens=2, logprobs=3, prompt_logprobs=True)
+    for name in ("a", "cached", "handed over", "preempted"):
+        core.add(name, request, stop_after_prefill=name == "handed over")
+        outcome = step(core, until=lambda o: o.steps)
+        assert outcome.steps[0].admitted == {name: 0}, "each prompt is computed whole"
+        if name == "preempted":
+            preempt(core, name)
+        until = (lambda o: o.tokens) if name == "handed over" else None
+        first, *others = [
+            token.prompt_logprobs for s in step(core, outcome, until).steps for token in s.tokens
+        ]
+        assert not any(others)
+        for (value, top), (wanted, likeliest) in zip(first, expected[0], strict=True):
+            assert value == pytest.approx(wanted, abs=1e-4)
+            assert [v for _, v in top] == pytest.approx([v for _, v in likeliest], abs=1e-4)
+        core.abort(name)
+    core.add("goes on", replace(request, output_token_ids=[5]), stop_after_prefill=False)
+    assert not any(token.prompt_logprobs for s in step(core).steps for token in s.tokens)
 
 
 def test_placeholders_are_never_sampled(core, llava):
@@ -354,6 +386,47 @@ def test_a_cached_prefix_needs_no_feature(core, asked, answer):
     assert outcome.tokens["b"] == answer
     assert outcome.admitted["b"] == [core.cached_tokens(asked.request)]
     assert core.stats().prefix_hit_tokens >= core.cached_tokens(asked.request)
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["decodes here", "is handed over"])
+def test_a_sequence_has_no_features_from_its_first_token_on(core, asked, answer, stop):
+    core.add("a", asked.request, stop_after_prefill=stop)
+    supply(core, "a", asked)
+    assert core._shelf._features
+    outcome = step(core, until=lambda o: o.tokens.get("a"))
+    assert core._sequences["a"]
+    assert not core._shelf._features
+    if not stop:
+        assert step(core, outcome).tokens["a"] == answer
+    core.abort("a")
+
+
+def test_a_feature_stays_for_those_that_still_need_it(core, llava, asked, answer):
+    other = question(llava, LONG, zoo.image(100, 64, 1), LONG)
+    (feature_id,) = {one.request.features[0].feature_id for one in (asked, other)}
+    for name, one in {"a": asked, "b": other}.items():
+        core.add(name, one.request, stop_after_prefill=False)
+        supply(core, name, one)
+    outcome = step(core, until=lambda o: o.tokens.get("a"))
+    assert not outcome.tokens.get("b")
+    assert core._shelf._users == {feature_id: {"b"}}
+    step(core, outcome)
+    assert outcome.tokens == {"a": answer, "b": other.answer(TOKENS)}
+    assert_empty(core)
+
+
+def test_a_sequence_asks_for_its_features_again_whenever_it_is_preempted(llava, asked, answer):
+    core = make(llava, prefix_cache=False)
+    core.add("a", asked.request, stop_after_prefill=False)
+    supply(core, "a", asked)
+    outcome, again = Outcome(), {"a": asked}
+    for made in (2, 5):
+        step(core, outcome, until=lambda o, made=made: len(o.tokens.get("a", ())) == made, asked=again)
+        preempt(core, "a")
+    step(core, outcome, asked=again)
+    assert outcome.admitted["a"] == [0, 0, 0], "at its admission and after each preemption"
+    assert outcome.tokens["a"] == answer
+    assert_empty(core)
 
 
 def test_a_feature_of_another_size_fails_alone(core, asked, answer, llava):
@@ -770,18 +843,80 @@ def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_e
     expected: list[bytes] = []
     tokens = [*asked.request.token_ids, *ask(core, asked)[:-1]]
     extend_identities(
-        expected, tokens, media_spans(asked.request), IDENTITY, len(tokens) // BLOCK * (BLOCK // IDENTITY)
+        expected,
+        tokens,
+        media_spans(asked.request.features),
+        IDENTITY,
+        len(tokens) // BLOCK * (BLOCK // IDENTITY),
     )
-    assert set(core.prefix_blocks(64)) == {identity.hex() for identity in expected}
-    assert len(core.prefix_blocks(3)) == 3
-    forget(core)
-    assert core.prefix_blocks(64) == []
+    changes, pool = core.prefix_changes, core._pool
+    assert set(changes.take(1000).added) == set(expected)
+    for _ in range(2):
+        pool.free_blocks(
+            pool.get_new_blocks(pool.get_num_free_blocks())
+        )  # for which all that is cached is evicted
+        assert set(changes.take(1000).evicted) == set(expected)
+        assert changes.take(1000).empty
+        ask(core, asked)
+        assert set(changes.take(1000).added) == set(expected), "what comes back is reported again"
+
+
+def test_prompts_of_one_salt_share_blocks_with_no_others(core, asked):
+    salts = ["", "one", "other"]
+    requests = {salt: replace(asked.request, cache_salt=salt) for salt in salts}
+    answers, known = [], set()
+    for salt in salts:
+        assert core.cached_tokens(requests[salt]) == 0, salt
+        answers.append(ask(core, asked, requests[salt]))
+        core.prefix_changes.restart()
+        reported = set(core.prefix_changes.take(1000).added)
+        whole = set(prefix_of(requests[salt], IDENTITY))
+        assert whole & reported
+        assert not whole & known
+        known = reported
+    assert answers[0] == answers[1] == answers[2]
+    for salt in salts:
+        assert core.cached_tokens(requests[salt]) > 0, salt
+
+
+def assert_prefixes_are_cached(core):
+    """What is noted of identities is that of blocks which vLLM has cached, and no more."""
+    held = {}
+    for identity, hashes in core._prefixes.items():
+        assert identity in core.prefix_changes
+        for known in hashes:
+            assert core._pool.get_cached_block(known, [0]) is not None
+            held.setdefault(known, set()).add(identity)
+    assert core._identities_in == held
+
+
+def test_prompts_that_part_within_a_block_leave_nothing_behind_when_they_are_evicted(llava):
+    """On CPUs, where both then have the identity of the first half of a block."""
+    core = make(llava, blocks=12, max_model_len=8 * BLOCK, max_sequences=3)
+    first, reported = prompt_of(0, more=IDENTITY), set()
+    core.add(
+        "long", text_request(first + prompt_of(1, seed=99), max_tokens=4 * BLOCK), stop_after_prefill=False
+    )
+    for number in range(40):
+        if number == 20:
+            core.abort("long")
+        core.add("a", text_request(first + prompt_of(2, seed=number), max_tokens=4), stop_after_prefill=False)
+        step(core, until=lambda outcome: outcome.reasons.get("a"))
+        assert_prefixes_are_cached(core)
+        delta = core.prefix_changes.take(1000)
+        reported = (reported - set(delta.evicted)) | set(delta.added)
+        assert reported == set(core._prefixes)
+        asked = text_request(first + prompt_of(2, seed=number))
+        whole = prefix_of(asked, IDENTITY)[: 2 * BLOCK // IDENTITY]
+        assert set(whole) <= reported, "the newest is known from its first block on"
+    assert len(core._identities_in) <= 12
+    assert_empty(core)
 
 
 def test_a_warm_up_leaves_nothing(core, asked, answer):
     core.warm_up()
     assert_empty(core)
-    assert core.prefix_blocks(64) == []
+    assert core.prefix_changes.take(1000).added == []
     assert core.stats().prefix_miss_tokens == 0
     assert ask(core, asked) == answer
 

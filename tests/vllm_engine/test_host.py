@@ -19,6 +19,8 @@ from mmd_workers.worker import engine_host
 
 from .cores import CPU
 
+DECODE = SimpleNamespace(kv_block_tokens=16)
+
 
 class Runner:
     """Runs first steps, of which the first ones fail; `during` happens in each."""
@@ -44,7 +46,8 @@ def warmed_up(runner: Runner, host: VllmHost | None = None) -> VllmHost:
 
 
 def made(start_deadline_seconds: int = 600) -> VllmHost:
-    settings, spec = SimpleNamespace(group=None), SimpleNamespace(engine=EngineSpec(type="VLLM"))
+    settings = SimpleNamespace(group=None)
+    spec = SimpleNamespace(engine=EngineSpec(type="VLLM"), decode=DECODE)
     startup = Startup(Metrics(("decode",)))
     kv_spec = SimpleNamespace(start_deadline_seconds=start_deadline_seconds)
     pod: Any = SimpleNamespace(
@@ -84,7 +87,7 @@ def test_a_rank_that_ends_in_the_first_step_is_reported_as_such():
 
 def test_a_core_is_made_with_what_the_tower_beside_it_needs() -> None:
     encoder: Any = SimpleNamespace(tower_bytes=0)
-    spec = SimpleNamespace(engine=SimpleNamespace(type="VLLM"))
+    spec = SimpleNamespace(engine=SimpleNamespace(type="VLLM"), decode=DECODE)
     pod: Any = SimpleNamespace(spec=spec, settings=SimpleNamespace(group=None))
     host = engine_host(pod, CPU, encoder)
     assert isinstance(host, VllmHost)

@@ -19,14 +19,15 @@ from mmd_api.contract.errors import (
     StepFailedError,
     UnsupportedModelError,
 )
-from mmd_api.contract.load import PodLoad
 from mmd_api.spec.adapters import AdapterSpec
-from mmd_workers.gateway.prefix import prefix_blocks
+from mmd_workers.caches.index import CacheIndex
+from mmd_workers.engine.blocks import root_of
+from mmd_workers.features.references import media_spans
 from mmd_workers.model import __file__ as model_package
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
 from mmd_workers.vllm_engine import arguments, lora
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages import CacheReport
 from tests.support import adapters
 from tests.support import model_zoo as zoo
 
@@ -130,15 +131,14 @@ def test_routers_know_the_blocks_of_each_adapter_by_names_of_their_own(core, ada
     asked, known = adapted.image, set()
     for name in (BASE, *adapted.adapters):
         cores.run(core, asked, asked.by(name))
-        reported = core.prefix_blocks(64)
-        beat = Heartbeat(
-            "p", "prefill", ["prefill"], "i", "r", "ready", "", 0.0, PodLoad(), prefix_blocks=reported
-        )
-        request = asked.request
-        wanted = prefix_blocks(request.token_ids, request.features, name, cores.IDENTITY, [beat])
-        assert set(reported) - known == set(reported) & set(wanted)
-        assert set(reported) - known
-        known |= set(reported)
+        core.prefix_changes.restart()
+        reported, index = set(core.prefix_changes.take(1000).added), CacheIndex()
+        index.take(CacheReport("p", "i", 1, cores.IDENTITY, list(reported), []))
+        spans = media_spans(asked.request.features)
+        wanted = index.prefix_of(asked.request.token_ids, spans, root_of(name, ""))[cores.IDENTITY]
+        assert reported - known == reported & set(wanted)
+        assert reported - known
+        known |= reported
 
 
 def test_a_request_for_an_adapter_that_is_not_loaded_fails_alone(core, adapted):

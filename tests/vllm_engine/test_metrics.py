@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from mmd_api.contract.subjects import Subjects
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
@@ -69,6 +70,15 @@ class Turns:
         return command(self.engine)
 
 
+class Unheard:
+    """A bus without gateways, which reports of the prefix cache reach."""
+
+    subjects = Subjects("test", "metrics", "r1")
+
+    async def publish(self, subject: str, message: object) -> None:
+        """Nobody listens."""
+
+
 class Side:
     """One engine in a pod, and the pod's metrics."""
 
@@ -77,10 +87,11 @@ class Side:
         pod: Any = SimpleNamespace(
             metrics=self.metrics,
             roles=("decode",),
-            bus=None,
+            bus=Unheard(),
             name="decode-0",
             tracing=None,
-            settings=SimpleNamespace(group=None, turns=""),
+            settings=SimpleNamespace(group=None, turns="", incarnation="1"),
+            spec=SimpleNamespace(decode=SimpleNamespace(kv_block_tokens=BLOCK)),
         )
         self.stepped, turns = stepped, Turns(stepped)
         self.engine: SequenceEngine = adapter(turns, *more)

@@ -110,7 +110,10 @@ class Driver:
     def step(self, times):
         for _ in range(times):
             if self.core.has_work():
-                self.outcome.take(self.core.step())
+                output = self.core.step()
+                self.outcome.take(output)
+                asked = {name: self.asked[kind] for name, kind in self.kinds.items()}
+                cores.bring_again(self.core, output, self.outcome, asked)
         for name in list(self.kinds):
             if name in self.outcome.failed or self.outcome.reasons.get(name):
                 self.results.append((self.kinds[name], self.outcome.tokens.get(name, [])))
@@ -163,7 +166,7 @@ class Driver:
 
     def forget(self):
         if not self.kinds:
-            self.core._manager.reset_prefix_cache()
+            self.core.forget_prefixes()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -184,17 +187,19 @@ def test_any_order_of_commands_leaves_nothing_and_disturbs_no_answer(core, asked
 
 
 def test_every_request_ends_in_a_pool_that_is_too_small_for_all(core, asked, alone):
-    outcome = cores.Outcome()
+    outcome, every = cores.Outcome(), {f"{number}": asked[KINDS[number % 3]] for number in range(9)}
     for number in range(9):
         kind = KINDS[number % 3]
         request = replace(asked[kind].request, arrived=float(number))
         core.add(f"{number}", request, stop_after_prefill=False)
         if number % 2:
             cores.supply(core, f"{number}", asked[kind])
-        outcome.take(core.step())
+        output = core.step()
+        outcome.take(output)
+        cores.bring_again(core, output, outcome, every)
     for number in range(0, 9, 2):
         cores.supply(core, f"{number}", asked[KINDS[number % 3]])
-    cores.step(core, outcome)
+    cores.step(core, outcome, asked=every)
     assert not outcome.failed
     for number in range(9):
         assert outcome.tokens[f"{number}"] == alone[KINDS[number % 3]]

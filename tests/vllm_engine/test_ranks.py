@@ -53,7 +53,7 @@ def test_the_end_of_a_rank_is_reported_with_its_cause_while_another_hangs(split,
     first, second = ranks(split)
     os.kill(first.proc.pid, signal.SIGSTOP)
     os.kill(second.proc.pid, signal.SIGKILL)
-    assert lost.get(timeout=2) == "rank 1 of vLLM was killed (SIGKILL), perhaps for its memory"
+    assert lost.get(timeout=DEADLINE_SECONDS) == "rank 1 of vLLM was killed (SIGKILL), perhaps for its memory"
     first.proc.join(DEADLINE_SECONDS)
     assert not first.proc.is_alive(), "it would wait for the other one, and hold its memory"
 

@@ -14,10 +14,11 @@ import pytest
 
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
-from mmd_api.contract.sampling import LogitRules
+from mmd_api.contract.sampling import Guidance, LogitRules
 from mmd_workers.model import grammar as grammar_module
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.vllm_engine.requests import RequestBuilder
+from mmd_workers.vllm_engine.structured import StepMasks
 from tests.support.composites import CALLS
 
 from . import cores
@@ -192,14 +193,14 @@ def test_preemption_changes_no_token(folder, core):
     assert set(map(tuple, outcome.tokens.values())) == {tuple(whole)}
 
 
-def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, monkeypatch):
+def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, tokenizer):
     free = request_of(folder, grammar=None, max_tokens=24)
     alone, _ = answer(core, free)
     add(core, "free", free)
-    add(core, "bad", request_of(folder))
-    core._sequences["bad"].constraint = core.grammars.begin(
-        CHOICE
-    )  # not the one that its logits are masked for
+    add(core, "bad", request_of(folder, grammar=CHOICE))
+    (wrong,) = tokenizer.encode("z", add_special_tokens=False)[-1:]
+    with pytest.raises(GrammarFailedError):  # as where a limit of the library is reached
+        core._sequences["bad"].constraint.advance([wrong])
     outcome = cores.step(core)
     assert isinstance(outcome.failed.pop("bad"), GrammarFailedError)
     assert not outcome.failed
@@ -234,8 +235,46 @@ def test_what_vllm_logs_of_a_failed_step_has_nothing_of_the_grammar(core, folder
     finally:
         logger.removeHandler(caplog.handler)
         core._failure = None
-    assert "Followed(" in caplog.text, "vLLM logs the request"
+    assert "NewRequestData(" in caplog.text, "vLLM logs the request"
     assert "secret" not in caplog.text
+
+
+def test_a_request_gets_no_mask_while_a_part_of_its_prompt_is_computed(core, folder, monkeypatch):
+    computed, made = [], StepMasks.of
+    monkeypatch.setattr(
+        StepMasks, "of", lambda found, device: computed.append([*found]) or made(found, device)
+    )
+    request = request_of(folder, grammar=CHOICE)
+    whole, _ = answer(core, request)
+    assert computed == len(whole) * [["a"]]
+    chunks = -(-len(request.token_ids) // cores.CHUNK)
+    assert chunks > 1
+
+
+def test_masks_are_computed_once_the_model_runs_and_before_anything_waits_for_it(core, folder, monkeypatch):
+    order, executor, masks_of = [], core._core.model_executor, StepMasks.of
+    execute = executor.execute_model
+
+    def launched(*args, **more):
+        assert more["non_block"]
+        order.append("launch")
+        running = execute(*args, **more)
+        result = running.result
+
+        def awaited(*args):
+            order.append("wait")
+            return result(*args)
+
+        monkeypatch.setattr(running, "result", awaited)
+        return running
+
+    monkeypatch.setattr(executor, "execute_model", launched)
+    monkeypatch.setattr(StepMasks, "of", lambda *args: order.append("masks") or masks_of(*args))
+    tokens, _ = answer(core, request_of(folder))
+    steps = " ".join(order).split("launch ")[1:]
+    masked = [step for step in steps if "masks" in step]
+    assert len(masked) == len(tokens) > 5
+    assert all(step.startswith("masks wait") for step in masked)
 
 
 def test_speculative_decoding_refuses_what_it_would_leave_out(folder):
@@ -250,3 +289,57 @@ def test_speculative_decoding_refuses_what_it_would_leave_out(folder):
     ):
         with pytest.raises(UnsupportedParameterError, match="speculative"):
             builder.build("a", replace(request, sampling=sampling), [], 4)
+
+
+def test_a_request_with_a_companion_is_refused(folder):
+    request = replace(request_of(folder, grammar=None), guidance=Guidance(2.0, [5]))
+    with pytest.raises(UnsupportedParameterError, match="guidance_scale"):
+        RequestBuilder(frozenset({2}), None).build("a", request, [], 4)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    return {
+        "json": request_of(folder),
+        "choice": request_of(folder, 1.0, CHOICE),
+        "free": request_of(folder, grammar=None, max_tokens=24),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(pair, wanted):
+    """What one process answers to each, found before a core with ranks ends, with which vLLM forgets its other groups of ranks."""
+    found = {name: answer(pair[0], request)[0] for name, request in wanted.items()}
+    cores.clear(pair)
+    return found
+
+
+def _no_grammars(worker):
+    """In a rank: from now on a step in which it compiles a grammar, or loads a tokenizer for one, fails."""
+
+    def forbidden(*_):
+        raise AssertionError("a rank needs a grammar")
+
+    Grammars._compile = Grammars._loaded = forbidden
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+@cores.needs_ranks
+@pytest.mark.parametrize("how", ["tensorParallelSize", "pipelineParallelSize"])
+def test_ranks_follow_grammars_without_having_them(folder, wanted, alone, how):
+    split = cores.make(folder, vllm={how: 2})
+    try:
+        split._core.model_executor.collective_rpc(_no_grammars)
+        outcome = cores.Outcome()
+        for name, request in wanted.items():
+            add(split, name, request)
+            outcome.take(split.step())
+        cores.step(split, outcome)
+        assert not outcome.failed, outcome.failed
+        assert outcome.tokens == alone
+        cores.assert_empty(split)
+    finally:
+        for rank in split._core.model_executor.workers:
+            rank.proc.kill()
+        split.shut_down()

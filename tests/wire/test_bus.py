@@ -1,7 +1,9 @@
 import asyncio
+import gc
 import logging
 import threading
 import time
+import warnings
 from urllib.parse import urlsplit
 
 import pytest
@@ -46,6 +48,30 @@ async def test_a_request_is_answered(connect):
     assert await here.request("place", Cancel("r7", 0), Placed, timeout=DEADLINE_SECONDS) == Placed(
         "r7", True
     )
+
+
+async def test_requests_that_are_cancelled_before_their_turn_do_not_begin(connect):
+    here, there = await connect("here"), await connect("there")
+    begun: list[int] = []
+
+    async def end_all(cancel: Cancel) -> None:
+        begun.append(cancel.attempt)
+        for task in there._serving:
+            task.cancel()
+
+    await there.serve("place", Cancel, end_all)
+    await there.flush()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number in range(50):
+            await here.publish("place", Cancel("r", number))
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while not begun or there._serving:
+                await asyncio.sleep(0)
+        await there.close()
+        gc.collect()
+    assert len(begun) < 50, "none was cancelled before its turn"
+    assert [str(one.message) for one in warned if one.category is RuntimeWarning] == []
 
 
 async def test_a_request_without_a_subscriber_fails_at_once_as_a_lost_peer(connect):

@@ -50,12 +50,14 @@ class Pod:
         self.features: dict[str, tuple[list[TensorHeader], bytes]] = {}
         self.timings: dict[str, float] = {}
         self.verdict = None
+        self.asked = 0
         self.arrived = asyncio.Event()
         self.receiver = EmbeddingReceiver(
             bus, POD, budget_bytes, self.wants, self.take, timeout_seconds=timeout_seconds, **options
         )
 
     def wants(self, feature_id, num_bytes):
+        self.asked += 1
         return self.verdict or ("have" if feature_id in self.features else "send")
 
     def take(self, feature_id, headers, data, timings):
@@ -127,8 +129,25 @@ async def test_a_feature_of_several_tensors_arrives_as_it_was_sent(pod, sender):
     headers, data = pod.features["f"]
     assert headers == [header for header, _ in tensors]
     assert data == b"".join(view for _, view in tensors)
-    assert pod.timings == {"encoded": 1.5}
+    assert pod.timings.pop("encoded") == 1.5
+    assert 0 < pod.timings.pop("wire_seconds") < DEADLINE_SECONDS
+    assert not pod.timings
     await pod.room_is_free()
+
+
+async def test_a_transfer_takes_no_longer_for_the_clock_of_its_sender_nor_for_what_it_waited_for_room(
+    pod, sender
+):
+    pod.verdict = "wait"
+    begun = time.monotonic()
+    sending = asyncio.create_task(sender.send(job(), [tensor(MIB)], timings={"encoded": time.time() - 3600}))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while pod.asked < 3:
+            await asyncio.sleep(0.01)
+    pod.verdict = None
+    waited = time.monotonic() - begun
+    assert await sending == "sent"
+    assert pod.timings["wire_seconds"] < time.monotonic() - begun - waited
 
 
 async def test_a_feature_without_bytes_arrives(pod, sender):
@@ -503,5 +522,5 @@ async def test_an_offer_made_again_replaces_the_transfer_that_never_began(pod, w
 async def test_the_jobs_deadline_includes_the_first_connection_for_bulk(own_nats_server, connect):
     sender = EmbeddingSender(await connect("encoder-0"))
     await asyncio.to_thread(own_nats_server.kill)
-    with pytest.raises(DeadlineError, match="before its job's deadline"):
+    with pytest.raises(DeadlineError, match="before its deadline"):
         await sender.send(job(seconds=0.2), [tensor(1000)])

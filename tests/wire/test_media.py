@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mmd_api.contract.errors import DeadlineError, LinkError, MediaGoneError, OverloadedError, PeerLostError
-from mmd_workers.wire.media import MAX_SLICE_BYTES, MediaServer, read_medium
+from mmd_workers.wire.media import MAX_SLICE_BYTES, MediaServer, SharedReads, read_medium
 
 
 def digest_of(data: bytes) -> str:
@@ -96,3 +96,69 @@ async def test_the_deadline_includes_the_first_connection_for_bulk(own_nats_serv
     assert [type(end) for end in ends] == [DeadlineError] * 3
     await asyncio.to_thread(own_nats_server.start)
     assert (await bus.bulk()).bus.is_connected
+
+
+class Gateway:
+    """Counts reads, which end when they may."""
+
+    def __init__(self) -> None:
+        self.reads, self.may_end, self.cancelled = 0, asyncio.Event(), 0
+
+    async def read(self, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:
+        self.reads += 1
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.time())):
+                await self.may_end.wait()
+        except TimeoutError:
+            raise DeadlineError("too late") from None
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if digest == "gone":
+            raise MediaGoneError("gone")
+        return f"{gateway} {digest}".encode()
+
+
+async def test_what_several_read_at_once_is_read_once():
+    gateway = Gateway()
+    shared, until = SharedReads(gateway.read), time.time() + 60
+    tasks = [
+        asyncio.create_task(shared.read("gw-0", digest, 9, until))
+        for digest in ("a", "a", "b", "a", "gone", "gone")
+    ]
+    await asyncio.sleep(0)
+    gateway.may_end.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results[:4] == [b"gw-0 a", b"gw-0 a", b"gw-0 b", b"gw-0 a"]
+    assert [type(one) for one in results[4:]] == [MediaGoneError] * 2
+    assert gateway.reads == 3
+    await shared.read("gw-0", "a", 9, until)
+    assert gateway.reads == 4, "nothing is kept"
+
+
+async def test_a_read_ends_with_the_last_who_waits_for_it():
+    gateway = Gateway()
+    shared, until = SharedReads(gateway.read), time.time() + 60
+    one, other = (asyncio.create_task(shared.read("gw-0", "a", 9, until)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    one.cancel()
+    await asyncio.wait([one])
+    assert not gateway.cancelled
+    other.cancel()
+    await asyncio.wait([other])
+    await asyncio.sleep(0)
+    assert gateway.cancelled == 1
+    gateway.may_end.set()
+    assert await shared.read("gw-0", "a", 9, until) == b"gw-0 a"
+
+
+async def test_whoever_has_more_time_than_the_one_who_began_reads_on():
+    gateway = Gateway()
+    shared = SharedReads(gateway.read)
+    short = asyncio.create_task(shared.read("gw-0", "a", 9, time.time() + 0.05))
+    await asyncio.sleep(0)
+    long = asyncio.create_task(shared.read("gw-0", "a", 9, time.time() + 60))
+    with pytest.raises(DeadlineError):
+        await short
+    gateway.may_end.set()
+    assert await long == b"gw-0 a"

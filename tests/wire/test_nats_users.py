@@ -23,12 +23,20 @@ from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.login import Login
 from mmd_workers.wire.messages import Cancel
 from mmd_workers.wire.server import NatsServer
+from mmd_workers.wire.stored_files import FileBytes, FileLog, StoredFile, StoreLimits
+from mmd_workers.wire.tenant_tokens import RecordedTokens, TokenRecords
 from tests.support.waiting import DEADLINE_SECONDS
 
 SUBJECTS = Subjects("ai", "chat", "r1")
 OTHERS = Subjects("ai", "other", "r1")
 LISTENED = {
-    "prefill": [SUBJECTS.prefill("p-0"), SUBJECTS.embedding("p-0"), SUBJECTS.encode_failed("p-0")],
+    "prefill": [
+        SUBJECTS.prefill("p-0"),
+        SUBJECTS.embedding("p-0"),
+        SUBJECTS.encode_failed("p-0"),
+        SUBJECTS.feature_report("e-0"),
+        SUBJECTS.feature_wanted("e-0"),
+    ],
     "decode": [
         SUBJECTS.prefill("p-0"),
         SUBJECTS.kv_offer("d-0"),
@@ -36,12 +44,21 @@ LISTENED = {
         SUBJECTS.kv_commit("d-0"),
         SUBJECTS.kv_release("d-0"),
     ],
-    "encode": [SUBJECTS.encode_work("image", 64)],
+    "encode": [
+        SUBJECTS.encode_work("image", 64),
+        SUBJECTS.feature_wanted("e-0"),
+        SUBJECTS.features_given("e-0"),
+        SUBJECTS.feature_offer("e-0"),
+    ],
     GATEWAY_USER: [
         SUBJECTS.tokens("g-0"),
         SUBJECTS.failures("g-0"),
         SUBJECTS.phases("g-0"),
         SUBJECTS.media("g-0"),
+        SUBJECTS.prefix_report("p-0"),
+        SUBJECTS.feature_report("e-0"),
+        SUBJECTS.embedding("p-0"),  # offered to the gateway itself: of files that are encoded on upload
+        SUBJECTS.encode_failed("p-0"),
     ],
 }
 PASSWORDS: dict[str, str] = with_passwords({})["stringData"]
@@ -139,6 +156,47 @@ async def test_the_gateway_makes_the_queue_and_encoders_pull_from_it(server: Nat
         await pulled.ensure()
     await pulled.close()
     for bus in (gateway, encoder):
+        await bus.close()
+
+
+async def test_the_gateway_records_tokens_of_tenants_and_workers_cannot(server: NatsServer) -> None:
+    gateway, decode = [
+        await Bus.connect(server.url, f"{user}-0", SUBJECTS, inbox=inbox_of(user), login=login(user))
+        for user in (GATEWAY_USER, "decode")
+    ]
+    records = TokenRecords(gateway)
+    await records.ensure()
+    assert await records.write(1, "search", 5, await records.read(1, "search"))
+    assert (await records.read(1, "search")).total == 5
+    with pytest.raises(PeerLostError):
+        await TokenRecords(decode).write(1, "search", 0, RecordedTokens(5, 1))
+    for bus in (gateway, decode):
+        await bus.close()
+
+
+async def test_the_gateway_stores_files_and_workers_cannot_read_them(server: NatsServer) -> None:
+    gateway, encode = [
+        await Bus.connect(server.url, f"{user}-0", SUBJECTS, inbox=inbox_of(user), login=login(user))
+        for user in (GATEWAY_USER, "encode")
+    ]
+    limits = StoreLimits(1 << 20, 1 << 20, 60.0)
+    entries, contents = FileLog(gateway, limits), FileBytes(gateway, limits)
+    await entries.catch_up()
+    assert await entries.append(StoredFile("file-1", "search", "ready", 1.0, 2.0, 3))
+    await contents.write("file-1", 0, b"abc")
+    assert await contents.read("file-1", 0) == b"abc"
+    strangers = FileBytes(encode, limits)
+    for refused in (strangers.read("file-1", 0), strangers.write("file-1", 0, b"x")):
+        with pytest.raises((PeerLostError, TimeoutError)):
+            async with asyncio.timeout(1):
+                await refused
+    with pytest.raises((PeerLostError, TimeoutError)):
+        async with asyncio.timeout(1):
+            await FileLog(encode, limits).append(StoredFile("file-1", "other", "ready", 1.0, 2.0))
+    assert await contents.read("file-1", 0) == b"abc"
+    await contents.remove("file-1")
+    await entries.forget("file-1")
+    for bus in (gateway, encode):
         await bus.close()
 
 

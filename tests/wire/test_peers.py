@@ -3,6 +3,8 @@ import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.contract.load import PodLoad
@@ -241,3 +243,32 @@ async def test_an_announcement_that_cannot_be_sent_is_logged_and_not_raised(
         await heartbeater.beat()
     await heartbeater.announce()
     assert "failed to send a heartbeat; next attempt within 0.5 s" in caplog.text
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["beat", "look", "tick"]),
+            st.sampled_from("dacb"),
+            st.sampled_from([0.1, 1.5, 4.0]),
+        ),
+        max_size=40,
+    )
+)
+def test_the_newest_heartbeats_are_listed_by_name_and_a_list_does_not_change_later(steps) -> None:
+    table, newest, seen = PeerTable(3.0), dict[str, tuple[Heartbeat, float]](), []
+    now = 100.0
+    table.tick(now)
+    for action, pod, seconds in steps:
+        if action == "beat":
+            beat = replace(BEAT, pod=pod, sent=now)
+            table.record(beat, now)
+            newest[pod] = beat, now
+        elif action == "tick":
+            now += seconds
+            if seconds > 1.5:
+                newest = {pod: (beat, now) for pod, (beat, _) in newest.items()}  # this process stood still
+            newest = {pod: (beat, at) for pod, (beat, at) in newest.items() if now - at <= 3.0}
+            table.tick(now)
+        seen.append((table.heartbeats(), [newest[pod][0] for pod in sorted(newest)]))
+    assert all(listed == expected for listed, expected in seen)
