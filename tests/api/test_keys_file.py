@@ -32,13 +32,21 @@ tenants:
     expires: 2027-06-30T00:00:00Z
   - hash: {OTHER}
   models: [demo]
-  limits: {{concurrentRequests: 8, requestsPerMinute: 120}}
+  priority: High
+  limits: {{concurrentRequests: 8, requestsPerMinute: 120, workSecondsPerMinute: 30, tokensPerDay: 5000000}}
 """
     )
     assert (tenant.name, tenant.models) == ("search", ["demo"])
     assert [key.expires for key in tenant.keys] == [datetime(2027, 6, 30, tzinfo=UTC), None]
     assert [digest_of(key) for key in tenant.keys] == [digest(b"one"), digest(b"other")]
     assert (tenant.limits.concurrent_requests, tenant.limits.requests_per_minute) == (8, 120)
+    assert (tenant.limits.work_seconds_per_minute, tenant.limits.tokens_per_day) == (30, 5_000_000)
+    assert tenant.priority == "High"
+
+
+def test_a_tenant_without_a_priority_has_that_of_most() -> None:
+    (tenant,) = parse_tenants("tenants:\n- name: search\n  keys: []")
+    assert tenant.priority == "Normal"
 
 
 def test_an_empty_list_is_valid_and_lets_nobody_in() -> None:
@@ -84,6 +92,12 @@ def test_keys_are_long_and_all_different() -> None:
         (
             "tenants:\n- name: a\n  keys: []\n  limits: {concurrentRequests: , requestsPerMinute: 1}",
             "limits.concurrentRequests: has no value",
+        ),
+        (f"tenants:\n- name: a\n  keys: []\n  priority: {KEY}", r"tenants\[0\].priority: "),
+        ("tenants:\n- name: a\n  keys: []\n  limits: {tokensPerDay: 0}", "limits.tokensPerDay: "),
+        (
+            "tenants:\n- name: a\n  keys: []\n  limits: {workSecondsPerMinute: }",
+            "limits.workSecondsPerMinute: has no value",
         ),
         (
             "tenants:\n- name: a\n  keys: []\n  limits: {requestsPerMinute: null}",

@@ -119,6 +119,15 @@ def test_a_command_whose_library_is_missing_is_named_and_the_others_work(monkeyp
         assert ("no_such_package" in capsys.readouterr().err) is reported
 
 
+def test_an_entry_point_may_name_a_program_of_several_commands(monkeypatch):
+    found = [EntryPoint("rollout", "mmd_cli.commands.rollout:rollout", program.COMMANDS_GROUP)]
+    monkeypatch.setattr(program, "entry_points", lambda group: found)
+    assert program.build("rollout").commands() == {"rollout"}
+    result = mmd("rollout", "undo", "--help")
+    assert result.exit_code == 0, result.output
+    assert "--to-revision" in result.output
+
+
 @pytest.mark.parametrize("command", ["worker", "gateway", "operator"])
 def test_a_pod_imports_the_root_of_the_command_line_and_nothing_else_of_it(command):
     code = (

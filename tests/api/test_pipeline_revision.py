@@ -32,6 +32,9 @@ def revision(**spec) -> str:
         {"gateway": {"media": {"video": {"framesPerSecondMilli": 1000}}}},
         {"decode": {"kvBlockTokens": 32}},
         {"transfer": {"kv": {"backend": "Nixl"}}},
+        {"transfer": {"kv": {"wireFormat": "Int8"}}},
+        {"engine": {"kvDtype": "Int8"}},
+        {"engine": {"kvDtype": "Fp8"}},
         {"image": {"worker": "multimodal-worker:next"}},
     ],
     ids=json.dumps,
@@ -158,9 +161,20 @@ def test_pools_that_move_kv_over_different_backends_are_of_different_revisions_a
 
 
 @pytest.mark.parametrize("engine", ["Native", "VLLM"])
-def test_without_a_prefill_pool_the_backend_changes_no_revision(engine):
+def test_without_a_prefill_pool_backend_and_wire_format_change_no_revision(engine):
     spec = {"prefill": None, "decode": {"gpus": 1}, "engine": {"type": engine}}
+    formats = ("Model", "Fp8") if engine == "Native" else ("Model",)
+    assert len({revision(**spec, transfer={"kv": {"wireFormat": f}}) for f in formats}) == 1
     assert len({revision(**spec, transfer={"kv": {"backend": b}}) for b in ("Nccl", "Gloo", "Nixl")}) == 1
+
+
+def test_kv_in_8_bits_has_one_revision_whether_or_not_its_format_on_the_wire_is_named():
+    packed = {"engine": {"kvDtype": "Int8"}}
+    named = {name: revision(**packed, transfer={"kv": {"wireFormat": name}}) for name in ("Model", "Int8")}
+    assert len({*named.values()}) == 1
+    apart = [revision(engine={"kvDtype": name}) for name in ("Model", "Int8", "Fp8")]
+    assert len({*apart}) == 3
+    assert revision(**packed, prefill=None) != revision(prefill=None)
 
 
 def test_the_wire_version_changes_the_revision(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kubernetes import client, watch
 from tenacity import Retrying, stop_after_delay, wait_fixed
 
 from mmd_api.crd import custom_resource_definition
+from mmd_api.pool_resource import POOL_PLURAL, pool_definition
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from tests.support.control_plane import TOKEN, ControlPlane
 from tests.support.operator_process import OperatorProcess
@@ -33,28 +35,33 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 @pytest.fixture(scope="session")
 def api(control_plane: ControlPlane) -> Iterator[client.ApiClient]:
-    """The administrator's client, with the CRD established."""
+    """The administrator's client, with the CRDs established."""
     configuration = client.Configuration(host=control_plane.url)
     configuration.verify_ssl = False
     configuration.api_key = {"authorization": f"Bearer {TOKEN}"}
-    definition = custom_resource_definition()
+    definitions = (custom_resource_definition(), pool_definition())
     with client.ApiClient(configuration) as made:
         extensions = client.ApiextensionsV1Api(made)
-        extensions.create_custom_resource_definition(definition)
-        name = definition["metadata"]["name"]
-        for event in watch.Watch().stream(
-            extensions.list_custom_resource_definition,
-            field_selector=f"metadata.name={name}",
-            timeout_seconds=30,
-        ):
-            conditions = event["object"].status.conditions or []
-            if any(c.type == "Established" and c.status == "True" for c in conditions):
-                break
-        else:
-            pytest.fail("the definition was not established")
+        for definition in definitions:
+            _establish(extensions, definition)
         until_stored = Retrying(stop=stop_after_delay(30), wait=wait_fixed(0.1), reraise=True)
-        until_stored(client.CustomObjectsApi(made).list_cluster_custom_object, GROUP, VERSION, PLURAL)
+        for plural in (PLURAL, POOL_PLURAL):
+            until_stored(client.CustomObjectsApi(made).list_cluster_custom_object, GROUP, VERSION, plural)
         yield made
+
+
+def _establish(extensions: client.ApiextensionsV1Api, definition: dict[str, Any]) -> None:
+    extensions.create_custom_resource_definition(definition)
+    name = definition["metadata"]["name"]
+    for event in watch.Watch().stream(
+        extensions.list_custom_resource_definition,
+        field_selector=f"metadata.name={name}",
+        timeout_seconds=30,
+    ):
+        conditions = event["object"].status.conditions or []
+        if any(c.type == "Established" and c.status == "True" for c in conditions):
+            return
+    pytest.fail(f"{name} was not established")
 
 
 @pytest.fixture

@@ -265,3 +265,31 @@ def assert_replaced(fleet: Fleet, old: Any) -> None:
     assert now is not None
     assert now is not old
     assert not now.drain_requested
+
+
+def assert_gateway_fault_shown(
+    namespace: Namespace, secret: dict[str, Any], fault: dict[str, str], reason: str, *words: str
+) -> None:
+    """A gateway of a deployment whose `spec.gateway` names a Secret reports a fault: `Degraded` has the reason and the words until it ends."""
+    fleet = Fleet(namespace)
+    try:
+        namespace.apply({**SPEC, "gateway": secret})
+
+        def gateway_runs() -> None:
+            assert any(pod.is_gateway for pod in fleet.pods.values())
+
+        fleet.until(gateway_runs)
+        fleet.gateway.demand = fault
+        ((part, fields),) = secret.items()
+        another = {name: "another" for name in fields if name in ("keysSecret", "secretName")}
+        namespace.change({"gateway": {part: another}})  # looked at anew
+        fleet.until(lambda: assert_condition(fleet, "Degraded", "True", "SecretMissing", "another"))
+        namespace.change({"gateway": secret})
+        fleet.until(lambda: assert_condition(fleet, "Degraded", "True", reason, words[0]))
+        message = namespace.condition("Degraded")[2]
+        assert all(word in message for word in (*words, *fault.values())), message
+        for pod in fleet.pods.values():
+            pod.demand = {}
+        fleet.until(lambda: assert_condition(fleet, "Degraded", "False", "NoProblem"))
+    finally:
+        fleet.stop()

@@ -1,7 +1,11 @@
-"""The Secret with the API keys: gateways mount it, the operator never reads it, and a condition shows what is wrong with it."""
+"""The Secret with the API keys: gateways mount it, the operator never reads it, and conditions show what is wrong with it, and where
+no key is needed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace
 
-from .fleet import Fleet, assert_condition
+from .fleet import assert_gateway_fault_shown
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -95,23 +99,85 @@ def test_a_file_that_a_gateway_rejects_is_reported_in_its_words(namespace: Names
     namespace.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": SECRET}, "stringData": {"keys.yaml": "tenants: ["}}
     )
-    fleet = Fleet(namespace)
-    try:
-        namespace.apply(WITH_KEYS)
+    words = f"does not use keys.yaml of Secret {SECRET}"
+    fault = {"keys_fault": "line 1: invalid YAML"}
+    assert_gateway_fault_shown(namespace, WITH_KEYS["gateway"], fault, "ApiKeysInvalid", words)
 
-        def gateway_runs() -> None:
-            assert any(pod.is_gateway for pod in fleet.pods.values())
 
-        fleet.until(gateway_runs)
-        fleet.gateway.demand = {"keys_fault": "line 1: invalid YAML"}
-        namespace.change({"gateway": {"auth": {"keysSecret": "another"}}})  # looked at anew
-        fleet.until(lambda: assert_condition(fleet, "Degraded", "True", "SecretMissing", "another"))
-        namespace.change({"gateway": {"auth": {"keysSecret": SECRET}}})
-        words = f"does not use keys.yaml of Secret {SECRET}"
-        fleet.until(lambda: assert_condition(fleet, "Degraded", "True", "ApiKeysInvalid", words))
-        assert "line 1: invalid YAML" in namespace.condition("Degraded")[2]
-        for pod in fleet.pods.values():
-            pod.demand = {}
-        fleet.until(lambda: assert_condition(fleet, "Degraded", "False", "NoProblem"))
-    finally:
-        fleet.stop()
+def test_a_default_tenant_that_the_file_lacks_is_reported_until_it_is_there(namespace: Namespace):
+    namespace.core.create_namespaced_secret(
+        namespace.name, {"metadata": {"name": SECRET}, "stringData": {"keys.yaml": FILE}}
+    )
+    oidc = {"issuer": "https://issuer.example.com", "audience": "mmd", "defaultTenant": "guests"}
+    gateway = {"auth": {"keysSecret": SECRET, "oidc": oidc}}
+    words = "has no tenant guests, which spec.gateway.auth.oidc.defaultTenant names"
+    fault = {"missing_tenant": "guests"}
+    assert_gateway_fault_shown(namespace, gateway, fault, "DefaultTenantMissing", words, f"Secret {SECRET}")
+
+
+def authentication(namespace: Namespace, status: str, reason: str, *words: str) -> None:
+    found = namespace.condition("AuthenticationRequired")
+    assert found[:2] == (status, reason), found
+    for word in words:
+        assert word in found[2]
+
+
+def since(namespace: Namespace) -> str:
+    conditions = namespace.get()["status"]["conditions"]
+    return next(c["lastTransitionTime"] for c in conditions if c["type"] == "AuthenticationRequired")
+
+
+def explained(namespace: Namespace, kubeconfig: Path) -> str:
+    """What `mmd explain` prints of the condition."""
+    command = [sys.executable, "-m", "mmd_cli", "explain", "demo", "--namespace", namespace.name]
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"}
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    (line,) = [line for line in printed.splitlines() if line.startswith("AuthenticationRequired: ")]
+    return line
+
+
+def test_a_condition_shows_where_no_key_is_needed_until_the_last_gateway_needs_one(
+    operator: OperatorProcess, namespace: Namespace, kubeconfig: Path
+):
+    namespace.apply({**SPEC, "gateway": {"ingress": {"host": "models.example.com"}}})
+    namespace.settled(namespace.is_ready)
+    words = (
+        "anyone who can reach the gateway",
+        "exposed outside the cluster (Ingress)",
+        "set spec.gateway.auth.keysSecret",
+    )
+    authentication(namespace, "False", "AuthenticationOff", *words)
+    degraded(namespace, "NoProblem", "")
+    assert explained(namespace, kubeconfig).startswith(
+        "AuthenticationRequired: False (AuthenticationOff) no key"
+    )
+    began = since(namespace)
+
+    (before,) = namespace.gateway_pods()
+    namespace.core.create_namespaced_secret(
+        namespace.name, {"metadata": {"name": SECRET}, "stringData": {"keys.yaml": FILE}}
+    )
+    namespace.change({"gateway": {"auth": {"keysSecret": SECRET}}})
+    namespace.settled(lambda: authentication(namespace, "False", "GatewaysWithoutKeys", before.metadata.name))
+    assert since(namespace) == began
+    namespace.core.delete_namespaced_pod(before.metadata.name, namespace.name, grace_period_seconds=0)
+    namespace.settled(lambda: authentication(namespace, "True", "ApiKeys", f"Secret {SECRET}"))
+    namespace.settled(namespace.is_ready)
+
+    oidc = {"issuer": "https://issuer.example.com", "audience": "mmd"}
+    namespace.change({"gateway": {"auth": {"oidc": oidc}}})
+    namespace.settled(lambda: authentication(namespace, "True", "ApiKeysAndTokens", oidc["issuer"]))
+    namespace.change({"gateway": {"auth": None, "ingress": None}})
+    namespace.settled(lambda: authentication(namespace, "False", "AuthenticationOff"))
+    assert "exposed" not in namespace.condition("AuthenticationRequired")[2]
+    namespace.settled(namespace.is_ready)
+    began = since(namespace)
+    assert operator.stop() == 0
+    operator.start()
+    namespace.change({"gateway": {"webPage": False}})
+    namespace.settled(namespace.is_ready)
+    assert since(namespace) == began
+    reasons = {event.reason for event in namespace.core.list_namespaced_event(namespace.name).items}
+    assert not reasons & {"AuthenticationOff", "GatewaysWithoutKeys", "ApiKeys", "ApiKeysAndTokens"}

@@ -130,3 +130,51 @@ def test_pods_rejected_by_a_policy_are_reported_with_its_message(namespace: Name
 
 def asked_for(namespace: Namespace, replicas: int) -> None:
     assert namespace.stateful_set("encoder").spec.replicas == replicas
+
+
+PARTS: dict[str, Any] = {
+    "volumes": [{"name": "scratch", "emptyDir": {}}],
+    "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    "envFrom": [{"configMapRef": {"name": "proxies", "optional": True}}],
+    "env": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+    "sidecars": [{"name": "logs", "image": "logs:1"}],
+    "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+    "sharedMemory": "2Gi",
+    "topologySpreadConstraints": [
+        {"topologyKey": "zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "patch": {"spec": {"dnsPolicy": "Default"}},
+}
+
+
+def test_a_template_that_makes_no_pod_is_reported_and_the_pods_stay(namespace: Namespace):
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    before = namespace.stateful_set("encoder").spec.template.to_dict()
+    for patch, field in (
+        ({"dnsPolice": "Default"}, ".spec.template.spec.dnsPolice"),
+        ({"dnsPolicy": "Sometimes"}, "spec.template.spec.dnsPolicy"),
+    ):
+        namespace.change({"encoder": {"template": {"patch": {"spec": patch}}}})
+
+        def refused(words: str = field) -> None:
+            status, reason, message = namespace.condition("Degraded")
+            assert (status, reason) == ("True", "ObjectRefused"), (reason, message)
+            assert words in message
+            assert "fix what spec.encoder.template sets there" in message
+
+        eventually(refused)
+        assert namespace.stateful_set("encoder").spec.template.to_dict() == before
+        namespace.change({"encoder": {"template": {"patch": None}}})
+        eventually(lambda: fine(namespace))
+    namespace.change({"encoder": {"template": PARTS, "gpuResource": "amd.com/gpu", "gpus": 1}})
+
+    def applied() -> None:
+        pod = namespace.stateful_set("encoder").spec.template.spec
+        assert [c.name for c in pod.containers] == ["worker", "logs"]
+        assert pod.containers[0].resources.limits == {"amd.com/gpu": "1"}
+        assert pod.dns_policy == "Default"
+        assert pod.topology_spread_constraints[0].label_selector.match_labels
+        assert pod.init_containers[0].security_context.capabilities.drop == ["ALL"]
+
+    eventually(applied)

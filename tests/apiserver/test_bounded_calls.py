@@ -26,9 +26,8 @@ from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, child_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.sweep import Sweep
-from mmd_operator.workload_kinds import LWS_GROUP
+from tests.support.definitions import OF_USERS, installed
 from tests.support.deployments import SPEC
-from tests.support.groups import installed
 from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace, eventually
 from tests.support.unruly_server import UnrulyServer
@@ -130,7 +129,8 @@ def test_of_what_there_is_none_the_list_is_empty(
     version: str | None,
 ):
     """The API server says `items: null` then."""
-    with installed(api) if resource.group == LWS_GROUP else nullcontext():
+    definition = OF_USERS.get(resource.group)
+    with installed(api, definition) if definition else nullcontext():
         listing = asked(unruly, lambda cluster: cluster.uids(resource, namespace.name, SELECTOR, version))
     assert not listing.uids
     assert listing.version.isdecimal()

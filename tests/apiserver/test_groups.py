@@ -12,7 +12,8 @@ from kubernetes import client
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
 from mmd_operator.workload_kinds import INSTALL_LWS, LWS_PLURAL
-from tests.support.groups import GROUPS, IMAGE, ONE_POD, WHERE, GroupController, installed
+from tests.support.definitions import GROUP_SETS, installed
+from tests.support.groups import GROUPS, IMAGE, ONE_POD, WHERE, GroupController
 from tests.support.operator_process import OperatorProcess, another_release
 from tests.support.standin import Namespace, eventually, forget_the_dead, is_gone
 
@@ -24,7 +25,7 @@ TWO_STAGES = {"engine": {"decode": {"pipelineParallelSize": 2}}}
 @pytest.fixture
 def groups(api: client.ApiClient, namespace: Namespace) -> Iterator[GroupController]:
     """The definition is installed, and the test plays the controller."""
-    with installed(api):
+    with installed(api, GROUP_SETS):
         yield GroupController(namespace)
 
 
@@ -134,7 +135,7 @@ def test_without_the_definition_a_condition_has_the_command_and_the_rest_goes_on
     assert namespace.condition("Progressing")[1] == "RolloutStuck"
     assert namespace.stateful_set("decode").metadata.uid == before.metadata.uid
 
-    with installed(api):
+    with installed(api, GROUP_SETS):
         assert operator.wait(40) == 0, "the operator ends, so that its successor watches the new kind"
         operator.start()
         groups = GroupController(namespace)

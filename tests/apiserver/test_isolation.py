@@ -26,7 +26,7 @@ from mmd_cli.local.pods import free_port
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
+from tests.support.standin import Namespace, eventually, exhaust
 
 from .rights import RULES, bind, token_of
 
@@ -120,15 +120,6 @@ def places(api: client.ApiClient, denying_webhook: tuple[str, str]) -> Iterator[
     yield found
     for name in ("webhook", "status"):
         client.AdmissionregistrationV1Api(api).delete_validating_webhook_configuration(found[name].name)
-
-
-def exhaust(namespace: Namespace) -> None:
-    """Without a controller-manager nobody counts: the test does."""
-    hard = {"count/statefulsets.apps": "0"}
-    body = {"metadata": {"name": "none"}, "spec": {"hard": hard}}
-    namespace.core.create_namespaced_resource_quota(namespace.name, body)
-    status = {"status": {"hard": hard, "used": hard}}
-    namespace.core.patch_namespaced_resource_quota_status("none", namespace.name, status)
 
 
 def often_swept() -> None:

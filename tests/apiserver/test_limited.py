@@ -54,7 +54,7 @@ def watched(control_plane: ControlPlane, api: client.ApiClient, tmp_path: Path) 
     config = configuration(port, hurried(tmp_path / "rules.yaml", windows=10, waits=300), discovery.file)
     operator.start()
     try:
-        with Deployment(file) as workers, Prometheus(tmp_path, config) as prometheus:
+        with Deployment(file, gateways=1) as workers, Prometheus(tmp_path, config) as prometheus:
             real = {pod.name: pod.http_url for pod in workers.local.pods}
             (encoder,) = workers.pods("encoder")
             revision = workers.state(encoder)["revision"]

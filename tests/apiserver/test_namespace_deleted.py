@@ -42,7 +42,7 @@ def test_deleting_a_namespace_ends_while_a_deployment_serves_in_it(
     control_plane: ControlPlane, namespace: Namespace, operator: OperatorProcess
 ) -> None:
     """With the real namespace controller, which removes the pods first and then everything else in no order."""
-    control_plane.start_controllers("namespace-controller")
+    control_plane.start_controllers()
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     labels = namespace.stateful_set("decode").spec.template.metadata.labels
@@ -68,7 +68,7 @@ def test_a_gateway_that_drains_for_minutes_does_not_hold_up_the_deletion_of_its_
     control_plane: ControlPlane, namespace: Namespace, operator: OperatorProcess
 ) -> None:
     """Its requests cannot end well any more: the namespace controller has ended their workers and NATS at the same moment."""
-    control_plane.start_controllers("namespace-controller")
+    control_plane.start_controllers()
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     labels = namespace.gateway_pods()[0].metadata.labels

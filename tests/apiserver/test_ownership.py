@@ -216,7 +216,7 @@ def test_a_quota_that_is_too_small_is_reported_in_a_condition(namespace: Namespa
     def told() -> None:
         status, reason, message = namespace.condition("Degraded")
         assert (status, reason) == ("True", "QuotaExceeded"), (reason, message)
-        assert "raise the namespace's ResourceQuota" in message
+        assert "raise ResourceQuota small, or request less" in message
 
     eventually(told)
     namespace.core.delete_namespaced_resource_quota("small", namespace.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from tests.support.control_plane import ControlPlane
+from tests.support.definitions import OF_USERS, installed
 from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.groups import GROUPS, GroupController, installed
+from tests.support.exposure import EXPOSED
+from tests.support.groups import GROUPS, GroupController
 from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace, counted, eventually, is_gone
 
@@ -61,9 +64,12 @@ def test_the_rights_it_asks_for_are_those_it_uses(
     api: client.ApiClient, control_plane: ControlPlane, namespace: Namespace, start
 ):
     granted = [*RULES["rules"], *RULES["leaseRules"]]
-    with installed(api):
+    with ExitStack() as definitions:
+        for definition in OF_USERS.values():
+            definitions.enter_context(installed(api, definition))
         operator = start(granted)
         exercise_groups(namespace)
+        exercise_cache(namespace)
         exercise(control_plane, namespace)
         operator.kill()
 
@@ -102,11 +108,32 @@ def exercise_groups(namespace: Namespace) -> None:
     until(gone)
 
 
+def exercise_cache(namespace: Namespace) -> None:
+    """A claim with weights, and the Job that fills it."""
+    cache = {"type": "Hub", "cache": {"sizeGibibytes": 5}}
+    namespace.apply({**SPEC, "model": {"id": "org/model", "storage": cache}}, "cached")
+    eventually(namespace.job)
+    namespace.delete("cached")
+
+    def gone() -> None:
+        namespace.release_claims()
+        assert not namespace.exists("cached")
+
+    namespace.settled(gone)
+
+
 def exercise(plane: ControlPlane, namespace: Namespace) -> None:
     """Everything that makes an operator call: made, scaled, changed, rolled, drained, short of pods, deleted."""
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
-    namespace.change({"decode": {"replicas": 3}, "nats": {"passwordGeneration": 2}})
+    namespace.change(
+        {
+            "decode": {"replicas": 3},
+            "nats": {"passwordGeneration": 2},
+            "rollout": {"revisionHistoryLimit": 0},
+            "gateway": {**EXPOSED["gateway"], "inferencePool": {}},
+        }
+    )
     namespace.settled(namespace.is_ready)
     namespace.apps.patch_namespaced_deployment_scale(
         "demo-gateway", namespace.name, {"spec": {"replicas": 4}}

@@ -18,10 +18,16 @@ NEW = pipeline_revision(deployment({**SPEC, **ANOTHER_MODEL}).spec)
 @pytest.fixture
 def serving(namespace: Namespace) -> Namespace:
     """A namespace with a deployment that serves its first revision."""
-    namespace.apply(SPEC)
+    namespace.apply({**SPEC, "network": {"egress": "Restricted"}})
     namespace.settled(namespace.is_ready)
     assert namespace.get()["status"]["pipelineRevision"] == OLD
     return namespace
+
+
+def egress_policies(namespace: Namespace) -> set[str]:
+    """What those of a deployment are for: gateways, NATS, and the pools of a revision."""
+    names = (key.partition("/")[2] for key in namespace.objects() if key.startswith("NetworkPolicy/"))
+    return {name.removeprefix("demo.egress-") for name in names if name.startswith("demo.egress-")}
 
 
 def both_stand(namespace: Namespace) -> None:
@@ -46,6 +52,7 @@ def test_a_new_revision_serves_once_complete_and_the_old_one_is_removed_once_unu
 
     serving.settled(lambda: gateway_at(serving, NEW))
     serving.settled(lambda: is_progressing(serving, "Draining"))
+    assert egress_policies(serving) == {"gateway", "nats", OLD, NEW}
     assert serving.revisions() == {OLD, NEW}  # a gateway pod of the old revision still finishes what it holds
     assert serving.get()["status"]["pipelineRevision"] == NEW
 
@@ -53,6 +60,13 @@ def test_a_new_revision_serves_once_complete_and_the_old_one_is_removed_once_unu
     serving.settled(lambda: only(serving, NEW))
     serving.settled(serving.is_ready)
     assert not [o for key, o in serving.objects().items() if o.metadata.labels.get(REVISION_LABEL) == OLD]
+    assert egress_policies(serving) == {"gateway", "nats", NEW}
+    serving.change({"network": None})
+    serving.settled(lambda: egress_is_open(serving))
+
+
+def egress_is_open(namespace: Namespace) -> None:
+    assert not egress_policies(namespace)
 
 
 def gateway_at(namespace: Namespace, revision: str) -> None:

@@ -83,3 +83,28 @@ def test_every_object_of_the_plan_is_accepted_and_every_pod_is_restricted(api, e
             core.create_namespaced_pod(namespace, {"metadata": metadata, "spec": template["spec"]}, **options)
             pods += 1
     assert pods >= 3
+
+
+def test_policies_of_restricted_egress_and_a_load_balancer_are_accepted(api):
+    manifest = base_manifest()
+    balanced = {
+        "type": "LoadBalancer",
+        "loadBalancerClass": "example.com/internal",
+        "loadBalancerSourceRanges": ["192.0.2.0/24", "2001:db8::/32"],
+        "annotations": {"example.com/internal": "true"},
+    }
+    manifest["spec"] |= {
+        "network": {"egress": "Restricted"},
+        "gateway": {**manifest["spec"].get("gateway", {}), "service": balanced},
+        "model": {"id": "org/model", "storage": {"type": "Hub"}},
+    }
+    objects = plan_objects(MultimodalDeployment.parse(create(api, manifest)), "default")
+    options = {"dry_run": "All", "field_validation": "Strict"}
+    policies = [o for o in objects if o["kind"] == "NetworkPolicy"]
+    for policy in policies:
+        stored = client.NetworkingV1Api(api).create_namespaced_network_policy("default", policy, **options)
+        assert stored.metadata.name == policy["metadata"]["name"]
+    assert len(policies) == 5
+    (service,) = [o for o in objects if o["kind"] == "Service" and o["spec"].get("type") == "LoadBalancer"]
+    stored = client.CoreV1Api(api).create_namespaced_service("default", service, **options)
+    assert stored.spec.load_balancer_source_ranges == balanced["loadBalancerSourceRanges"]

@@ -148,7 +148,7 @@ def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_withou
     namespace.settled(lambda: says_no_problem(namespace))
 
 
-def test_a_status_is_written_without_the_fields_that_an_older_crd_lacks(
+def test_a_status_is_written_without_the_fields_and_conditions_that_an_older_crd_lacks(
     namespace: Namespace, definition: Callable[[Schema], None], request: pytest.FixtureRequest
 ):
     older = custom_resource_definition()
@@ -158,6 +158,7 @@ def test_a_status_is_written_without_the_fields_that_an_older_crd_lacks(
     condition = status["conditions"]["items"]
     del condition["properties"]["observedGeneration"]
     condition["required"].remove("observedGeneration")
+    condition["properties"]["type"]["enum"].remove("AuthenticationRequired")
     definition(older)
     namespace.apply(SPEC)
     request.getfixturevalue("operator")
@@ -167,4 +168,5 @@ def test_a_status_is_written_without_the_fields_that_an_older_crd_lacks(
     assert "draining" not in written["pools"]["encoder"]
     assert "draining" in written["pools"]["decode"]
     assert all("observedGeneration" not in condition for condition in written["conditions"])
+    assert namespace.condition("AuthenticationRequired") == ("", "", "")
     says_no_problem(namespace)

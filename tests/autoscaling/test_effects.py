@@ -49,6 +49,9 @@ CASES: dict[str, tuple[State, str | None, str]] = {
     "replace_pods_that_do_not_start": (state(stuck=1), None, "5 replicas instead of 4"),
     "remember_tick": (state(wanted=2, missing=True), None, "4 replicas instead of 2"),
     "enter_or_leave_panic": (state(wanted=9), None, "the pool is in panic"),
+    "follow_requested_size": (
+        state(policy={"external": True}, requested=30), "MaxReplicas", "20 replicas of 30 requested",
+    ),
     "keep_fixed_size": (state(policy={"min_replicas": 3, "max_replicas": 3}), None, "3 replicas"),
     "raise_to_minimum": (state(current=1, floor=2, policy={"min_replicas": 2}), None, "2 replicas"),
     "lower_to_maximum": (state(policy={"max_replicas": 3}), "MaxReplicas", "3 replicas"),

@@ -188,6 +188,24 @@ def test_of_several_gateways_the_newest_look_at_the_queue_counts_and_the_oldest_
     assert (demand.received_at, demand.encode_work) == (NOW - 1.0, {"video": 7.0})
 
 
+def test_what_waits_at_gateways_is_demand_of_the_pool_that_lacks_room():
+    made, body = scaler(), json.loads(gateway_answer({"video": 7.0}))
+    for number in range(2):
+        waiting = {"encode_work": {"video": 100.0, "image": 3.0}, "prompt_tokens": 50, "sequences": 4}
+        pod = f"g-{number}"
+        answered = json.dumps({**body, "pod": pod, "waiting": waiting}).encode()
+        made.record_gateway_report(pod, NOW, gateway_report(answered, pod, "r"))
+    gateways = frozenset({"g-0", "g-1"})
+    encode, prefill, decode = (made._demand((role,), gateways) for role in ("encode", "prefill", "decode"))
+    assert encode is not None
+    assert encode.encode_work == {"video": 207.0, "image": 6.0}
+    assert (encode.prompt_tokens, encode.sequences) == (0, 0)
+    assert prefill is not None
+    assert (prefill.prompt_tokens, prefill.sequences, prefill.encode_work) == (100, 0, {})
+    assert decode is not None
+    assert (decode.prompt_tokens, decode.sequences, decode.encode_work) == (0, 8, {})
+
+
 def test_a_drained_pod_that_is_wanted_again_is_renewed_and_one_that_still_drains_is_left_to_it():
     made = reporting(scaler(), e0="ready", e1="drained", e2="draining")
     actions = made.actions(NOW, decided(3, 4), pool(3, e1=990.0, e2=990.0))

@@ -64,6 +64,12 @@ def test_prompts_that_wait_for_encoders_do_not_grow_prefill():
     assert Pool(encodes_too, lambda *_: behind_media).tick().wanted == 150
 
 
+def test_small_media_that_wait_for_the_towers_of_prefill_pods_grow_prefill():
+    load = PodLoad(encode_queued_work={"image": 3000.0}, encode_work_per_second={"image": 1000.0})
+    assert Pool(replace(PREFILL, encodes_small_media=True), lambda *_: load).tick().wanted == 3
+    assert Pool(PREFILL, lambda *_: load).tick().wanted == 0
+
+
 def test_a_pool_that_is_busy_without_a_backlog_grows():
     pool = Pool(ENCODER, lambda *_: encode_load(busy=0.99), replicas=3)
     decision = pool.tick()
@@ -321,6 +327,23 @@ def test_a_held_request_wakes_prefill_and_decode():
             policy, lambda *_: decode_load(), replicas=0, demand=lambda now: Demand(now, held_requests=1)
         )
         assert pool.tick().replicas == 1
+
+
+def test_prompts_that_wait_at_gateways_make_prefill_grow_as_those_in_its_pods_do():
+    def needed(load, demand):
+        return Pool(PREFILL, lambda *_: load, demand=lambda now: Demand(now, **demand)).tick().signal
+
+    in_pods = needed(prefill_load(waiting=50_000), {})
+    at_gateways = needed(prefill_load(), {"prompt_tokens": 50_000})
+    assert at_gateways.metric == "BacklogSeconds"
+    assert at_gateways.need == in_pods.need > 1
+
+
+def test_sequences_that_wait_at_gateways_make_decode_grow_and_count_as_a_full_pool():
+    pool = Pool(DECODE, lambda *_: decode_load(running=64), demand=lambda now: Demand(now, sequences=128))
+    decision = pool.tick()
+    assert decision.signal.metric == "Sequences"
+    assert decision.signal.need > 3
 
 
 def test_a_pool_at_zero_whose_queue_cannot_be_read_stays_at_zero():

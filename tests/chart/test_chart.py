@@ -6,21 +6,19 @@ A reviewer sees every change of a manifest in the golden files. To accept one: `
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from mmd_operator.resources.naming import ADMIN_PORT
+from tests.support.chart import CHART, REPOSITORY, helm, helm_folder, objects, render
 from tests.support.control_plane import binaries
+from tests.support.policies import Place, lets_through
 
-REPOSITORY = Path(__file__).parents[2]
-CHART = REPOSITORY / "charts" / "multimodal-operator"
-CRD = REPOSITORY / "crds" / "multimodaldeployments.yaml"
+CRDS = ("multimodaldeployments", "multimodalpools")
 RULES = REPOSITORY / "operator" / "mmd_operator" / "rules.yaml"
 CONFIG = REPOSITORY / "config"
 GOLDEN: dict[Path, tuple[str, ...]] = {
@@ -34,50 +32,7 @@ GOLDEN: dict[Path, tuple[str, ...]] = {
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """A folder with helm and kubectl."""
-    folder = binaries()
-    if not (folder / "helm").exists() and (on_path := shutil.which("helm")):
-        folder = Path(on_path).parent
-    if not (folder / "helm").exists():
-        missing = f"no helm in {folder}: install it, or leave KUBEBUILDER_ASSETS unset so that it is built"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    return folder
-
-
-def helm(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [folder / "helm", command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "HOME": "/nonexistent", "KUBECONFIG": "/nonexistent"},
-        check=False,
-    )
-
-
-def render(folder: Path, *arguments: str) -> str:
-    result = helm(
-        folder,
-        "template",
-        "multimodal-operator",
-        str(CHART),
-        "--namespace=multimodal-system",
-        *arguments,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def objects(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """The rendered objects by `Kind/name`, or `Kind/namespace/name` outside the release's namespace."""
-    found = {}
-    for item in filter(None, yaml.safe_load_all(render(folder, *arguments))):
-        metadata = item["metadata"]
-        other = metadata.get("namespace", "multimodal-system")
-        place = "" if other == "multimodal-system" else f"{other}/"
-        found[f"{item['kind']}/{place}{metadata['name']}"] = item
-    return found
+    return helm_folder()
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
@@ -90,10 +45,11 @@ def test_the_chart_passes_lint(tools: Path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_crd_is_the_generated_one_and_outlives_the_release(tools: Path):
-    rendered = objects(tools)["CustomResourceDefinition/multimodaldeployments.serving.multimodal.dev"]
+@pytest.mark.parametrize("plural", CRDS)
+def test_the_crd_is_the_generated_one_and_outlives_the_release(tools: Path, plural: str):
+    rendered = objects(tools)[f"CustomResourceDefinition/{plural}.serving.multimodal.dev"]
     assert rendered["metadata"].pop("annotations")["helm.sh/resource-policy"] == "keep"
-    generated = yaml.safe_load(CRD.read_text())
+    generated = yaml.safe_load((REPOSITORY / "crds" / f"{plural}.yaml").read_text())
     generated["metadata"].pop("annotations", None)
     assert rendered == generated
 
@@ -111,8 +67,31 @@ def test_the_operator_gets_the_rights_it_asks_for_and_no_others(tools: Path):
     assert rendered["Role/multimodal-operator-lease"]["rules"] == asked["leaseRules"]
     assert {k for k in rendered if "Role/" in k} == {
         "ClusterRole/multimodal-operator",
+        *(f"ClusterRole/multimodal-operator-{name}" for name in ("view", "edit", "admin")),
         "Role/multimodal-operator-lease",
     }
+
+
+def test_roles_that_kubernetes_aggregates_can_be_left_out(tools: Path):
+    rendered = objects(tools, "--set=crds.install=false", "--set=aggregateRoles=false")
+    assert [k for k in rendered if k.startswith("ClusterRole/")] == ["ClusterRole/multimodal-operator"]
+
+
+def test_the_operators_network_policy_lets_through_what_it_does_and_nothing_else(tools: Path):
+    """Reports are at the same port of gateways and workers: the planner's `ADMIN_PORT`."""
+    rendered = objects(tools, "--set=crds.install=false", "--set=networkPolicy.enabled=true")
+    policies = [rendered["NetworkPolicy/multimodal-operator"]]
+    labels = rendered["Deployment/multimodal-operator"]["spec"]["template"]["metadata"]["labels"]
+    operator = Place(labels, namespace="multimodal-system")
+    pod = Place({"serving.multimodal.dev/deployment": "demo"}, namespace="team")
+    other = Place({"app": "other"}, namespace="team")
+    api_server = Place(address="10.0.0.1")
+    reached = [(p, port) for p in (pod, other, api_server) for port in (53, 443, 4222, 6443, ADMIN_PORT)
+               if lets_through(policies, operator, p, port)]  # fmt: skip
+    anywhere = [(p, port) for p in (pod, other, api_server) for port in (53, 443, 6443)]
+    assert sorted(map(str, reached)) == sorted(map(str, [*anywhere, (pod, ADMIN_PORT)]))
+    assert lets_through(policies, other, operator, 8080)
+    assert not lets_through(policies, other, operator, 9090)
 
 
 def test_an_install_for_some_namespaces_has_no_right_elsewhere(tools: Path):
@@ -218,6 +197,9 @@ BAD_VALUES = {
     "--set=namespaces={Team_A}": "namespaces",
     "--set=namespaces={a,a}": "namespaces",
     "--set=crds.install=perhaps": "install",
+    "--set=aggregateRoles=some": "aggregateRoles",
+    "--set=networkPolicy.apiServerPorts={0}": "apiServerPorts",
+    "--set=networkPolicy=true": "networkPolicy",
     "--set=logLevel=Loud": "logLevel",
     "--set=resources.claims=1": "resources",
     "--set=nodeSelector.gpu=1": "nodeSelector",

@@ -82,6 +82,7 @@ def valid_deployments(draw: st.DrawFn) -> MultimodalDeployment:
         "decode": draw(POOLS),
         "nats": draw(NATS),
         "gateway": draw(PLACEMENT),
+        "network": {"egress": draw(st.sampled_from(["Open", "Restricted"]))},
         "transfer": {"kv": {"backend": "Gloo"}},
     }
     for pool in ("encoder", "prefill"):
@@ -101,3 +102,15 @@ def deployment(spec: dict[str, Any], name: str = "sample") -> MultimodalDeployme
             "spec": whole,
         }
     )
+
+
+def of_kind(objects: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    """The objects of these kinds."""
+    return [o for o in objects if o["kind"] in kinds]
+
+
+def pods(objects: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Name of the owner and pod template of everything that runs pods."""
+    return [
+        (o["metadata"]["name"], o["spec"]["template"]) for o in of_kind(objects, "StatefulSet", "Deployment")
+    ]

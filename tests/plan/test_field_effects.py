@@ -6,6 +6,7 @@ A reviewer sees the effects in `golden/effects.yaml`. To accept a change: `pytho
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -33,7 +34,7 @@ BASE: dict[str, Any] = {
         "revision": "main",
         "storage": {"type": "PersistentVolumeClaim", "claimName": "a", "subPath": "a"},
     },
-    "encoder": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
+    "encoder": {"gpus": 0, "autoscaling": {"maxReplicas": 4}, "cache": {"disk": {"sizeMebibytes": 64}}},
     "prefill": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
     "engine": {
         "type": "VLLM",
@@ -47,7 +48,16 @@ BASE: dict[str, Any] = {
     },
     "decode": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
     "nats": {"url": "nats://one:4222", "credentialsSecret": "one"},
-    "gateway": {"auth": {"keysSecret": "one"}},
+    "gateway": {
+        "auth": {"keysSecret": "one", "oidc": {"issuer": "https://one.example.com", "audience": "one"}},
+        "tls": {"secretName": "one"},
+        "cors": {"allowedOrigins": ["https://one.example.com"]},
+        "files": {},
+        "httpRoute": {"parentRefs": [{"name": "one"}]},
+        "inferencePool": {},
+        "ingress": {"host": "one.example.com"},
+        "media": {"underLoad": {}},
+    },
 }
 """Holds every part, and values that no cluster would take together: rules between fields are no part of this question."""
 OTHER: dict[str, Any] = {
@@ -56,19 +66,48 @@ OTHER: dict[str, Any] = {
     "cpu": "3",
     "memory": "3Gi",
     "allowedHosts": ["example.com"],
+    "loadBalancerSourceRanges": ["192.0.2.0/24"],
     "nodeSelector": {"a": "b"},
     "labels": {"a": "b"},
     "annotations": {"a": "b"},
     "tolerations": [{"key": "a", "operator": "Exists"}],
     "env": [{"name": "A", "value": "b"}],
+    "envFrom": [{"secretRef": {"name": "a"}}],
+    "volumes": [{"name": "a", "emptyDir": {}}],
+    "volumeMounts": [{"name": "a", "mountPath": "/a"}],
+    "sidecars": [{"name": "a", "image": "b"}],
+    "initContainers": [{"name": "a", "image": "b"}],
+    "sharedMemory": "3Gi",
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [{"topologyKey": "a", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+    "securityContext": {"runAsUser": 1000},
+    "patch": {"spec": {"dnsPolicy": "Default"}},
+    "gpuResource": "amd.com/gpu",
+    "resourceClaims": [{"name": "a", "resourceClaimTemplateName": "b"}],
     "schedules": [{"cron": "0 8 * * *", "durationMinutes": 60, "minReplicas": 2}],
     "pullSecrets": ["a"],
     "url": "nats://two:4222",
+    "model.storage.url": "https://two.example.com/model",
+    "cache": {"claimName": "a"},
     "otlpEndpoint": "http://collector:4318",
     "encoder": None,
     "prefill": None,
     "autoscaling": None,
+    "disk": None,
     "auth": None,
+    "oidc": None,
+    "issuer": "https://two.example.com",
+    "tls": None,
+    "cors": None,
+    "files": None,
+    "allowedOrigins": ["https://two.example.com"],
+    "httpRoute": None,
+    "parentRefs": [{"name": "two"}],
+    "hostnames": ["two.example.com"],
+    "inferencePool": None,
+    "ingress": None,
+    "underLoad": None,
+    "tiers": [{"memoryPercent": 70, "backlogMilliseconds": 500, "framesPercent": 50}],
     "decode": None,
     "speculative": None,
     "extraArgs": ["--max-logprobs=5"],
@@ -78,6 +117,11 @@ OTHER: dict[str, Any] = {
 # Where a field shows in a pod only beside another value of some other field.
 BESIDE: dict[str, dict[str, Any]] = {
     "model.storage.tokenSecret": {"model.storage.type": "Hub"},
+    "model.storage.cache.claimName": {"model.storage.cache": {"claimName": "a"}},
+    **{
+        f"model.storage.cache.{field}": {"model.storage.cache": {"sizeGibibytes": 5}}
+        for field in ("sizeGibibytes", "storageClassName", "accessMode")
+    },
     "nats.url": {"nats.managed": False},
     "nats.credentialsSecret": {"nats.managed": False},
 }
@@ -137,8 +181,9 @@ def value_at(path: str) -> Any:
 
 def other_value(path: str) -> Any:
     field, present, name = field_at(path), value_at(path), path.rpartition(".")[2]
-    if name in OTHER:
-        return OTHER[name]
+    for known in (path, name):
+        if known in OTHER:
+            return OTHER[known]
     kinds = [field.annotation, *get_args(field.annotation)]
     choices = next((get_args(k) for k in kinds if get_origin(k) is Literal), None)
     if choices:
@@ -187,6 +232,13 @@ def test_a_change_of_a_field_replaces_only_the_pods_that_read_it(path: str):
     assert declared(path) is not None, f"spec.{path} has no entry in mmd_api/readers.py: say who reads it"
     assert path in expected, f"spec.{path} has no entry in {EFFECTS_FILE.name}"
     assert effect(path) == expected[path]
+
+
+def test_prefill_pods_that_have_towers_read_what_encoder_pods_do():
+    without, small = (planned(with_value(BASE, "prefill.localEncodeTokens", n)) for n in (0, 64))
+    readers = [json.loads(files["prefill"])["readers"] for _, _, files in (without, small)]
+    assert readers == [["prefill"], ["encode", "prefill"]]
+    assert without[0] == small[0], "the revision stays: pods with a tower and without may pair"
 
 
 def test_the_table_names_no_field_that_does_not_exist():

@@ -2,7 +2,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,22 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_operator.plan import plan_objects
-from mmd_operator.resources.nats import PASSWORD_PREFIX, with_passwords
+from mmd_operator.resources.nats import PASSWORD_PREFIX, password_changes, with_passwords
 
-from .planned import deployment, valid_deployments
+from .planned import deployment, of_kind, pods, valid_deployments
 
 SOME = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def of_kind(objects, *kinds):
-    return [o for o in objects if o["kind"] in kinds]
-
-
-def pods(objects):
-    """Name of the owner and pod template of everything that runs pods."""
-    return [
-        (o["metadata"]["name"], o["spec"]["template"]) for o in of_kind(objects, "StatefulSet", "Deployment")
-    ]
 
 
 def worker_arguments(objects):
@@ -162,69 +150,6 @@ def test_a_pool_that_is_left_out_is_served_by_the_next_one_downstream(pools, exp
     assert worker_arguments(plan_objects(deployment(spec), "x")) == expected
 
 
-def selected(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector selects a pod."""
-    chosen = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
-    for each in selector.get("matchExpressions", []):
-        chosen &= (labels.get(each["key"]) in each["values"]) == (each["operator"] == "In")
-    return chosen
-
-
-def admits(policies: list[dict[str, Any]], source: dict[str, str], target: dict[str, str], port: int) -> bool:
-    """Whether a pod may reach another one at a port: policies add up, and a pod that none selects takes everything."""
-    applying = [p["spec"] for p in policies if selected(p["spec"]["podSelector"], target)]
-    return not applying or any(
-        ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
-        and ("from" not in rule or any(selected(peer["podSelector"], source) for peer in rule["from"]))
-        for spec in applying
-        for rule in spec["ingress"]
-    )
-
-
-HTTP, ADMIN, NATS, DATA = 8000, 8080, 4222, 41234
-GROUP = {"engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2}}, "decode": {"gpus": 1}}
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {},
-        {"encoder": {"gpus": 0}},
-        {"prefill": {"gpus": 0}, "transfer": {"kv": {"backend": "Gloo"}}},
-        {"encoder": {"gpus": 0}, "prefill": {"gpus": 0}, "transfer": {"kv": {"backend": "Gloo"}}},
-        {"encoder": {"gpus": 0}, **GROUP},
-    ],
-    ids=["monolithic", "encoder and decode", "prefill and decode", "three pools", "groups"],
-)
-def test_data_ports_of_pods_with_kv_take_such_pods_alone_and_other_ports_whom_they_took(spec):
-    objects = plan_objects(deployment(spec), "x")
-    policies = of_kind(objects, "NetworkPolicy")
-    templates = [template for _, template in pods(objects)]
-    for group in of_kind(objects, "LeaderWorkerSet"):
-        parts = group["spec"]["leaderWorkerTemplate"]
-        templates += [parts["leaderTemplate"], parts["workerTemplate"]]
-        leader, follower = (
-            parts[part]["metadata"]["labels"] for part in ("leaderTemplate", "workerTemplate")
-        )
-        assert admits(policies, leader, follower, DATA)
-        assert admits(policies, follower, leader, DATA)
-    pods_of = {
-        t["metadata"]["labels"]["app.kubernetes.io/component"]: t["metadata"]["labels"] for t in templates
-    }
-    assert "decode" in pods_of
-    stranger = {"app": "stranger"}
-    another = {**pods_of["decode"], "serving.multimodal.dev/deployment": "another"}
-    for name, target in pods_of.items():
-        assert not admits(policies, stranger, target, DATA)
-        assert not admits(policies, another, target, DATA)
-        assert all(admits(policies, stranger, target, port) for port in (HTTP, ADMIN))
-        for source, labels in pods_of.items():
-            with_kv = source in ("prefill", "decode")
-            assert admits(policies, labels, target, DATA) is (with_kv or name not in ("prefill", "decode"))
-    if "nats" in pods_of:
-        assert all(admits(policies, labels, pods_of["nats"], NATS) for labels in pods_of.values())
-
-
 def stateful_set(d, pool):
     (found,) = [
         o
@@ -300,8 +225,9 @@ def test_a_worker_setting_rolls_the_pods_of_the_same_revision():
     )
 
 
-def test_the_nats_server_accepts_its_configuration(tmp_path):
-    objects = plan_objects(deployment({}), "somewhere")
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_nats_server_accepts_its_configuration(tmp_path, replicas):
+    objects = plan_objects(deployment({"nats": {"replicas": replicas}}), "somewhere")
     (config,) = (o["data"]["nats.conf"] for o in of_kind(objects, "ConfigMap") if "nats.conf" in o["data"])
     file = tmp_path / "nats.conf"
     file.write_text(config)
@@ -309,14 +235,102 @@ def test_the_nats_server_accepts_its_configuration(tmp_path):
     (secret,) = of_kind(objects, "Secret")
     passwords = with_passwords(secret)["stringData"]
     environment = {f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()}
+    environment |= variables_of_nats(objects, passwords)
     command = [server, "-t", "--config", file]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
     assert result.returncode == 0, result.stderr
 
 
-def test_no_manifest_holds_a_password():
-    (secret,) = of_kind(plan_objects(deployment({}), "somewhere"), "Secret")
+def variables_of_nats(objects, passwords):
+    """As the kubelet would set them."""
+    (container,) = next(
+        o["spec"]["template"]["spec"]["containers"]
+        for o in of_kind(objects, "StatefulSet")
+        if o["metadata"]["name"] == "sample-nats"
+    )
+    found = {}
+    for variable in container.get("env", []):
+        source = variable.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            found[variable["name"]] = passwords[source["secretKeyRef"]["key"]]
+        else:
+            value = variable.get("value", "sample-nats-0")
+            for name, of in found.items():
+                value = value.replace(f"$({name})", of)
+            found[variable["name"]] = value
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_no_manifest_holds_a_password(replicas):
+    objects = plan_objects(deployment({"nats": {"replicas": replicas}}), "somewhere")
+    (secret,) = of_kind(objects, "Secret")
     assert not {"data", "stringData"} & set(secret)
+    for variable in nats_container(deployment({"nats": {"replicas": replicas}})).get("env", []):
+        assert "://" not in variable.get("value", "") or "$(MMD_ROUTES_PASSWORD)" in variable["value"]
+
+
+def nats_container(d):
+    return stateful_set(d, "nats")["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_every_server_of_a_nats_cluster_has_a_name_that_stays_and_clients_have_all_of_them():
+    objects = plan_objects(deployment({"nats": {"replicas": 3}}), "somewhere")
+    services = {o["metadata"]["name"]: o["spec"] for o in of_kind(objects, "Service")}
+    names = [f"sample-nats-{number}" for number in range(3)]
+    for name in names:
+        assert services[name]["clusterIP"] == "None"
+        assert services[name]["publishNotReadyAddresses"], "servers find each other before any is Ready"
+        assert services[name]["selector"]["statefulset.kubernetes.io/pod-name"] == name
+    variables = variables_of_nats(objects, {"routes": "p1"})
+    hosts = [f"{name}.somewhere.svc" for name in names]
+    assert [variables[f"MMD_ROUTE_{n}"] for n in range(3)] == [f'"nats://routes:p1@{h}:6222"' for h in hosts]
+    (deployed,) = of_kind(objects, "Deployment")
+    environment = deployed["spec"]["template"]["spec"]["containers"][0]["env"]
+    (urls,) = (v["value"] for v in environment if v["name"] == "MMD_NATS_URL")
+    assert urls == ",".join(f"nats://{host}:4222" for host in hosts)
+
+
+def test_servers_of_a_nats_cluster_prefer_nodes_of_their_own_and_are_replaced_one_at_a_time():
+    spec = stateful_set(deployment({"nats": {"replicas": 3}}), "nats")["spec"]
+    assert (spec["replicas"], spec["updateStrategy"]) == (3, {"type": "RollingUpdate"})
+    pod = spec["template"]["spec"]
+    (preferred,) = pod["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = preferred["podAffinityTerm"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    (container,) = pod["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/healthz", "streams have caught up"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert "js-server-only" in container[probe]["httpGet"]["path"], "a lost majority restarts no server"
+
+
+@pytest.mark.parametrize(("storage_class", "written"), [(None, {}), ("fast", {"storageClassName": "fast"})])
+def test_the_store_of_nats_is_on_a_claim_of_each_server_where_the_spec_has_one(storage_class, written):
+    nats = {"replicas": 3, "storage": "PersistentVolumeClaim", "storageMebibytes": 1000}
+    spec = stateful_set(deployment({"nats": {**nats, "storageClassName": storage_class}}), "nats")["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] == "store"
+    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2500Mi"}}}
+    assert claim["spec"] == {**size, **written}
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
+    assert [v["name"] for v in spec["template"]["spec"]["volumes"]] == ["config"]
+
+
+def test_a_secret_of_one_server_gets_the_password_of_routes_and_no_other_changes():
+    one, three = (
+        of_kind(plan_objects(deployment({"nats": {"replicas": n}}), "x"), "Secret")[0] for n in (1, 3)
+    )
+    present = one["metadata"]["annotations"]
+    assert password_changes(one, present) == []
+    key, marks = password_changes(three, present)
+    assert (key["op"], key["path"]) == ("add", "/data/routes")
+    assert password_changes(three, marks["value"]) == []
+    assert password_changes(one, marks["value"]) == [], "it stays where servers may still use it"
+    rotated = of_kind(plan_objects(deployment({"nats": {"passwordGeneration": 2}}), "x"), "Secret")[0]
+    changes = password_changes(rotated, marks["value"])
+    assert not [c for c in changes if c["path"] == "/data/routes"]
+    assert password_changes(three, changes[-1]["value"])[-1]["path"] != "/data/routes"
 
 
 @pytest.mark.parametrize(
@@ -331,6 +345,12 @@ def test_no_manifest_holds_a_password():
 def test_the_nats_server_cannot_be_starved_by_other_pods(resources, asked):
     container = stateful_set(deployment({"nats": {"resources": resources}}), "nats")["spec"]["template"]
     assert container["spec"]["containers"][0]["resources"]["requests"] == asked
+
+
+def test_the_volume_of_nats_has_room_for_the_holes_that_removed_messages_leave():
+    pod = stateful_set(deployment({"nats": {"storageMebibytes": 1000}}), "nats")["spec"]["template"]["spec"]
+    (limit,) = (v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "store")
+    assert int(limit.removesuffix("Mi")) >= 2150, "its files took so much of 1000 MiB when they came and went"
 
 
 def test_no_managed_nats_where_another_is_named():
@@ -372,3 +392,57 @@ def test_a_gateway_may_finish_a_request_that_came_at_the_last_moment(timeout: in
     leaving = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] >= max(configured, leaving + timeout)
     assert timeout < drain <= pod["terminationGracePeriodSeconds"] - leaving
+
+
+def test_a_gateway_with_tls_mounts_its_secret_whole_and_is_probed_on_the_port_that_stays_plain():
+    objects = plan_objects(deployment({"gateway": {"tls": {"secretName": "gateway-tls"}}}), "somewhere")
+    (gateway,) = of_kind(objects, "Deployment")
+    pod = gateway["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tls"]
+    assert volume["secret"]["secretName"] == "gateway-tls"
+    assert [item["path"] for item in volume["secret"]["items"]] == ["tls.crt", "tls.key"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+    assert "subPath" not in mount, "a file mounted by its path alone is never updated"
+    assert {"name": "MMD_TLS_FOLDER", "value": mount["mountPath"]} in container["env"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert {(probe["port"], probe["scheme"]) for probe in probes} == {("admin", "HTTP")}
+    (service,) = [o for o in of_kind(objects, "Service") if o["metadata"]["name"].endswith("-gateway")]
+    (port,) = service["spec"]["ports"]
+    assert (port["appProtocol"], port["targetPort"], port["port"]) == ("https", "http", 8000)
+    for name, template in pods(objects):
+        if not name.endswith("-gateway"):
+            mounted = [v.get("secret", {}).get("secretName") for v in template["spec"]["volumes"]]
+            assert "gateway-tls" not in mounted
+
+
+@pytest.mark.parametrize(
+    ("disk", "source"),
+    [
+        ({"sizeMebibytes": 800}, {"emptyDir": {"sizeLimit": "900Mi"}}),
+        (
+            {"sizeMebibytes": 800, "claimName": "features"},
+            {"persistentVolumeClaim": {"claimName": "features"}},
+        ),
+    ],
+)
+def test_encoder_pods_alone_have_the_disk_of_their_cache_with_a_folder_each(disk, source):
+    spec = {
+        "encoder": {"cache": {"disk": disk}},
+        "prefill": {"gpus": 0, "localEncodeTokens": 64},
+        "transfer": {"kv": {"backend": "Gloo"}},
+    }
+    for name, template in pods(plan_objects(deployment(spec), "somewhere")):
+        volumes = [{**volume} for volume in template["spec"]["volumes"] if volume["name"] == "features"]
+        container = template["spec"]["containers"][0]
+        variables = {v["name"]: v.get("value") for v in container.get("env", [])}
+        if "encoder" not in name:
+            assert not volumes
+            assert "MMD_FEATURE_DISK" not in variables
+            continue
+        assert volumes == [{"name": "features", **source}]
+        assert {"name": "features", "mountPath": "/var/cache/features"} in container["volumeMounts"]
+        assert variables["MMD_FEATURE_DISK"] == (
+            "/var/cache/features/.mmd-features/somewhere-sample/$(MMD_POD_NAME)"
+        )
+        assert variables["MMD_FEATURE_DISK_MEBIBYTES"] == "800"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+from mmd_api.pool_resource import POOL_KIND
 from mmd_api.resource import API_VERSION, KIND
 from mmd_operator.cluster import BusyError, RefusedError
 from mmd_operator.context import PassContext
@@ -48,6 +49,7 @@ class LaggingCluster:
         self.holds = False
         self.waiting: list[asyncio.Future[None]] = []
         self.outcomes: deque[str] = deque()
+        self.specs: dict[str, dict[str, Any]] = {}  # recorded, by name; they are not watched
         self.shrunk: list[str] = []  # no pod here drains, so nothing may become smaller
         self._shown: dict[tuple[str, str], dict[str, Any]] = {}
         self._shared: asyncio.Future[None] | None = None
@@ -113,6 +115,21 @@ class LaggingCluster:
         ]
         return sum(body["spec"]["replicas"] for body in found)
 
+    async def recorded(self, _namespace: str, _selector: str) -> list[dict[str, Any]]:
+        return list(self.specs.values())
+
+    async def create_recorded(self, _namespace: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.specs[manifest["metadata"]["name"]] = manifest
+        return manifest
+
+    async def patch_recorded(self, _namespace: str, name: str, change: dict[str, Any]) -> None:
+        before = self.specs[name]
+        metadata = {**before["metadata"], **change.get("metadata", {})}
+        self.specs[name] = {**before, **change, "metadata": metadata}
+
+    async def delete_recorded(self, _namespace: str, name: str) -> None:
+        del self.specs[name]
+
     async def get(self, kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
         return copy.deepcopy(self.stored.get((kind, name)))
 
@@ -159,6 +176,14 @@ class LaggingCluster:
 
     async def apply_status(self, _namespace: str, _name: str, status: dict[str, Any]) -> dict[str, Any]:
         return status
+
+    async def apply_pool_status(self, _namespace: str, name: str, status: dict[str, Any]) -> None:
+        def change() -> None:
+            body = copy.deepcopy(self.stored[POOL_KIND, name])
+            body["status"] = dict(status)
+            self._store((POOL_KIND, name), body)
+
+        await self._write(change)
 
     async def release_replicas(self, *_: object) -> None:
         pass

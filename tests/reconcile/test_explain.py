@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, get_args
 
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_api.status import ConditionType, ScalingDecision
+from mmd_api.spec.exposure import ParentRef
+from mmd_api.status import ConditionType, ScalingDecision, WeightsStatus
 from mmd_operator.autoscaling.coordinate import COUPLING, share_gpu_budget
 from mmd_operator.autoscaling.decide import REPORTS, RULES
 from mmd_operator.autoscaling.decision import LIMITS, AppliedRule
@@ -20,6 +22,7 @@ from mmd_operator.rollout import STEPS, Step, next_step
 from mmd_operator.sentences import sentence_of
 from mmd_operator.status import status_of
 from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
+from tests.support.exposure import ROUTE
 
 from .answering_pods import Words, scaling, spec, status, tick
 from .bodies import UID, pod, workload
@@ -62,6 +65,20 @@ def test_every_rule_is_printed_in_the_order_in_which_it_applied_with_its_limit_a
     ]
 
 
+def downloading(failed: bool = False) -> Step:
+    model = {"id": "org/model", "storage": {"type": "Hub", "cache": {"claimName": "shared"}}}
+    wanted = deployment({**SPEC, "model": model})
+    planned = plan_objects(wanted, "default")
+    (job,) = (m for m in planned if m["kind"] == "Job")
+    owner = {"uid": UID, "controller": True}
+    metadata = {**job["metadata"], "uid": "job", "resourceVersion": "1", "ownerReferences": [owner]}
+    condition = {"type": "Failed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = {"conditions": [condition] if failed else []}
+    child = child_of("Job", {**job, "metadata": metadata, "status": status})
+    seen = Observed({child.key: child})
+    return next_step(wanted.spec, pipeline_revision(wanted.spec), planned, seen, UID, time.time())
+
+
 def rollout(*bodies: dict[str, Any], pods: tuple[Any, ...] = (), wanted: Any = TARGET) -> Step:
     kinds = {"gateway": "Deployment"}
     children = [
@@ -92,8 +109,15 @@ def autoscaled() -> Any:
 ACTING = {
     "share_gpu_budget": lambda: rollout(gateway(BEFORE), *pools(BEFORE), wanted=budgeted(4)),
     "apply_planned_objects": lambda: rollout(),
+    "route_to_service_without_picker": lambda: rollout(
+        wanted=deployment({**SPEC, **ANOTHER_MODEL, "gateway": {"httpRoute": ROUTE, "inferencePool": {}}})
+    ),
     "hold_gateway_until_pools_are_ready": lambda: rollout(gateway(BEFORE), *pools(BEFORE)),
     "hold_new_pools_without_gpus": lambda: rollout(gateway(BEFORE), *pools(BEFORE), wanted=budgeted(4)),
+    "hold_pods_until_weights_are_cached": lambda: downloading(),
+    "hold_paused_rollout": lambda: rollout(
+        gateway(BEFORE), *pools(BEFORE), wanted=deployment({**SPEC, **ANOTHER_MODEL, "rollout": {"paused": True}})
+    ),
     "start_pools_at_present_size": lambda: rollout(
         gateway(BEFORE), *pools(BEFORE, prefill=3), wanted=autoscaled()
     ),
@@ -104,6 +128,7 @@ ACTING = {
     ),
     "restore_fixed_sizes": lambda: rollout(gateway(AFTER, replicas=3), *pools(AFTER)),
     "remove_unused_objects": lambda: rollout(gateway(AFTER), *pools(BEFORE), *pools(AFTER)),
+    "retry_failed_downloads": lambda: downloading(failed=True),
 }  # fmt: skip
 
 
@@ -134,7 +159,13 @@ def test_a_rollout_in_which_no_step_acts_and_a_paused_one_print_no_step() -> Non
 
 def test_all_conditions_are_printed_in_the_order_of_the_api() -> None:
     assert get_args(ConditionType) == CONDITIONS
-    found = facts(ACTING["apply_planned_objects"](), scaling=Scaling(pools=("encoder",)))
+    found = facts(
+        ACTING["apply_planned_objects"](),
+        scaling=Scaling(pools=("encoder",)),
+        route_parents=(ParentRef(name="shared"),),
+        weights=WeightsStatus(claim="shared", job="demo-weights-0", state="Pending"),
+        overdue_seconds=1.0,
+    )
     assert tuple(condition.type for condition in current_conditions(found)) == CONDITIONS
     types = [line.partition(":")[0] for line in printed(found)]
     assert tuple(name for name in types if name in CONDITIONS) == CONDITIONS

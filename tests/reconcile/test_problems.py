@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
 from mmd_api.spec.pools import DecodeSpec
+from mmd_operator import problems
 from mmd_operator.observed import PodView
 from mmd_operator.problems import (
     _SEVERITY,
@@ -218,6 +220,28 @@ def test_only_the_end_of_long_last_words_is_kept():
 
 
 @pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            'pods "x" is forbidden: exceeded quota: team-a.gpus, requested: pods=1, used: pods=1, limited: pods=1',
+            "raise ResourceQuota team-a.gpus, or request less in the spec",
+        ),
+        (
+            "create Pod failed: Exceeded quota",
+            "raise ResourceQuota of the namespace, or request less in the spec",
+        ),
+        (
+            'pods "x" is forbidden: failed quota: q: must specify limits.cpu for: worker',
+            "set resources.cpu and resources.memory in the spec, and what it has no field for in a LimitRange, "
+            "since ResourceQuota q counts them",
+        ),
+    ],
+)
+def test_the_remedy_names_the_quota_that_refuses_a_pod(words, remedy):
+    assert refusal("decode", words).remedy == remedy
+
+
+@pytest.mark.parametrize(
     ("words", "reason"),
     [
         (
@@ -263,3 +287,18 @@ def test_problems_of_one_kind_are_counted_and_the_worst_comes_first():
 def test_every_reason_has_a_place_in_the_order():
     known = [Problem(reason, "decode", "seen", "remedy", revision=NEW) for reason in _SEVERITY]
     assert [p.reason for p in gathered(reversed(known))] == list(_SEVERITY)
+
+
+MADE_BY = {
+    name: function
+    for name, function in vars(problems).items()
+    if inspect.isfunction(function) and function.__annotations__.get("return") == "Problem"
+}
+
+
+@pytest.mark.parametrize("name", list(MADE_BY))
+def test_whatever_makes_a_problem_gives_it_a_reason_that_has_a_place_in_the_order(name: str):
+    wanted = inspect.signature(MADE_BY[name]).parameters
+    given = {"seconds": 5.0, "lacking": ["a"], "secret": problems.MountedSecret("a", "a", ("a",), "a")}
+    problem = MADE_BY[name](**{parameter: given.get(parameter, "a") for parameter in wanted})
+    assert [one.reason for one in gathered([problem])] == [problem.reason]

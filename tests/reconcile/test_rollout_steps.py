@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.observed import Observed, child_of
+from mmd_operator.observed import Observed, child_of, pod_of
 from mmd_operator.plan import plan_objects
 from mmd_operator.rollout import Step, next_step
 from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
+from tests.support.exposure import ROUTE
 
 from .bodies import UID, pod, workload
 
@@ -173,3 +176,68 @@ def test_an_effect_is_as_long_as_the_status_allows():
     found = step(observed(NATS, *pools(NEW), *older, gateway(NEW)))
     (effect,) = [e for e in found.effects if e.step == "remove_unused_objects"]
     assert len(effect.message) == 1024
+
+
+POOLED = deployment({**SPEC, **ANOTHER_MODEL, "gateway": {"httpRoute": ROUTE, "inferencePool": {}}})
+READY = replace(pod("gateway", NEW, ready=True), has_picker=True)
+
+
+@pytest.mark.parametrize("spec", [POOLED, NEW_DEPLOYMENT], ids=["pool", "none"])
+def test_a_gateway_pod_has_a_picker_where_the_spec_has_a_pool(spec):
+    (template,) = [m["spec"]["template"] for m in plan_objects(spec, "default") if m["kind"] == "Deployment"]
+    metadata = {**template["metadata"], "name": "g", "uid": "u"}
+    assert pod_of({"metadata": metadata, "spec": template["spec"]}).has_picker == (spec is POOLED)
+
+
+@pytest.mark.parametrize(
+    ("owner", "gateways", "kind"),
+    [
+        (UID, [READY], "InferencePool"),
+        (UID, [pod("gateway", OLD, ready=True), READY], "InferencePool"),
+        (UID, [pod("gateway", OLD, ready=True), replace(READY, ready=False)], "Service"),
+        (UID, [replace(READY, deleting=True)], "Service"),
+        (UID, [], "Service"),
+        ("another", [READY], "Service"),
+        (None, [READY], "Service"),
+    ],
+    ids=["ready", "one-of-two", "none-yet", "leaving", "no-pods", "of-another", "no-pool"],
+)
+def test_the_route_leads_to_a_pool_only_while_it_is_there_and_a_ready_gateway_has_a_picker(
+    owner, gateways, kind
+):
+    seen = observed(NATS, *pools(NEW), gateway(NEW), pods=gateways)
+    if owner is not None:
+        body = workload("Deployment", "gateway", None, owner=owner)
+        body["spec"] = {}
+        child = child_of("InferencePool", body)
+        seen = replace(seen, children={**seen.children, child.key: child})
+    (route,) = [m for m in step(seen, POOLED).apply if m["kind"] == "HTTPRoute"]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert backend.get("kind", "Service") == kind
+
+
+PAUSED = deployment({**SPEC, **ANOTHER_MODEL, "rollout": {"paused": True}})
+
+
+def test_a_paused_rollout_creates_no_new_pool_and_does_not_switch_the_gateway():
+    begun = step(observed(NATS, *pools(OLD), pools(NEW)[0], gateway(OLD)), PAUSED)
+    applied = {m["metadata"]["name"] for m in begun.apply if m["kind"] == "StatefulSet"}
+    assert f"demo-encoder-{NEW}" in applied
+    assert not applied & {f"demo-prefill-{NEW}", f"demo-decode-{NEW}"}
+    ready = step(observed(NATS, *pools(OLD), *pools(NEW), gateway(OLD)), PAUSED)
+    assert "Deployment" not in kinds(ready)
+    assert not begun.remove
+    assert not ready.remove
+
+
+def test_pods_are_not_replaced_while_the_rollout_is_paused():
+    old = pod("prefill", NEW, name=f"demo-prefill-{NEW}-0", ready=True, inputs="before")
+    seen = observed(NATS, *pools(NEW), gateway(NEW), pods=[old])
+    assert step(seen).replace
+    held = step(seen, PAUSED)
+    assert not held.replace
+    assert held.stage == "Updating"
+
+
+def test_a_first_revision_is_created_even_if_rollouts_are_paused():
+    assert kinds(step(observed(), PAUSED)) == kinds(step(observed()))

@@ -14,10 +14,14 @@ RULES = (
     *conditions.READY,
     *conditions.PROGRESSING,
     *conditions.DEGRADED,
+    *conditions.STALLED,
     *conditions.POOL_READY,
     *conditions.SCALING_ACTIVE,
     *conditions.SCALING_LIMITED,
     *conditions.METRICS_FRESH,
+    *conditions.ROUTE_ACCEPTED,
+    *conditions.AUTHENTICATION_REQUIRED,
+    *conditions.WEIGHTS_CACHED,
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmd_api.contract.steps import StepBound
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_operator.simulate.calibration import Calibration
@@ -77,6 +78,74 @@ def test_a_request_alone_takes_the_sum_of_its_phases():
     prefill = calibration.prefill.overhead_seconds + 16 / calibration.prefill.tokens_per_second
     least = encode + prefill
     assert least <= result.ttft_seconds[0] <= least + 0.1
+
+
+@pytest.mark.parametrize(
+    ("images", "milliseconds", "step_seconds"),
+    [
+        pytest.param(1, 200, 0.2, id="the bound"),
+        pytest.param(1, 5_000, 1.0, id="a chunk is shorter"),
+        pytest.param(1, 5, 0.125, id="an eighth of a chunk"),
+        pytest.param(0, 200, 1.0, id="text"),
+    ],
+)
+def test_decoding_beside_a_long_prompt_goes_on_in_chunks_and_beside_one_with_media_in_bounded_steps(
+    images: int, milliseconds: int, step_seconds: float
+):
+    calibration = Calibration.load(None)
+    prefill = calibration.prefill.model_copy(update={"tokens_per_second": 512.0})
+    none = np.zeros(2, np.int64)
+    media = {"image": np.array([0, images]), "video": none, "audio": none}
+    trace = Trace("texts", np.array([0.0, 0.06]), media, np.array([16, 25_600]), np.array([40, 1]))
+    result = static(
+        spec(engine={"stepMilliseconds": milliseconds}), trace, numbers(prefill=prefill), decode=1
+    )
+    assert result.itl_seconds[0] == pytest.approx(step_seconds, rel=0.3)
+
+
+def test_a_prompt_with_media_pays_what_each_of_its_bounded_steps_costs_besides():
+    calibration = Calibration.load(None)
+    prefill = calibration.prefill.model_copy(update={"tokens_per_second": 512.0})
+    decode = calibration.decode.model_copy(
+        update={"step_seconds": 0.04, "step_seconds_per_sequence": 0.01, "kv_blocks": 100_000}
+    )
+    none = np.zeros(2, np.int64)
+    seconds = []
+    for images in (0, 1):
+        media = {"image": np.array([0, images]), "video": none, "audio": none}
+        trace = Trace("texts", np.array([0.0, 0.06]), media, np.array([16, 25_600]), np.array([999, 1]))
+        deployment = spec(engine={"stepMilliseconds": 200})
+        result = static(deployment, trace, numbers(prefill=prefill, decode=decode), decode=1)
+        seconds.append(result.ttft_seconds[1])
+    tokens = StepBound.of_chunks(0.2, 512).tokens(0.05, 1 / 512)
+    assert tokens == 128
+    assert seconds[1] - seconds[0] == pytest.approx((25_600 / tokens - 25_600 / 512) * 0.05, abs=0.2)
+
+
+@pytest.mark.parametrize(("percent", "of_text"), [(None, 1.0), (80, 0.8), (50, 0.5), (20, 0.2)])
+def test_texts_and_media_that_wait_for_prefill_have_their_share_of_it(percent: int | None, of_text: float):
+    """All texts come before all images: without a share they are served so."""
+    count, tokens = 400, 100
+    with_media = np.arange(count) >= count // 2
+    none = np.zeros(count, np.int64)
+    media = {"image": with_media.astype(np.int64), "video": none, "audio": none}
+    trace = Trace("mixed", np.arange(count) * 1e-5, media, none + tokens, none + 1)
+    prefill = Calibration.load(None).prefill.model_copy(
+        update={"tokens_per_second": 1000.0, "overhead_seconds": 0.0}
+    )
+    engine = {} if percent is None else {"textSharePercent": percent}
+    deployment = spec(encoder=GPU, prefill=GPU, engine=engine)
+    encoder = Calibration.load(None).encoder.model_copy(
+        update={"overhead_seconds": dict.fromkeys(("image", "video", "audio"), 0.0)}
+    )
+    calibration = numbers(
+        prefill=prefill, encoder=encoder, media=dict.fromkeys(("image", "video", "audio"), 1e-9)
+    )
+    result = static(deployment, trace, calibration, encoder=1, prefill=1, decode=8)
+    ends = trace.arrivals + result.ttft_seconds
+    early = np.argsort(ends)[2 : count // 2]  # while both wait
+    assert not np.isnan(ends).any()
+    assert (~with_media[early]).mean() == pytest.approx(of_text, abs=0.02)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
