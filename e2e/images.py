@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -133,6 +134,18 @@ class Buildah:
             seconds=BUILD_SECONDS,
         )
         return output.split()[-1]
+
+    def layers(self, image: Image, epoch: str) -> list[str]:
+        """Build an image without any cache, its files dated `epoch` (Unix seconds), and return the digests of its layers."""
+        arguments = {"BASE": self._base, **image.arguments}
+        made = self._run(
+            *("build", "--quiet", "--no-cache", "--layers=false", "--pull-never", f"--timestamp={epoch}"),
+            *(f"--build-arg={key}={value}" for key, value in arguments.items()),
+            *(f"--file={image.containerfile}", REPOSITORY),
+            seconds=BUILD_SECONDS,
+        ).split()[-1]
+        image_of = json.loads(self._run("inspect", "--type=image", made))["OCIv1"]
+        return [str(layer) for layer in image_of["rootfs"]["diff_ids"]]
 
     def archive(self, image: Image) -> list[str | Path]:
         """The command that writes the image to its standard output, with its layers as they are: compressing costs minutes."""

@@ -32,7 +32,7 @@ Query = tuple[str, str]
 
 
 class Panels:
-    """`silent` are the queries without an answer so far that load or scaling must move, `troubles` those that only trouble moves;
+    """`silent` are the queries without an answer so far that load or scaling must move, `troubles` those that only trouble or tenants move;
     `fired` counts the series of each alert that has been firing.
     """
 
@@ -47,7 +47,7 @@ class Panels:
             for panel in board.panels():
                 for query in panel.queries:
                     expr = filled(query.expr, namespace, deployment, WINDOW)
-                    queries = self.troubles if query.moves == "trouble" else self.silent
+                    queries = self.silent if query.moves in ("load", "operator") else self.troubles
                     queries.add((panel.title, expr))
         self.asked = len(self.silent)
 

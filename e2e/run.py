@@ -135,7 +135,9 @@ class Story:
             step.note = ", ".join(f"{key} {body[key]}" for key in storm.HEADLINE)
             for kind, figures in body["ttft"].items():
                 console.print(f"  TTFT {kind}: {figures}", markup=False)
-            if short := storm.shortcomings(body, weather):
+            for weakness in storm.weaknesses(body, weather):
+                console.print(f"  [yellow]weaker than meant[/yellow]: {escape(weakness)}")
+            if short := storm.shortcomings(body):
                 raise FailedError("\n".join(short))
         if not weather.kills:
             self.check_panels(panels)

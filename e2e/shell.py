@@ -97,7 +97,9 @@ def shown(command: Sequence[str | Path]) -> str:
 
 
 def tail(text: str, lines: int = 15) -> str:
-    return "\n".join(line[:400] for line in text.strip().splitlines()[-lines:])
+    """The last lines; a long one loses its middle, because causes stand at the end."""
+    last = text.strip().splitlines()[-lines:]
+    return "\n".join(line if len(line) < 600 else f"{line[:200]} [...] {line[-400:]}" for line in last)
 
 
 def until(what: str, seconds: float, test: Callable[[], bool], pause_seconds: float = 0.3) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +43,8 @@ class Steps:
             step.result = "ok"
         except BaseException:
             step.result = "[red]failed[/red]"
+            free = shutil.disk_usage(Path(__file__)).free / 2**30
+            step.note = f"{step.note} {free:.1f} GiB of disk free".strip()
             raise
         finally:
             step.seconds = time.monotonic() - began

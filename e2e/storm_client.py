@@ -1,4 +1,4 @@
-"""Runs in a pod: first text alone, then a storm of videos with text, images and audio at the same time, against the gateway at argv[1].
+"""Runs in a pod: first text alone, then a storm of videos with images, audio, text and documents, against the gateway at argv[1].
 
 Argument 2 is the smallest number of questions; more follow until the file `ENOUGH` exists. Argument 3: streams of minutes that run
 throughout.
@@ -30,10 +30,13 @@ FIRST_SEED = 70_000
 CALM_SECONDS = 15.0
 TEXT_PAUSE_SECONDS = 0.3
 TEXTS_AT_ONCE = 16
-PAUSE_SECONDS: dict[Modality, float] = {"video": 1.5, "image": 0.5, "audio": 0.5}
+PAUSE_SECONDS = {"video": 1.5, "image": 0.5, "audio": 0.5, "document": 1.0}
 """Pause after an answer: if answers kept all cores busy, starting pods would have none."""
-ASKERS: dict[Modality, int] = {"video": 12, "image": 2, "audio": 1}
-MAX_TOKENS = {"long": 3900, "text": 64, "image": 12, "video": 12, "audio": 12}
+ASKERS = {"video": 12, "image": 2, "audio": 1, "document": 3}
+"""How many ask each kind. Documents are what the prefill pool grows for: texts of which its pods keep too few to remember them all."""
+MODALITIES: tuple[Modality, ...] = ("video", "image", "audio")
+MAX_TOKENS = {"long": 3900, "text": 64, "document": 12, "image": 12, "video": 12, "audio": 12}
+DOCUMENT_PARTS = 64  # about 1,900 tokens
 TO_THE_END = ("text", "long")
 """Kinds that ignore the model's end token, so that their number of tokens is known."""
 ENOUGH = Path("/tmp/enough")
@@ -41,7 +44,9 @@ MOST_TIMES = 5  # the smallest number: more are not asked, whatever does not exi
 MOST_ATTEMPTS = 90  # with the pause between them: longer than kubelet backs off before it restarts a gateway
 RETRY_SECONDS = 1.0
 LONG_TOKENS_PER_SECOND = 20.0
-"""The pace at which long answers are read, so that their streams last more than three minutes however fast the machine is."""
+"""The pace at which long answers are read, so that their streams last more than three minutes however fast the machine is; those that are
+left when there is nothing more to ask are read as fast as they come.
+"""
 RECEIVE_BUFFER_BYTES = 4096
 """Of connections whose answers are read at a pace: with the default, a node keeps minutes of a stream whose gateway has died."""
 TIMEOUT_SECONDS = 620.0
@@ -62,8 +67,8 @@ class Storm:
         patience = httpx.Timeout(TIMEOUT_SECONDS, read=SILENCE_SECONDS)
         self._paced_client = openai.AsyncOpenAI(**options, timeout=patience, http_client=paced)
         self._fewest, self._asked = questions, 0
-        self._long_streams = long_streams
-        self._samples = {(kind, seed): draw(kind, seed) for kind in ASKERS for seed in seeds()}
+        self._long_streams, self._long_answers = long_streams, 0
+        self._samples = {(kind, seed): draw(kind, seed) for kind in MODALITIES for seed in seeds()}
 
     async def run(self) -> None:
         model = (await self._client.models.list()).data[0].id
@@ -133,13 +138,14 @@ class Storm:
                         text += choice.delta.content
                     tokens += getattr(choice, "token_ids", None) or []
                     ends += choice.finish_reason is not None
-                if kind == "long":
+                if kind == "long" and (self._goes_on() or self._long_answers < self._long_streams):
                     await asyncio.sleep(began + len(tokens) / LONG_TOKENS_PER_SECOND - time.time())
         except Exception as trouble:  # noqa: BLE001 - whatever it is, it is counted
-            error = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
+            error = _described(trouble)
             silent = kind == "long" and isinstance(trouble, openai.APITimeoutError)
             broken = silent or _connection_broke(trouble)
         ended = time.time()
+        self._long_answers += kind == "long" and not error
         report(
             **question,
             attempt=attempt,
@@ -157,11 +163,19 @@ class Storm:
         return broken
 
     def _content(self, kind: str, seed: int, number: int) -> Any:
-        if kind in TO_THE_END:
-            return text_question(seed)
-        sample = self._samples[kind, seed]  # type: ignore[index]
+        if kind not in MODALITIES:
+            return text_question(kind, seed)
+        sample = self._samples[kind, seed]
         data = as_another_file(sample.bytes, number) if kind == "video" else sample.bytes
         return [media_part(sample.kind, data, sample.mime), {"type": "text", "text": sample.question}]
+
+
+def _described(trouble: BaseException) -> str:
+    """The error with its cause, and the headers of the answer: where no gateway gave it, they are all that tells who did."""
+    words = f"{type(trouble).__name__}: {trouble} {trouble.__cause__ or ''!r}"[:300]
+    if isinstance(trouble, openai.APIStatusError):
+        words += f", headers {dict(trouble.response.headers)}"[:300]
+    return words
 
 
 def _connection_broke(trouble: BaseException) -> bool:
@@ -173,8 +187,9 @@ def seeds() -> Iterator[int]:
     return iter(range(FIRST_SEED, FIRST_SEED + DISTINCT))
 
 
-def text_question(seed: int) -> str:
-    return f"Question {seed}: what color is the shape, and where is it?"
+def text_question(kind: str, seed: int) -> str:
+    question = f"Question {seed}: what color is the shape, and where is it?"
+    return " ".join([question] * DOCUMENT_PARTS) if kind == "document" else question
 
 
 def report(**facts: Any) -> None:

@@ -9,6 +9,8 @@ from e2e.shell import run
 
 NETWORK = "multimodal-e2e"
 """Name of the pod network. The bridge plugin writes it into the comment of every rule it makes."""
+STRAYS = "MULTIMODAL-E2E-STRAYS"
+"""The chain that refuses what no rule of kube-proxy has sent on."""
 FAMILIES = ("iptables", "ip6tables")
 _CHAIN = re.compile(r"^:(\S+) ")
 _RULE = re.compile(r"^-A (\S+) ")
@@ -18,6 +20,17 @@ _JUMP = re.compile(r" -[jg] (\S+)")
 def rules_of_kube_proxy() -> list[str]:
     """The rules and chains that a kube-proxy or kubelet has on this host, whichever cluster it belongs to."""
     return [line for family in _families() for line in run(f"{family}-save").splitlines() if _is_kube(line)]
+
+
+def refuse_strays(services: str) -> None:
+    """Refuse packets that still have the address of a service (`services`: all of them, CIDR) when they leave.
+
+    While kube-proxy exchanges its rules, a service may have neither an endpoint nor the rule that refuses connections: for that moment
+    packets would follow the default route out of this host, and whatever answers there would answer for the service.
+    """
+    rules = ["*filter", f":{STRAYS} - [0:0]", f"-A {STRAYS} -d {services} -j REJECT"]
+    jumps = [f"-A {hook} -j {STRAYS}" for hook in ("FORWARD", "OUTPUT")]
+    run("iptables-restore", "--noflush", stdin="\n".join([*rules, *jumps, "COMMIT", ""]))
 
 
 def leftovers(*, kube: bool) -> list[str]:
@@ -31,7 +44,7 @@ def leftovers(*, kube: bool) -> list[str]:
 
 
 def clear(*, kube: bool) -> None:
-    """Delete the chains of our pod network and, with `kube`, those of kube-proxy and kubelet.
+    """Delete the chains of our pod network, that of strays and, with `kube`, those of kube-proxy and kubelet.
 
     Rules are deleted one by one: restoring a filtered copy of all tables would undo what other programs changed meanwhile.
     """
@@ -51,7 +64,7 @@ def removal(saved: str, *, kube: bool) -> str:
     for table in re.split(r"(?m)^(?=\*)", saved):
         lines = table.splitlines()
         named = [line for line in lines if mark in line]
-        ours = {chain for line in named for chain in _chains(line) if chain.startswith("CNI-")}
+        ours = {STRAYS} | {chain for line in named for chain in _chains(line) if chain.startswith("CNI-")}
         if kube:
             ours |= {match[1] for line in lines if (match := _CHAIN.match(line)) and _is_kube(line)}
         entries = [

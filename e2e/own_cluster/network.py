@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e.own_cluster import firewall
 from e2e.own_cluster.host import namespaces
-from e2e.own_cluster.places import BRIDGE, HOST, PODS, RUN, STATE
+from e2e.own_cluster.places import BRIDGE, HOST, PODS, RUN, SERVICES, STATE
 from e2e.shell import run
 
 
@@ -23,6 +23,7 @@ def make_bridge() -> None:
         path = Path("/proc/sys") / name
         if path.exists():
             path.write_text("1")
+    firewall.refuse_strays(SERVICES)
     plugin = {
         "type": "bridge",
         "bridge": BRIDGE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.own_cluster.firewall import NETWORK, removal
+from e2e.own_cluster.firewall import NETWORK, STRAYS, removal
 
 ROOT = Path(__file__).parents[2]
 OURS = f'-m comment --comment "name: \\"{NETWORK}\\" id: \\"0a1b\\""'
@@ -52,18 +52,54 @@ def test_a_firewall_without_our_rules_is_left_alone() -> None:
 
 
 def test_real_iptables_keep_the_rules_of_other_tools() -> None:
+    kept = [line for line in in_a_namespace(KEEP).splitlines() if line.startswith(("-A", ":"))]
+    rules = [line for line in kept if line.startswith("-A")]
+    assert len(rules) == 2
+    assert all("podman" in line for line in rules)
+    assert any(line.startswith(":CNI-bbbb") for line in kept)
+    assert not any(name in line for line in kept for name in ("KUBE", "CNI-aaaa", STRAYS))
+
+
+def test_a_packet_that_no_service_rule_has_sent_on_is_refused_instead_of_leaving_the_host() -> None:
+    assert in_a_namespace(REFUSE).split() == ["TimeoutError", "ConnectionRefusedError", "TimeoutError"]
+
+
+KEEP = """
+import subprocess, sys
+from e2e.own_cluster import firewall
+subprocess.run(["iptables-restore"], input=sys.stdin.read(), text=True, check=True)
+firewall.refuse_strays("10.223.0.0/16")
+firewall.clear(kube=True)
+assert firewall.leftovers(kube=True) == [], firewall.leftovers(kube=True)
+print(subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout)
+"""
+REFUSE = """
+import socket, subprocess
+from e2e.own_cluster import firewall
+
+def attempt():
+    try:
+        socket.create_connection(("10.223.4.5", 8000), timeout=0.5)
+    except OSError as error:
+        print(type(error).__name__)
+
+subprocess.run("ip link set lo up; ip link add out type veth peer name far; ip link set far up; ip address add 192.0.2.2/24 dev out; ip link set out up; "
+               "ip route add default via 192.0.2.1; ip neigh add 192.0.2.1 lladdr 02:00:00:00:00:01 dev out",
+               shell=True, check=True)
+attempt()
+firewall.refuse_strays("10.223.0.0/16")
+attempt()
+firewall.clear(kube=False)
+attempt()
+"""
+
+
+def in_a_namespace(program: str) -> str:
+    """What the program prints in a network of its own, with `RULES` as its input."""
     if missing := [tool for tool in ("unshare", "iptables-restore") if shutil.which(tool) is None]:
         unavailable(f"not installed: {missing}")
     if os.geteuid() != 0:
         unavailable("a network namespace needs root")
-    program = """
-import subprocess, sys
-from e2e.own_cluster import firewall
-subprocess.run(["iptables-restore"], input=sys.stdin.read(), text=True, check=True)
-firewall.clear(kube=True)
-assert firewall.leftovers(kube=True) == [], firewall.leftovers(kube=True)
-print(subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True).stdout)
-"""
     done = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", program],
         input=RULES,
@@ -73,12 +109,7 @@ print(subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=T
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    kept = [line for line in done.stdout.splitlines() if line.startswith("-A")]
-    assert len(kept) == 2
-    assert all("podman" in line for line in kept)
-    assert ":CNI-bbbb" in done.stdout
-    assert "KUBE" not in done.stdout
-    assert "CNI-aaaa" not in done.stdout
+    return done.stdout
 
 
 def unavailable(reason: str) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from e2e.judge import longest_after
-from e2e.storm import STORM, Watch, shortcomings
+from e2e.storm import STORM, Watch, shortcomings, weaknesses
 
 FAULT = {"began": 100.0, "component": "gateway", "pod": "g-1", "killed": True, "requests_in_flight": 3}
 FAULT |= {"long_streams_in_flight": 2}
@@ -30,6 +30,13 @@ def body(**changes: Any) -> dict[str, Any]:
 
 def test_a_storm_without_a_finding_has_no_shortcoming() -> None:
     assert shortcomings(body()) == []
+    assert weaknesses(body()) == []
+
+
+def test_a_weak_draw_of_faults_fails_nothing() -> None:
+    weak = body(faults=[], faults_while_recovering=0, streams_of_minutes_seconds=[], largest={})
+    assert shortcomings(weak) == []
+    assert len(weaknesses(weak)) == 5
 
 
 def test_a_lost_stream_of_thousands_of_tokens_is_one_short_line_with_its_error_and_the_fault_before() -> None:
@@ -58,9 +65,9 @@ def test_a_stream_without_a_finish_reason_is_named_as_one() -> None:
     assert line.startswith("ended without a finish reason")
 
 
-def test_a_minute_without_a_gateway_fails_the_storm_although_every_request_was_answered() -> None:
-    assert shortcomings(body(seconds_without_gateway=[4.0, 60.0])) == []
-    assert shortcomings(body(seconds_without_gateway=[4.0, 61.0])) == ["no gateway was Ready for 61 s"]
+def test_a_minute_without_a_gateway_is_a_weakness() -> None:
+    assert weaknesses(body(seconds_without_gateway=[4.0, 60.0])) == []
+    assert weaknesses(body(seconds_without_gateway=[4.0, 61.0])) == ["no gateway was Ready for 61 s"]
 
 
 def test_twelve_faults_must_meet_requests_and_twelve_must_meet_a_long_stream() -> None:
@@ -68,18 +75,18 @@ def test_twelve_faults_must_meet_requests_and_twelve_must_meet_a_long_stream() -
         FAULT | {"requests_in_flight": 0, "long_streams_in_flight": 0},
         FAULT | {"long_streams_in_flight": 0},
     )
-    assert shortcomings(body(faults=[FAULT] * 12 + [idle])) == []
-    assert shortcomings(body(faults=[FAULT] * 12 + [short])) == []
-    assert shortcomings(body(faults=[FAULT] * 11 + [short])) == [
+    assert weaknesses(body(faults=[FAULT] * 12 + [idle])) == []
+    assert weaknesses(body(faults=[FAULT] * 12 + [short])) == []
+    assert weaknesses(body(faults=[FAULT] * 11 + [short])) == [
         "11 faults struck while a stream of minutes was under way, not 12"
     ]
-    found = shortcomings(body(faults=[FAULT] * 11 + [idle] * 4))
+    found = weaknesses(body(faults=[FAULT] * 11 + [idle] * 4))
     assert found[0] == "11 faults struck while requests were in flight, not 12"
 
 
 def test_a_fault_must_strike_while_pods_recover_from_another() -> None:
-    assert shortcomings(body(faults_while_recovering=1)) == []
-    assert shortcomings(body(faults_while_recovering=0)) == [
+    assert weaknesses(body(faults_while_recovering=1)) == []
+    assert weaknesses(body(faults_while_recovering=0)) == [
         "no fault struck while pods recovered from another"
     ]
 
@@ -105,7 +112,7 @@ def test_gateways_and_nats_count_as_recovering() -> None:
 
 
 def test_a_stream_must_go_on_for_minutes_after_its_gateway_was_replaced() -> None:
-    (line,) = shortcomings(body(longest_stream_after_gateways_were_replaced_seconds=119.0))
+    (line,) = weaknesses(body(longest_stream_after_gateways_were_replaced_seconds=119.0))
     assert "119.0 s" in line
     answers = [{"began": 0.0, "ended": 195.0}, {"began": 21.0, "ended": 400.0}, {"began": 0.0, "ended": 19.0}]
     assert longest_after(answers, 20.0) == 175.0
