@@ -41,7 +41,7 @@ TEST = (
     pytest_leg(
         "unit",
         25,
-        *("-n", "2", "--dist", "loadgroup", "-m", "not drill and not alone and not deployment"),
+        *("-n", "3", "--dist", "loadgroup", "-m", "not drill and not alone and not deployment"),
         *("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page"),
     ),
     pytest_leg("apiserver", 15, "-n", "2", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),

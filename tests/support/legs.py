@@ -46,7 +46,7 @@ def drill_of(node_id: str) -> str:
 
 def is_deployment(item: pytest.Item) -> bool:
     """Whether the test needs a whole deployment, and with it both cores."""
-    folder = item.nodeid.split("/")[1]
+    _, folder, *_ = (*item.nodeid.split("/"), "", "")
     grouped = folder == "observe" and item.get_closest_marker("xdist_group") is not None
     return folder in ("pipeline", "page") or grouped
 

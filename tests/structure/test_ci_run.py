@@ -1,0 +1,101 @@
+"""`ci.run` runs all legs whatever fails, and its summary names every failure; what may have failed by chance runs once more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci import run as module
+from ci.legs import PYTEST, Leg
+from ci.run import Run, run_again, run_together, summary
+
+REPOSITORY = Path(__file__).parents[2]
+CASES = """
+import pathlib
+import pytest
+
+def test_passes():
+    pass
+
+def test_pure():
+    assert 1 == 2, "a defect"
+
+@pytest.mark.processes
+def test_by_chance():
+    first = pathlib.Path("first")
+    if not first.exists():
+        first.touch()
+        assert False, "the first time"
+
+@pytest.mark.processes
+def test_promise():
+    class BrokenPromiseError(AssertionError):
+        pass
+    raise BrokenPromiseError("a request was lost")
+"""
+
+
+@pytest.fixture
+def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "logs")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "test_cases.py").write_text(CASES)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.legs"]\n')
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  processes\n  system\n  deployment\n  drill\n"
+    )
+    return tmp_path
+
+
+def leg_of(expression: str) -> Leg:
+    return Leg("cases", (sys.executable, *PYTEST, "-k", expression, "cases"), 5)
+
+
+def test_every_leg_runs_and_the_summary_names_what_failed_with_its_output(cases: Path) -> None:
+    legs = (
+        leg_of("passes or pure"),
+        Leg("broken", ("sh", "-c", "echo no such disk; exit 3"), 1),
+        Leg("good", ("true",), 1),
+    )
+    runs = [run for leg in legs for run in run_together([leg])]
+    text = summary(runs, [])
+    assert [run.status for run in runs] == [1, 3, 0]
+    assert "FAILED cases/test_cases.py::test_pure" in text
+    assert "a defect" in text
+    assert "no such disk" in text
+    assert text.splitlines()[-1] == "2 passed, 2 failed, 0 skipped"
+
+
+def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases: Path) -> None:
+    (run,) = run_together([leg_of("passes or chance")])
+    assert not run.passed
+    flaky = run_again(run)
+    assert flaky == ["cases/test_cases.py::test_by_chance"]
+    assert run.passed
+    assert "FLAKY (passed alone) cases/test_cases.py::test_by_chance" in summary([run], flaky)
+
+
+@pytest.mark.parametrize("expression", ["pure", "promise", "chance or promise"])
+def test_neither_pure_tests_nor_broken_promises_run_again(cases: Path, expression: str) -> None:
+    (run,) = run_together([leg_of(expression)])
+    assert run_again(run) == []
+    assert not run.passed
+
+
+def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes(cases: Path) -> None:
+    hangs = (sys.executable, "-X", "faulthandler", "-c", "import time\ndef stuck(): time.sleep(900)\nstuck()")
+    (run,) = run_together([Leg("hangs", hangs, 0.02)])
+    assert run.ended_late
+    assert not run.passed
+    assert "in stuck" in run.log.read_text()
+    assert "ended after twice its budget" in summary([run], [])
+
+
+def test_more_flaky_tests_than_are_allowed_fail_the_run(cases: Path) -> None:
+    names = [f"test_{number}" for number in range(module.MAX_FLAKY + 1)]
+    assert "3 flaky tests, 2 are allowed" in summary([Run(leg_of("any"), status=0)], names)
