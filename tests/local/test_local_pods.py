@@ -8,20 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mmd_api.contract.environment import KEYS_FILE, TURNS
+from mmd_api.contract.environment import FEATURE_DISK, KEYS_FILE, TLS_FOLDER, TURNS, WEIGHTS
 from mmd_api.resource import MultimodalDeployment
-from mmd_api.spec.gateway import AuthSpec
+from mmd_api.spec.gateway import AuthSpec, TlsSpec
 from mmd_api.spec.pods import Resources
+from mmd_api.spec.pools import DiskCache, EncoderCache
 from mmd_cli.commands.up import StartProgress
 from mmd_cli.local import pods, up
-from mmd_cli.local.pods import LocalPod, RenderError, local_pods
+from mmd_cli.local.pods import LocalPod, LocalSecrets, RenderError, local_pods
 from mmd_cli.local.supervisor import Supervisor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def pods_of(example: str, folder: Path) -> list[LocalPod]:
+def pods_of(example: str | Path, folder: Path) -> list[LocalPod]:
     objects = up.objects_of(up.load(EXAMPLES / example))
     return local_pods(
         objects, folder, "nats://127.0.0.1:1", gateway_port=8000, threads=1, memory_fraction=0.5
@@ -58,6 +60,16 @@ def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(
             name: value for name, value in pod.environment.items() if value.startswith(("/var/cache", "/etc"))
         }
         assert not gone, f"{pod.name}: {gone}"
+
+
+def test_a_cache_on_a_claim_is_this_machines_own_and_the_hub_has_what_it_lacks(tmp_path: Path) -> None:
+    body = yaml.safe_load((EXAMPLES / "demo.yaml").read_text())
+    cache = {"type": "Hub", "cache": {"claimName": "weights"}}
+    body["spec"]["model"] = {"id": "org/model", "storage": cache}
+    (tmp_path / "cached.yaml").write_text(yaml.safe_dump(body))
+    for pod in pods_of(tmp_path / "cached.yaml", tmp_path):
+        assert pod.component in ("gateway", "encoder", "prefill", "decode")
+        assert not {WEIGHTS, "HF_HUB_OFFLINE"} & set(pod.environment)
 
 
 def test_pods_with_a_thread_for_each_core_take_turns_unless_they_request_cpu(tmp_path: Path) -> None:
@@ -139,6 +151,15 @@ def test_the_gateway_has_a_separate_admin_port(tmp_path: Path) -> None:
             assert "MMD_ADMIN_PORT" not in pod.environment
 
 
+def test_gateways_with_an_endpoint_picker_share_the_machine(tmp_path: Path) -> None:
+    example = yaml.safe_load((EXAMPLES / "monolithic.yaml").read_text())
+    example["spec"]["gateway"] = {"replicas": 2, "inferencePool": {}}
+    file = tmp_path / "picker.yaml"
+    file.write_text(yaml.safe_dump(example))
+    pods = [pod for pod in pods_of(file, tmp_path) if pod.component == "gateway"]
+    assert [pod.environment["MMD_PICKER_PORT"] for pod in pods] == ["0", "0"]
+
+
 def test_a_quiet_start_still_shows_that_a_pod_exits_and_restarts(capsys: pytest.CaptureFixture[str]) -> None:
     progress = StartProgress(quiet_logs=True)
     progress.log("decode-0", "INFO loaded 12 tensors")
@@ -174,7 +195,15 @@ def with_keys() -> MultimodalDeployment:
 
 def test_the_gateway_follows_the_users_own_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
-    pods = local_pods(up.objects_of(with_keys()), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5, keys=file)
+    pods = local_pods(
+        up.objects_of(with_keys()),
+        tmp_path,
+        "nats://127.0.0.1:1",
+        8000,
+        1,
+        0.5,
+        secrets=LocalSecrets(keys=file),
+    )
     given = {pod.component: pod.environment.get(KEYS_FILE) for pod in pods}
     assert given.pop("gateway") == str(file)
     assert set(given.values()) == {None}
@@ -185,6 +214,48 @@ def test_a_deployment_that_needs_keys_does_not_start_without_their_file(tmp_path
         local_pods(up.objects_of(with_keys()), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5)
 
 
+def with_tls() -> MultimodalDeployment:
+    deployment = up.load(EXAMPLES / "demo.yaml")
+    gateway = deployment.spec.gateway.model_copy(update={"tls": TlsSpec(secret_name="gateway-tls")})
+    spec = deployment.spec.model_copy(update={"gateway": gateway})
+    return deployment.model_copy(update={"spec": spec})
+
+
+def test_the_gateway_follows_the_users_own_certificate_and_is_reached_over_https(tmp_path: Path) -> None:
+    made = local_pods(
+        up.objects_of(with_tls()),
+        tmp_path,
+        "nats://127.0.0.1:1",
+        8000,
+        1,
+        0.5,
+        secrets=LocalSecrets(tls=tmp_path),
+    )
+    for pod in made:
+        is_gateway = pod.component == "gateway"
+        assert pod.environment.get(TLS_FOLDER) == (str(tmp_path) if is_gateway else None)
+        assert pod.http_url.startswith("https://127.0.0.1:" if is_gateway else "http://127.0.0.1:")
+        assert pod.admin_url.startswith("http://127.0.0.1:")
+
+
+def test_a_deployment_with_tls_does_not_start_without_a_certificate(tmp_path: Path) -> None:
+    with pytest.raises(RenderError, match="pass --tls FOLDER"):
+        local_pods(up.objects_of(with_tls()), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5)
+
+
+async def test_mmd_up_refuses_a_certificate_that_it_could_not_use(tmp_path: Path) -> None:
+    (tmp_path / "tls.crt").write_text("hello")
+    for deployment, said in (
+        (with_tls(), "No such file"),
+        (up.load(EXAMPLES / "demo.yaml"), "spec.gateway.tls is not set"),
+        (with_tls(), "tls.crt is no chain of PEM certificates"),
+    ):
+        with pytest.raises(up.SecretError, match=said):
+            async with up.running(deployment, log_line=lambda *_: None, secrets=LocalSecrets(tls=tmp_path)):
+                pytest.fail("it started")
+        (tmp_path / "tls.key").write_text("hello")
+
+
 async def test_mmd_up_refuses_keys_that_it_could_not_use(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     for deployment, content, said in (
@@ -192,6 +263,26 @@ async def test_mmd_up_refuses_keys_that_it_could_not_use(tmp_path: Path) -> None
         (up.load(EXAMPLES / "demo.yaml"), "tenants: []", "spec.gateway.auth is not set"),
     ):
         file.write_text(content)
-        with pytest.raises(up.ApiKeysError, match=said):
-            async with up.running(deployment, log_line=lambda *_: None, keys=file):
+        with pytest.raises(up.SecretError, match=said):
+            async with up.running(deployment, log_line=lambda *_: None, secrets=LocalSecrets(keys=file)):
                 pytest.fail("it started")
+
+
+def test_the_disk_of_an_encoders_cache_is_a_folder_of_each_pod(tmp_path: Path) -> None:
+    deployment = up.load(EXAMPLES / "demo.yaml")
+    encoder = deployment.spec.encoder
+    assert encoder is not None
+    with_disk = encoder.model_copy(
+        update={"replicas": 2, "autoscaling": None, "cache": EncoderCache(disk=DiskCache(size_mebibytes=16))}
+    )
+    deployment = deployment.model_copy(
+        update={"spec": deployment.spec.model_copy(update={"encoder": with_disk})}
+    )
+    pods = local_pods(up.objects_of(deployment), tmp_path, "nats://127.0.0.1:1", 8000, 1, 0.5)
+    owner = f"{deployment.metadata.namespace or 'default'}-{deployment.metadata.name}"
+    folders = {pod.name: pod.environment.get(FEATURE_DISK) for pod in pods}
+    assert {name: folder for name, folder in folders.items() if folder} == {
+        pod.name: str(tmp_path / "features" / ".mmd-features" / owner / pod.name)
+        for pod in pods
+        if pod.component == "encoder"
+    }

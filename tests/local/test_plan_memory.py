@@ -46,6 +46,21 @@ def test_weights_and_kv_are_those_of_the_loaded_model():
     ]
 
 
+def test_kv_in_8_bits_is_planned_with_its_scales():
+    spec = up.load(EXAMPLES / "demo.yaml").spec
+    engine = spec.engine.model_copy(update={"kv_dtype": "Int8"})
+    planned, exact = (plan_memory.plan(s, {}) for s in (spec.model_copy(update={"engine": engine}), spec))
+    language = load_language_model(ModelSpec(id="builtin/demo"), torch.device("cpu"))
+    layout = language.kv_layout
+    heads = zip(layout.num_kv_heads, layout.head_dim, strict=True)
+    assert planned.kv_bytes_per_token == sum(2 * heads * (dim + 2) for heads, dim in heads)
+    longest, before = planned.examples[0], exact.examples[0]
+    assert longest.kv_bytes / before.kv_bytes == planned.kv_bytes_per_token / exact.kv_bytes_per_token
+    pool, same = planned.pools[-1], exact.pools[-1]
+    assert pool.kv_bytes == same.kv_bytes
+    assert planned.requests(pool, longest) > 3 * exact.requests(same, before)
+
+
 def test_no_weights_are_needed(tmp_path):
     folder = source.resolve(ModelSpec(id="builtin/demo"), weights=False)
     for file in folder.iterdir():

@@ -47,3 +47,27 @@ def test_who_may_use_the_gateway_is_shown(
     shown = CliRunner().invoke(build().app, ["status", "--name", deployment])
     assert shown.exit_code == 0, shown.output
     assert said in shown.output
+
+
+def test_a_certificate_that_cannot_be_used_and_an_issuer_that_is_away_are_shown(
+    deployment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auth = {"enabled": True, "tenants": 2, "fault": "", "issuer_fault": "status 500"}
+    state = {"state": "ready", "auth": auth, "tls": {"enabled": True, "fault": "tls.crt has expired"}}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=state))
+    shown = CliRunner().invoke(build().app, ["status", "--name", deployment])
+    assert "tokens: one-gateway-0 cannot fetch the keys of their issuer: status 500" in shown.output
+    assert "TLS: one-gateway-0 cannot use its certificate: tls.crt has expired" in shown.output
+
+
+@pytest.mark.parametrize(("tier", "shown"), [(2, True), (0, False), (None, False)])
+def test_media_in_lower_quality_because_of_load_are_shown(
+    deployment: str, monkeypatch: pytest.MonkeyPatch, tier: int | None, shown: bool
+) -> None:
+    state = {"state": "ready", "media_tier": tier}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=state))
+    output = CliRunner().invoke(build().app, ["status", "--name", deployment]).output
+    said = (
+        "media: one-gateway-0 sends less of each, tier 2 of spec.gateway.media.underLoad; if it stays so, add"
+    )
+    assert (said in " ".join(output.split())) is shown

@@ -185,7 +185,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployme
     }
     rules = hurried(folder / "rules.yaml", windows=10, waits=300)
     with (
-        Deployment(observed_deployment(folder / "fragile.yaml", "fragile", **spec)) as deployment,
+        Deployment(observed_deployment(folder / "fragile.yaml", "fragile", **spec), gateways=1) as deployment,
         Prometheus.of_gateway(folder, deployment.local.admin_url, rules) as server,
     ):
         server.until_scraped(len(deployment.local.pods))

@@ -163,6 +163,7 @@ async def test_the_server_reports_alive_ready_metrics_and_state():
         assert scraped.headers["content-type"].startswith("text/plain")
         assert "mmd_ttft_seconds" in scraped.text
         assert (await client.get("/nothing")).status_code == 404
+        assert (await client.get("/state/")).status_code == 404, "and no redirect to what Host names"
     async with asyncio.timeout(30):
         await server.stop()
     with pytest.raises(httpx.ConnectError):

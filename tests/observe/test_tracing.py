@@ -68,6 +68,32 @@ class TestServed:
         root = spans_of(collector, trace_id, {"chat.completions", "decode"})["chat.completions"]
         assert root.parent_id == ""
 
+    def test_the_routers_estimate_and_what_the_request_took_are_in_its_trace(
+        self, observed: Deployment, collector: Collector
+    ) -> None:
+        answer = ask(observed, content(draw("image", 90_002)))
+        trace_id = trace_of(observed, answer.id)
+        root = spans_of(collector, trace_id, {"chat.completions", "prefill"})["chat.completions"]
+        timeline = httpx.get(f"{observed.local.admin_url}/debug/requests/{answer.id}").json()
+        placed = [event for event in root.events if event.name == "placed"]
+        assert len(placed) == len(timeline["attempts"]) > 0
+        for event, attempt in zip(placed, timeline["attempts"], strict=True):
+            assert event.at == pytest.approx(attempt["placed"], abs=1e-3)
+            assert event.attributes == {
+                "pod": attempt["prefill_pod"],
+                "attempt": attempt["number"],
+                "ttft_seconds": pytest.approx(attempt["ttft_seconds"]),
+                **{
+                    f"estimated_{term}_seconds": pytest.approx(seconds)
+                    for term, seconds in attempt["estimated"].items()
+                },
+            }
+        assert placed[-1].attributes["estimated_ttft_seconds"] > 0
+        assert placed[-1].attributes["ttft_seconds"] > 0
+        (first,) = [event for event in root.events if event.name == "first token"]
+        assert root.start <= placed[0].at <= first.at <= root.end
+        assert first.at == pytest.approx(timeline["first_token"], abs=1e-3)
+
     @pytest.mark.parametrize("header", ["", "nonsense", f"00-{'0' * 32}-{'0' * 16}-01", "ff-" + "a" * 5000])
     def test_a_context_that_makes_no_sense_is_ignored(self, observed: Deployment, header: str) -> None:
         answer = ask(observed, "What is 6?", extra_headers={"traceparent": header})

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from mmd_cli import slo_report, top
+from mmd_cli.gateways import GatewaySnapshot, Snapshot
 from mmd_cli.program import build
 from mmd_cli.samples import draw
+from mmd_workers.gateway.timeline import KEPT_REQUESTS
 from tests.support.local_deployment import Deployment, until
 from tests.support.observed_fixture import ask, content, load
 from tests.support.prometheus_server import RULES, Prometheus, program
@@ -59,22 +64,95 @@ def remembered(arrived: float, ttft_ms: float, code: str = "ok", attempts: int =
     }
 
 
+def gateway(
+    taken: float = 0.0,
+    incarnation: str = "one",
+    running: int = 0,
+    pods: Sequence[dict[str, Any]] = (),
+    requests: Sequence[dict[str, Any]] = (),
+    **counters: float,
+) -> GatewaySnapshot:
+    """What one returned; the label of a counter is behind two underscores."""
+    series = {}
+    for name, value in counters.items():
+        metric, _, label = name.partition("__")
+        labels = (("signal" if metric.startswith("mmd_slo") else "role", label),) if label else ()
+        series[metric, labels] = value
+    state = {"incarnation": incarnation, "running": running, "pods": list(pods)}
+    return GatewaySnapshot(taken, state, series, requests)
+
+
+def test_figures_are_of_all_gateways() -> None:
+    before = Snapshot(
+        {
+            "a": gateway(0.0, mmd_requests_total=100.0),
+            "b": gateway(1.0, mmd_requests_total=40.0),
+            "c": gateway(0.0, mmd_requests_total=1000.0),
+        }
+    )
+    now = Snapshot(
+        {
+            "a": gateway(10.0, running=3, mmd_requests_total=150.0, mmd_gateway_held_sequences__decode=2.0),
+            "b": gateway(11.0, running=4, mmd_requests_total=60.0, mmd_gateway_held_sequences__decode=5.0),
+            "c": gateway(10.0, "again", mmd_requests_total=10.0, mmd_retries_total=1.0),
+            "d": gateway(10.0, mmd_requests_total=5000.0, mmd_retries_total=6.0),
+        },
+        ("not counted: gateway e",),
+    )
+    seen = top.facts(now, before, {})
+    assert seen["requests"]["per_second"] == pytest.approx(5 + 2 + 1), "c has started again, d is new"
+    assert seen["requests"]["running"] == 7
+    assert seen["requests"]["placed_again"] == 7
+    assert seen["held"]["decode"] == 7
+    assert (seen["gateways"], seen["missing"]) == (["a", "b", "c", "d"], ["not counted: gateway e"])
+
+
+def test_a_worker_is_shown_once_as_it_reported_last() -> None:
+    older, newer = ({"pod": "decode-0", "sent": sent, "state": str(sent)} for sent in (1.0, 2.0))
+    other = {"pod": "decode-1", "sent": 1.0}
+    for order in ((older, newer), (newer, older)):
+        gateways = {str(n): gateway(pods=[pod]) for n, pod in enumerate((*order, other))}
+        assert Snapshot(gateways).pods == [newer, other]
+
+
+def test_a_report_begins_when_no_gateway_has_forgotten_a_request() -> None:
+    def kept(count: int, begin: float) -> GatewaySnapshot:
+        return gateway(requests=[remembered(begin + number, 1.0) for number in range(count)])
+
+    seen = Snapshot({"full": kept(KEPT_REQUESTS, 1000.0), "quiet": kept(20, 990.0)})
+    assert len(seen.requests) == KEPT_REQUESTS + 10
+    assert min(request["arrived"] for request in seen.requests) == 1000.0
+    assert len(Snapshot({"one": kept(5, 10.0), "two": kept(6, 20.0)}).requests) == 11
+
+
+def report_of(
+    name: str, requests: Sequence[dict[str, Any]], decisions: dict[str, str] | None = None
+) -> slo_report.SloReport:
+    half = len(requests) // 2
+    parts = (requests[:half], requests[half:])
+    gateways = {
+        str(n): gateway(requests=part, mmd_slo_target_seconds__ttft=0.5) for n, part in enumerate(parts)
+    }
+    return slo_report.from_gateways(name, Snapshot(gateways, ("not counted: gateway e",)), decisions or {})
+
+
 def test_a_report_of_remembered_requests_counts_promises_failures_and_bottleneck() -> None:
     requests = [remembered(float(n), 100.0 if n < 9 else 900.0) for n in range(10)]
     requests += [remembered(10.0, 100.0, "peer_lost", attempts=3), {**remembered(11.0, 1.0), "finished": 0.0}]
-    report = slo_report.from_requests("demo", requests, 0.5, {"encode": "encode: 1 to 2, 12 s of backlog"})
+    report = report_of("demo", requests, {"encode": "encode: 1 to 2, 12 s of backlog"})
     assert report.figures["requests"] == "11"
     assert report.figures["ended with peer_lost"] == "1"
     assert report.figures["placed again"] == "2"
     assert report.figures["ttft within 500 ms"] == "90.9%"
     assert report.notes[0].startswith("Largest phase: encode, 89%")
     assert "12 s of backlog" in report.html()
+    assert "not counted: gateway e" in report.html()
     assert report.html().count("<svg") == 1
 
 
 def test_a_report_without_requests_is_an_error() -> None:
-    with pytest.raises(slo_report.NothingToReportError, match="send a request first"):
-        slo_report.from_requests("demo", [], None, {})
+    with pytest.raises(slo_report.NothingToReportError, match="send a request first\nnot counted: gateway e"):
+        report_of("demo", [])
 
 
 def test_an_unreachable_gateway_is_reported_in_one_sentence() -> None:
@@ -83,8 +161,33 @@ def test_an_unreachable_gateway_is_reported_in_one_sentence() -> None:
     assert "no gateway responded" in ran.output
 
 
+@pytest.mark.parametrize("body", ['{"status": "ok"}', "[]", "1", '{"pod": "g", "pods": []}'])
+def test_what_is_no_gateway_is_reported_in_one_sentence(body: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        ran = CliRunner().invoke(build().app, ["top", "--url", url, "--json"])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ran.exit_code == 1
+    assert "admin port" in ran.output
+    assert "Traceback" not in ran.output
+
+
 def test_a_name_from_a_deployment_cannot_bring_markup_into_the_report() -> None:
-    report = slo_report.from_requests("<script>alert(1)</script>", [remembered(1.0, 2.0)], None, {})
+    report = report_of("<script>alert(1)</script>", [remembered(1.0, 2.0)])
     assert "<script>alert" not in report.html()
 
 
@@ -171,4 +274,4 @@ class TestServed:
             figures = json.loads(said)["figures"]
             assert float(figures["requests"]) >= 5  # rounded
             assert figures["lost"] == "0"
-            assert page.read_text().count("<svg") == 4
+            assert page.read_text().count("<svg") == 5

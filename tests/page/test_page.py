@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
 from mmd_cli.samples import Sample, draw
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment, content, until
 
 from .browser import Seen
 
@@ -81,6 +81,26 @@ def test_a_file_is_attached_and_the_path_of_its_request_is_shown(page: Page, see
     assert all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in seen.requested)
 
 
+def test_a_question_has_files_of_different_kinds_and_both_are_encoded(
+    page: Page, observed: Deployment
+) -> None:
+    samples = [draw("image", 30), draw("audio", 31)]
+    for sample in samples:
+        attach(page, sample)
+    ask(page, "What is this?")
+    answer = until_done(page)
+    expect(page.locator("#figures")).to_contain_text(re.compile(r"image [1-9]\d*, audio [1-9]\d*"))
+    expect(page.locator("#phases tr").filter(has_text=re.compile("^encode"))).to_have_count(2)
+    parts = [content(sample)[0] for sample in samples]
+    made = observed.client().chat.completions.create(
+        model="builtin/demo",
+        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}],
+        temperature=0,
+        max_tokens=128,
+    )
+    assert answer == made.choices[0].message.content
+
+
 def test_on_the_port_of_clients_the_page_answers_and_shows_nothing_of_the_inside(
     page: Page, seen: Seen, observed: Deployment
 ) -> None:
@@ -113,7 +133,7 @@ def test_the_answer_streams_and_stop_frees_the_request_everywhere(page: Page, ob
     expect(stop).to_be_disabled()
     ask(page, "Tell a long story.")
     expect(page.get_by_text("Answering…")).to_be_visible()
-    expect(page.locator("#answer")).to_have_attribute("aria-busy", "true")
+    expect(page.get_by_role("log")).to_have_attribute("aria-busy", "true")
     expect(stage(page, "encode")).to_contain_text("not needed")
     expect(stage(page, "decode")).to_have_attribute("data-state", "working")
     expect(page.locator("#pods")).to_contain_text(re.compile("1 of 32"))
@@ -121,7 +141,7 @@ def test_the_answer_streams_and_stop_frees_the_request_everywhere(page: Page, ob
     until(lambda: len(page.locator("#answer").inner_text()) > early + 40, 60, "the answer grows")
     stop.click()
     expect(page.get_by_text("Stopped.")).to_be_visible()
-    expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
+    expect(page.get_by_role("log")).to_have_attribute("aria-busy", "false")
     until(lambda: running(observed) == 0, 10, "a stopped request holds nothing")
     page.unroute("**/v1/chat/completions")
     ask(page, "What is 2?")
@@ -202,7 +222,7 @@ def test_too_large_a_request_and_an_unreachable_gateway_are_distinguished(page: 
         with page.expect_request("**/debug/state"):
             pass
     ask(page)
-    expect(alert).to_contain_text("the limit of 1 KiB; remove one")
+    expect(alert).to_contain_text("the limit of 1 KiB; remove a file")
     page.unroute("**/debug/state")
     page.get_by_role("button", name="Remove sample.png").click()
     page.route("**/v1/chat/completions", lambda route: route.abort())
@@ -265,6 +285,7 @@ def test_axe_finds_nothing_before_with_an_answer_and_with_an_error(page: Page, s
 
     assert violations() == []
     page.get_by_text("Settings").click()
+    page.get_by_text("Tools", exact=True).click()
     attach(page, draw("image", 8))
     ask(page)
     until_done(page)

@@ -20,7 +20,7 @@ def _state_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Deployment]:
-    """examples/demo.yaml: 1 encoder, 1 prefill, 2 decode."""
+    """examples/demo.yaml: 1 encoder, 1 prefill, 2 decode; 2 gateways."""
     with Deployment(ROOT / "examples" / "demo.yaml") as deployment:
         yield deployment
 

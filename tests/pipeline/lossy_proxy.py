@@ -17,8 +17,10 @@ from mmd_workers.wire import messages
 NESTED = {
     messages.TensorHeader,
     messages.FeatureRef,
+    messages.GivenFeature,
     messages.Sampling,
     messages.TokenLogprob,
+    messages.PromptLogprob,
     messages.TokenItem,
     messages.HeldSequence,
     messages.Phase,

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
+from tests.support.held import load_of
 from tests.support.local_deployment import Deployment, content, until
+from tests.support.promises import promise
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 MODEL = "builtin/demo"
@@ -36,11 +34,6 @@ SPEC = {
     "transfer": {"kv": {"backend": "Gloo"}},
     "gateway": {"maxRetries": 20},  # where a worker dies every second, one request may meet more than a few
 }
-WORKERS = ("encoder", "prefill", "decode")
-
-
-def workers(deployment: Deployment) -> list[LocalPod]:
-    return [pod for component in WORKERS for pod in deployment.pods(component)]
 
 
 def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
@@ -58,9 +51,11 @@ def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
     return str(answer.choices[0].message.content)
 
 
-def stream_long(deployment: Deployment, sample: Sample, **options: Any) -> Any:
+def stream_long(
+    deployment: Deployment, sample: Sample, gateway: LocalPod | None = None, **options: Any
+) -> Any:
     return (
-        deployment.client()
+        deployment.client(gateway=gateway)
         .with_options(timeout=400)
         .chat.completions.create(
             model=MODEL,
@@ -126,7 +121,8 @@ class Load:
             asking.result()
         self._threads.shutdown()
         for sample, text in self._asked.values():
-            assert text == expected(sample, self._tokens)
+            answered = f"the {sample.kind} question {sample.question!r} was answered {text!r}"
+            promise(text == expected(sample, self._tokens), answered)
 
 
 @contextmanager
@@ -137,68 +133,6 @@ def load(deployment: Deployment, askers: int, seed: int, tokens: int = TOKENS) -
     finally:
         under_way.enough()
     under_way.check()
-
-
-def load_of(deployment: Deployment, pod: LocalPod) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = deployment.state(pod)["load"]
-    except httpx.HTTPError:
-        return {}
-    return facts
-
-
-def scrape(url: str) -> dict[str, dict[str, float]]:
-    """Metric name → sums by each value of each label; "" has the sum of all."""
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
-        for sample in family.samples:
-            for value in ("", *sample.labels.values()):
-                found[sample.name][value] += sample.value
-    return found
-
-
-def held(deployment: Deployment) -> list[str]:
-    """What a pod or the gateway still keeps for a request."""
-    found = []
-    for pod in workers(deployment):
-        facts = load_of(deployment, pod)
-        free = facts["kv_blocks_free"] == facts["kv_blocks_total"]
-        names = (
-            "decode_running",
-            "decode_waiting",
-            "prefill_waiting_requests",
-            "kv_blocks_reserved",
-            "encode_running",
-        )
-        found += [f"{pod.name} {name}={facts[name]}" for name in names if facts[name]]
-        found += (
-            []
-            if free
-            else [f"{pod.name} {facts['kv_blocks_free']} of {facts['kv_blocks_total']} blocks free"]
-        )
-        states = scrape(pod.http_url)["mmd_feature_used_bytes"]
-        found += [
-            f"{pod.name} {states[state]:.0f} bytes {state}"
-            for state in ("registered", "encoding", "encoded", "merged")
-            if states[state]
-        ]
-    gateway = scrape(deployment.local.admin_url)
-    for name in ("mmd_gateway_sequences", "mmd_gateway_media_items", "mmd_media_held_bytes"):
-        found += [f"gateway {name}={gateway[name]['']:.0f}"] if gateway[name][""] else []
-    return found
-
-
-def assert_nothing_held(deployment: Deployment) -> None:
-    found: list[str] = []
-
-    def nothing() -> bool:
-        found[:] = held(deployment)
-        return not found
-
-    # Longer than a lease: a word that got lost with a message server costs its blocks until then.
-    with suppress(AssertionError):
-        until(nothing, 75, "nothing is held")
-    assert not found, found
 
 
 def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPod]:

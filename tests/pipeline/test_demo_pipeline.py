@@ -6,7 +6,9 @@ import base64
 import json
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,15 +16,25 @@ from typing import Annotated, Any, Literal
 import openai
 import pydantic
 import pytest
+from typer.testing import CliRunner
 
 from e2e import questions
+from mmd_api.spec.media import MediaPolicy
+from mmd_cli.program import build
 from mmd_cli.samples import draw
+from mmd_workers.media.choice import SamplingChoice
+from mmd_workers.media.frames import find_frames
+from mmd_workers.media.probe import probe
 from tests.support import oracle
+from tests.support.films import film
+from tests.support.held import assert_nothing_held
 from tests.support.local_deployment import Deployment, content, until
+from tests.support.waiting import DEADLINE_SECONDS
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
+FILES = Path(__file__).parents[1] / "media" / "files"
 KINDS = ("image", "video", "audio")
 
 
@@ -49,6 +61,27 @@ def test_a_streamed_answer_about_a_real_file_equals_generate(demo: Deployment, k
     assert len([piece for piece in pieces if piece]) > 1
 
 
+def test_guided_answers_about_an_image_and_a_text_equal_generate(demo: Deployment) -> None:
+    sample = draw("image", 31)
+    asked: list[tuple[Any, oracle.Question]] = [
+        (content(sample), [("image", sample.bytes), sample.question]),
+        (sample.question, [sample.question]),
+    ]
+    cases = [(*one, negative) for one in asked for negative in (None, "What is it?")]
+
+    def answered(case: tuple[Any, oracle.Question, str | None]) -> str:
+        more = {} if case[2] is None else {"negative_prompt": case[2]}
+        answer = ask(demo, case[0], extra_body={"guidance_scale": 2.5} | more)
+        return str(answer.choices[0].message.content)
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(answered, cases))
+    assert answers == [
+        oracle.guided_answer(DEMO, question, 24, 2.5, negative) for _, question, negative in cases
+    ]
+    assert len(set(answers)) > 2
+
+
 def test_sixteen_mixed_requests_at_once_all_equal_generate(demo: Deployment) -> None:
     samples = [draw(KINDS[number % 3], 100 + number) for number in range(16)]  # type: ignore[arg-type]
     with ThreadPoolExecutor(16) as threads:
@@ -64,6 +97,93 @@ def test_one_question_about_an_image_a_video_and_a_sound_together_equals_generat
     ]
     expected = oracle.answer(DEMO, [*((s.kind, s.bytes) for s in samples), "What do you see and hear?"], 24)
     assert ask(demo, everything).choices[0].message.content == expected
+
+
+def test_media_that_a_request_sampled_otherwise_are_answered_as_generate_does(demo: Deployment) -> None:
+    picture, clip = draw("image", 7), draw("video", 7)
+    plain = [content(picture)[0], content(clip)[0]]
+    chosen = [{**plain[0], "max_pixels": 1024}, {**plain[1], "num_frames": 4}]
+    text = {"type": "text", "text": "What do you see?"}
+    answer, other = ask(demo, [*chosen, text]), ask(demo, [*plain, text])
+    files = [("image", picture.bytes), ("video", clip.bytes)]
+    choices = [SamplingChoice(max_pixels=1024), SamplingChoice(num_frames=4)]
+    expected = oracle.answer(DEMO, [*files, "What do you see?"], 24, choices=choices)
+    assert answer.choices[0].message.content == expected
+    fewer, more = (each.usage.model_dump()["prompt_tokens_details"] for each in (answer, other))
+    assert all(0 < fewer[name] < more[name] for name in ("image_tokens", "video_tokens"))
+
+
+@pytest.mark.parametrize("name", ["scenes.mp4", "scenes-variable.webm", "scenes.avi"])
+def test_frames_that_were_found_in_a_video_are_answered_as_generate_does(demo: Deployment, name: str) -> None:
+    data = (FILES / name).read_bytes()
+    part = _video_part(data)
+    text = {"type": "text", "text": "What do you see?"}
+    info = probe(data, "video", MediaPolicy())
+    for choice in (
+        SamplingChoice(sampling="keyframes"),
+        SamplingChoice(sampling="scene_changes"),
+        SamplingChoice(timestamps=(0.5, 2.5, 7.0)),
+    ):
+        fields = (
+            {"timestamps": list(choice.timestamps)} if choice.timestamps else {"sampling": choice.sampling}
+        )
+        found = find_frames(data, info, choice.sampling, choice.timestamps)
+        expected = oracle.answer(
+            DEMO, [("video", data), "What do you see?"], 24, choices=[replace(choice, found=found)]
+        )
+        assert ask(demo, [{**part, **fields}, text]).choices[0].message.content == expected, fields
+
+
+def test_videos_with_their_own_sound_are_answered_as_generate_does(demo: Deployment) -> None:
+    """The second of them in the prefix cache of the first: all but the question."""
+    films = [film(4, 4.2, seed=3), film(5, 2.6, seed=4, container="matroska")]
+    clip, picture = draw("audio", 11), draw("image", 11)
+    parts = [
+        *(_video_part(data) for data in films),
+        content(clip)[0],
+        content(picture)[0],
+    ]
+    files = [
+        *((oracle.WITH_SOUND, data) for data in films),
+        ("audio", clip.bytes),
+        ("image", picture.bytes),
+    ]
+    cached = []
+    for question in ("What do you see and hear?", "What moves, and what is the sound?"):
+        with_sound = {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}
+        answer = ask(demo, [*parts, {"type": "text", "text": question}], **with_sound)
+        assert answer.choices[0].message.content == oracle.answer(DEMO, [*files, question], 24)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        details = answer.usage.model_dump()["prompt_tokens_details"]
+        assert sum(details[f"{kind}_tokens"] for kind in (*KINDS, "text")) == answer.usage.prompt_tokens
+    assert cached[0] == 0 < cached[1]
+    assert_nothing_held(demo)
+
+
+def _video_part(data: bytes) -> dict[str, Any]:
+    return {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}"},
+    }
+
+
+def test_a_prompt_finds_its_prefix_where_its_own_salt_has_been_and_nowhere_else(demo: Deployment) -> None:
+    sample, question = draw("image", 8), "Describe what you see, from the left to the right. " * 20
+
+    def cached(salt: str) -> int:
+        more = {"extra_body": {"cache_salt": salt}} if salt else {}
+        answer = ask(demo, [*content(sample)[:1], {"type": "text", "text": question}], **more)
+        found: int = answer.usage.prompt_tokens_details.cached_tokens
+        return found
+
+    salts = ("", "one", "other")
+    assert [cached(salt) for salt in salts] == [0, 0, 0]
+    deadline = time.monotonic() + DEADLINE_SECONDS  # until routers know, and the pod that has it is free
+    again = [0]
+    while min(again) < 100:
+        assert time.monotonic() < deadline, again
+        again = [cached(salt) for salt in salts]
+    assert again == [again[0]] * 3
 
 
 def test_usage_counts_tokens_by_modality(demo: Deployment) -> None:
@@ -173,32 +293,37 @@ def test_a_client_that_leaves_frees_its_memory_everywhere(demo: Deployment) -> N
                 held.append(pod.name)
         return held
 
-    stream = ask_long(demo)
+    stream = ask_long(demo, stream=True)
     next(iter(stream))
     until(lambda: bool(busy()), 60, "the request is at work")
     stream.response.close()
     until(lambda: not busy(), 10, "nothing is held for a client that is gone")
 
 
-def ask_long(demo: Deployment) -> Any:
+def ask_long(demo: Deployment, **options: Any) -> Any:
     return demo.client().chat.completions.create(
         model="builtin/demo",
         messages=[{"role": "user", "content": "Describe the image."}],
         temperature=1.0,
         max_tokens=3000,
-        stream=True,
         extra_body={"ignore_eos": True},
+        **options,
     )
 
 
-def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
-    import httpx
+def test_the_deadline_of_a_client_frees_what_its_request_holds_in_all_pods(demo: Deployment) -> None:
+    with pytest.raises(openai.APIStatusError) as ended:
+        ask_long(demo, extra_headers={"x-request-timeout": "0.5"})
+    assert (ended.value.status_code, ended.value.code) == (504, "deadline_exceeded")
+    assert_nothing_held(demo)
 
+
+def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     answer = ask(demo, content(draw("video", 55)))
     timeline: dict[str, Any] = {}
 
     def complete() -> bool:
-        timeline.update(httpx.get(f"{demo.local.admin_url}/debug/requests/{answer.id}").json())
+        timeline.update(demo.timeline(answer.id))
         return {"queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"} <= {
             phase["name"] for phase in timeline["phases"]
         }
@@ -206,12 +331,15 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     until(complete, 60, "all phases were reported")
     spans = [(phase["start"], phase["end"]) for phase in timeline["phases"]]
     assert all(timeline["arrived"] - 0.1 <= start <= end for start, end in spans)
+    moved = [phase for phase in timeline["phases"] if phase["name"].endswith("_transfer")]
+    assert sorted(phase["name"] for phase in moved) == ["embedding_transfer", "kv_transfer"]
+    assert all(phase["detail"]["wire_seconds"] > 0 < phase["detail"]["bytes"] for phase in moved)
 
 
 def test_the_questions_of_the_end_to_end_test_need_the_port_of_clients_only(
     demo: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["questions.py", demo.local.gateway_url])
+    monkeypatch.setattr(sys, "argv", ["questions.py", demo.gateway_url])
     questions.main()
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["answer"] for one in answers] == [one["expected"] for one in answers]
@@ -227,3 +355,13 @@ def test_stopping_leaves_no_process(tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)  # type: ignore[arg-type]
+
+
+def test_status_shows_that_no_key_is_needed(demo: Deployment) -> None:
+    assert ask(demo, "hello").choices, "the client's key is none that anyone made"
+    command = ["status", "--name", demo.local.name]
+    shown = CliRunner().invoke(build().app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "API keys: none needed, so anyone who can reach the gateway can use it" in shown.output
+    pods = json.loads(CliRunner().invoke(build().app, [*command, "--json"]).output)["pods"]
+    assert [pod["auth"] for pod in pods if pod["component"] == "gateway"] == 2 * [{"enabled": False}]

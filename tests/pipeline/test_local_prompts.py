@@ -10,20 +10,11 @@ import pytest
 from mmd_cli.samples import draw
 from tests.support import oracle
 from tests.support.engines import ENGINES
+from tests.support.held import assert_nothing_held, scrape, workers
 from tests.support.local_deployment import Deployment, until, write
 from tests.support.local_deployment import content as content_of
 
-from .redundant import (
-    DEMO,
-    MODEL,
-    RESTORE_SECONDS,
-    SPEC,
-    assert_nothing_held,
-    busy,
-    scrape,
-    text_of,
-    workers,
-)
+from .redundant import DEMO, MODEL, RESTORE_SECONDS, SPEC, busy, text_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-prompts"), pytest.mark.timeout(600)]
 

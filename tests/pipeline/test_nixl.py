@@ -8,9 +8,10 @@ import pytest
 
 from mmd_cli.samples import draw
 from tests.support.backends import needs_nixl
+from tests.support.held import scrape
 from tests.support.local_deployment import Deployment, write
 
-from .redundant import LONG_TOKENS, RESTORE_SECONDS, SPEC, busy, expected, load, scrape, stream_long, text_of
+from .redundant import LONG_TOKENS, RESTORE_SECONDS, SPEC, busy, expected, load, stream_long, text_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nixl"), pytest.mark.timeout(900)]
 ONE = {"replicas": 1}

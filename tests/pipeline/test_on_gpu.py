@@ -10,9 +10,10 @@ import torch
 
 from tests.support.backends import needs_nixl
 from tests.support.devices import DEVICE, needs_gpu
+from tests.support.held import scrape
 from tests.support.local_deployment import Deployment, write
 
-from .redundant import SPEC, ask, expected, samples, scrape
+from .redundant import SPEC, ask, expected, samples
 
 pytestmark = [needs_gpu, pytest.mark.processes, pytest.mark.timeout(600)]
 CONTEXT_BYTES = 100 * 2**20  # of CUDA, in each process that uses it; measured: several times that

@@ -20,6 +20,7 @@ from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.program import build
 from mmd_cli.samples import draw
 from tests.support.local_deployment import Deployment, content, until, write
+from tests.support.promises import promise
 from tests.support.under_load import frozen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("secrets"), pytest.mark.timeout(600)]
@@ -37,7 +38,7 @@ SPEC = {
         "template": {"env": [{"name": "HF_TOKEN", "value": HUB_TOKEN}]},
     },
     "transfer": {"kv": {"backend": "Gloo"}},
-    "gateway": {"requestTimeoutSeconds": 15, "maxConcurrentRequests": 8},
+    "gateway": {"requestTimeoutSeconds": 15, "maxConcurrentRequests": 4},  # of each of the two
     "observability": {"logLevel": "Debug"},
 }
 
@@ -59,7 +60,7 @@ def ask(deployment: Deployment, tokens: int = 8) -> str:
     }
     with suppress(httpx.HTTPError):
         answer = httpx.post(
-            f"{deployment.local.gateway_url}/v1/chat/completions",
+            f"{deployment.gateway_url}/v1/chat/completions",
             json={**body, "ignore_eos": True},
             timeout=60,
         )
@@ -76,7 +77,7 @@ def ask_about_an_image(deployment: Deployment) -> str:
         "max_tokens": 8,
     }
     with suppress(httpx.HTTPError):
-        answer = httpx.post(f"{deployment.local.gateway_url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{deployment.gateway_url}/v1/chat/completions", json=body, timeout=60)
         return f"{answer.status_code} {dict(answer.headers)} {answer.text}"
     return ""
 
@@ -127,15 +128,16 @@ def pages(deployment: Deployment, folder: Path) -> dict[str, str]:
         if pod.component == "gateway":
             paths += ["/demand", "/debug/state", "/debug/requests?limit=512", "/debug/targets"]
             for path in ("/", "/v1/models", "/v1/models/builtin/demo", "/ready", "/readyz", "/health"):
-                found[f"clients' {path}"] = httpx.get(pod.http_url + path, timeout=10).text
+                found[f"clients' {path} at {pod.name}"] = httpx.get(pod.http_url + path, timeout=10).text
         for path in paths:
             found[f"{pod.name}{path}"] = httpx.get(pod.admin_url + path, timeout=10).text
     found["log of nats-server"] = "\n".join(deployment.local.nats.printed)
-    newest = json.loads(found[f"{deployment.pods('gateway')[0].name}/debug/requests?limit=512"])["requests"]
     runner = CliRunner()
-    for one in newest:
-        said = runner.invoke(build().app, ["trace", one["request_id"], "--name", "secrets"])
-        found[f"mmd trace {one['request_id']}"] = said.output
+    for gateway in deployment.pods("gateway"):
+        for one in json.loads(found[f"{gateway.name}/debug/requests?limit=512"])["requests"]:
+            said = runner.invoke(build().app, ["trace", one["request_id"], "--name", "secrets"])
+            assert said.exit_code == 0, said.output
+            found[f"mmd trace {one['request_id']}"] = said.output
     report = folder / "report.html"
     for command in (
         ["status", "--name", "secrets"],
@@ -195,4 +197,4 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
         for name, value in secrets.items()
         if value in text
     ]
-    assert leaks == []
+    promise(not leaks, f"secrets are shown: {leaks}")

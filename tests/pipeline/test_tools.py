@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.engines import needs_vllm
 from tests.support.local_deployment import Deployment, write
+from tests.support.tokens import with_template
 
 from .random_media import KV, content, png
 
@@ -44,13 +45,7 @@ Calls = list[tuple[str, str]]
 @pytest.fixture(scope="module")
 def with_tools(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint with a template that has tools."""
-    folder = tmp_path_factory.mktemp("models") / "with_tools"
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(checkpoint, tmp_path_factory.mktemp("models") / "with_tools", TEMPLATE)
 
 
 def calls_of(engine: str, model: Path, folder: Path) -> list[Calls]:

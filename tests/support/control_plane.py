@@ -25,6 +25,8 @@ SHARED_BUILD = REPOSITORY.parent / "shared" / "k8s"
 CACHED_BUILD = REPOSITORY / ".cache" / "kubernetes"
 TOKEN = "test"
 START_SECONDS = 90
+CONTROLLERS = ("clusterrole-aggregation-controller", "namespace-controller")
+"""Of kube-controller-manager, those whose work no test plays."""
 
 
 def binaries() -> Path:
@@ -141,8 +143,8 @@ class ControlPlane:
         """A kubeconfig for whom the token stands."""
         return write_kubeconfig(self.folder / f"kubeconfig-{abs(hash(token))}.yaml", self.url, token)
 
-    def start_controllers(self, *controllers: str) -> None:
-        """Run these controllers of kube-controller-manager until `stop`. Skips the test where there is no such program."""
+    def start_controllers(self) -> None:
+        """Run `CONTROLLERS` until `stop`. Skips the test where there is no kube-controller-manager."""
         program = self.binaries / "kube-controller-manager"
         if not program.exists():
             missing = f"{program} is needed; envtest has none: unset KUBEBUILDER_ASSETS to use the repository's build"
@@ -156,7 +158,7 @@ class ControlPlane:
                 f"--kubeconfig={kubeconfig}",
                 f"--authentication-kubeconfig={kubeconfig}",
                 f"--authorization-kubeconfig={kubeconfig}",
-                f"--controllers={','.join(controllers)}",
+                f"--controllers={','.join(CONTROLLERS)}",
                 "--leader-elect=false",
                 "--secure-port=0",
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
-from mmd_api.contract.errors import CountMismatchError
+from mmd_api.contract.errors import CountMismatchError, PreemptedError
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
 from mmd_workers.model.prompt import Feature, KvLayout, LoweredPrompt
@@ -135,19 +135,26 @@ class TextModel:
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
-    @torch.inference_mode()
     def lower(self, token_ids, media=(), output_token_ids=()) -> LoweredPrompt:
         ids = list(token_ids) + list(output_token_ids)
-        embeds, extras = self.embed(torch.tensor(ids, device=self.device))
         positions = torch.arange(len(ids)).expand(self.position_axes, -1)
-        return LoweredPrompt(ids, positions, len(ids), embeds, extras, {}, [])
+        return LoweredPrompt(ids, positions, len(ids), {}, [])
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
         first, last = prompt.missing[medium]
         if last - first != feature.num_tokens:
             raise CountMismatchError("feature of another size")
-        prompt.embeds[first:last] = feature.tensors["embeddings"]
+        prompt.features[medium], prompt.ranges[medium] = feature, [(first, last - first)]
         del prompt.missing[medium]
+
+    def rows(self, prompt: LoweredPrompt, start: int, end: int):
+        embeds, extras = self.embed(torch.tensor(prompt.token_ids))
+        for medium, feature in prompt.features.items():
+            ((first, length),) = prompt.ranges[medium]
+            embeds[first : first + length] = feature.tensors["embeddings"]
+        for first, last in prompt.missing.values():
+            embeds[first:last] = 0
+        return embeds[start:end], prompt.positions[:, start:end].to(self.device), extras
 
     def embed(self, token_ids: torch.Tensor):
         return self.decoder.get_input_embeddings()(token_ids.to(self.device)), {}
@@ -165,7 +172,8 @@ class TextModel:
 def make_engine(
     model, *, blocks=64, block_tokens=8, max_sequences=16, chunk_tokens=512, prefix_cache=True, **more
 ):
-    block_bytes = model.kv_layout.bytes_per_token() * block_tokens
+    kv_layout = model.kv_layout.packed_as(more.get("kv_dtype", "Model"))
+    block_bytes = kv_layout.bytes_per_token() * block_tokens
     return Engine(
         model,
         kv_cache_bytes=blocks * block_bytes,
@@ -191,11 +199,11 @@ def text_input(model, name: str, token_ids: list[int], max_tokens: int, **more) 
 
 
 @torch.inference_mode()
-def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int) -> list[int]:
+def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int, **more) -> list[int]:
     """What `generate` of an untouched model says."""
     ids = torch.tensor([token_ids], device=full.device)
     out = full.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **more
     )
     return out[0, len(token_ids) :].tolist()
 
@@ -224,3 +232,29 @@ def run(engine: Engine, outcome: Outcome | None = None, max_steps: int = 2000) -
             return outcome
         outcome.take(engine.step())
     raise AssertionError("the engine does not finish")
+
+
+def decoded_elsewhere(decoders, count, place):
+    """Output tokens of `count` requests, which are placed, the oldest first, wherever there is room, and again after each preemption; and how
+    often one was preempted. `place(decoder, number, outputs)`: hand the request over with its tokens so far, and note its next one; False: no room.
+    """
+    got = {number: [] for number in range(count)}
+    waiting, yields = set(got), 0
+    for _ in range(2000):
+        for number in sorted(waiting):
+            if not any(place(decoder, number, got[number]) for decoder in decoders):
+                break
+            waiting.discard(number)
+        for decoder in decoders:
+            output = decoder.step()
+            for token in output.tokens:
+                assert token.index == len(got[int(token.sequence_id)])
+                got[int(token.sequence_id)].append(token.token_id)
+            for sequence, error in output.failed:
+                assert isinstance(error, PreemptedError)
+                assert error.retryable
+                waiting.add(int(sequence))
+                yields += 1
+        if not waiting and not any(decoder.has_work() for decoder in decoders):
+            break
+    return list(got.values()), yields

@@ -1,20 +1,13 @@
-"""A namespace's LeaderWorkerSets: the test installs their definition and plays their controller, which makes groups of pods."""
+"""A namespace's LeaderWorkerSets: the test plays their controller, which makes groups of pods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import yaml
-from kubernetes import client
 
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VERSION, SET_NAME_LABEL, WORKER_INDEX_LABEL
-from tests.support.standin import Namespace, eventually
+from tests.support.standin import Namespace
 
-DEFINITION = yaml.safe_load((Path(__file__).parent / "leaderworkersets.yaml").read_text())
 WHERE = (LWS_GROUP, LWS_VERSION)
 IMAGE = f"docker.io/library/multimodal-worker@sha256:{'a' * 64}"
 """What nodes pull for the tag."""
@@ -29,30 +22,6 @@ GROUPS = {
     "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2, "pipelineParallelSize": 2}},
 }
 """Four GPUs of a replica, two of a pod."""
-
-
-@contextmanager
-def installed(api: client.ApiClient) -> Iterator[None]:
-    """The definition, served as long as this lasts."""
-    extensions = client.ApiextensionsV1Api(api)
-    extensions.create_custom_resource_definition(DEFINITION)
-
-    def is_served(expected: bool) -> None:
-        try:
-            client.CustomObjectsApi(api).list_cluster_custom_object(*WHERE, LWS_PLURAL)
-            served = True
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
-            served = False
-        assert served == expected
-
-    try:
-        eventually(lambda: is_served(True))
-        yield
-    finally:
-        extensions.delete_custom_resource_definition(DEFINITION["metadata"]["name"])
-        eventually(lambda: is_served(False))
 
 
 class GroupController:

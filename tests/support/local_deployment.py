@@ -1,8 +1,12 @@
-"""A deployment as `mmd up` runs it, on a dedicated thread, so that plain tests can ask it, kill its pods and look at them."""
+"""A deployment as `mmd up` runs it, on a dedicated thread, so that plain tests can ask it, kill its pods and look at them.
+
+It has two gateways, which share nothing but NATS, and each request goes to the other one than the request before.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import signal
@@ -21,9 +25,10 @@ import yaml
 
 from mmd_api.contract.errors import PeerLostError
 from mmd_api.contract.subjects import USERS, previous_of
+from mmd_api.resource import MultimodalDeployment
 from mmd_cli.client import media_part
 from mmd_cli.local import up
-from mmd_cli.local.pods import LocalPod
+from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets
 from mmd_cli.samples import Sample
 from mmd_operator.resources.nats import PASSWORD_PREFIX
 from mmd_workers.wire.server import START_SECONDS
@@ -37,10 +42,11 @@ NATS_STARTS = 5
 class Deployment:
     """Starts on entry, stops on exit; `lines` holds the latest log lines of every pod."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, gateways: int = 2, secrets: LocalSecrets = NO_SECRETS) -> None:
         self.lines: deque[tuple[str, str]] = deque(maxlen=20_000)
-        self._file = file
-        self.engine = up.load(file).spec.engine.type
+        self._resource = _with_gateways(up.load(file), gateways)
+        self._secrets = secrets
+        self.engine = self._resource.spec.engine.type
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
@@ -71,20 +77,51 @@ class Deployment:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with up.running(
-            up.load(self._file),
+            self._resource,
             threads=1,
             log_line=lambda pod, line: self.lines.append((pod, line)),
             ready_seconds=READY_SECONDS,
+            secrets=self._secrets,
         ) as local:
             self.local = local
+            self._turns = itertools.cycle(self.pods("gateway"))
             self._ready.set()
             await self._stop.wait()
 
-    def client(self, timeout: float = 120) -> openai.OpenAI:
-        """The official client, without its own retries."""
-        return openai.OpenAI(
-            base_url=f"{self.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=timeout
+    @property
+    def gateway_url(self) -> str:
+        """Of the gateway whose turn it is."""
+        return next(self._turns).http_url
+
+    def http(self, timeout: float, **options: Any) -> httpx.Client:
+        """A plain client. Each of its requests goes to the gateway whose turn it is."""
+
+        def take_turns(request: httpx.Request) -> None:
+            request.url = request.url.copy_with(netloc=httpx.URL(self.gateway_url).netloc)
+            request.headers["host"] = request.url.netloc.decode()
+
+        hooks = {"request": [take_turns]}
+        limits = openai.DEFAULT_CONNECTION_LIMITS  # httpx has at most 100 requests at once
+        return httpx.Client(
+            base_url=self.gateway_url, timeout=timeout, event_hooks=hooks, limits=limits, **options
         )
+
+    def client(self, timeout: float = 120, gateway: LocalPod | None = None) -> openai.OpenAI:
+        """The official client, without its own retries. Without a `gateway`, each of its requests goes to the one whose turn it is."""
+        return openai.OpenAI(
+            base_url=f"{(gateway or self.pods('gateway')[0]).http_url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=timeout,
+            http_client=None if gateway else self.http(timeout, follow_redirects=True),
+        )
+
+    def timeline(self, request_id: str) -> dict[str, Any]:
+        """Of a recent request, from the gateway that had it."""
+        urls = [f"{pod.admin_url}/debug/requests/{request_id}" for pod in self.pods("gateway")]
+        (found,) = [answer for url in urls if (answer := httpx.get(url, timeout=10)).status_code == 200]
+        timeline: dict[str, Any] = found.json()
+        return timeline
 
     def pods(self, component: str) -> list[LocalPod]:
         """Pods of one component."""
@@ -99,6 +136,27 @@ class Deployment:
         pid = self.pid(pod)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+
+    def crash_gateway(self, gateway: LocalPod | None = None) -> None:
+        """Kill a gateway, the next one if none is named, and wait until its successor knows as many ready pods as all did."""
+        gateway = gateway or next(self._turns)
+        until(lambda: bool(self.ready_pods()), 60, "every gateway knows the same pods")
+        before, ready = self.pid(gateway), self.ready_pods()
+        self.kill(gateway)
+        until(lambda: self.pid(gateway) not in (None, before), 60, f"{gateway.name} has started again")
+        until(lambda: self.ready_pods() == ready, 60, "every gateway knows all pods")
+
+    def ready_pods(self) -> dict[str, int] | None:
+        """How many pods each gateway knows, by role; None while one does not answer, or they differ."""
+        try:
+            first, *others = (
+                httpx.get(f"{pod.http_url}/ready", timeout=2).json()["ready_pods"]
+                for pod in self.pods("gateway")
+            )
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None
+        ready: dict[str, int] = first
+        return ready if all(other == ready for other in others) else None
 
     def terminate(self, pod: LocalPod) -> None:
         """As an eviction: SIGTERM."""
@@ -183,6 +241,11 @@ class Deployment:
     def logged(self, text: str) -> list[str]:
         """Log lines that contain a text."""
         return [f"{pod} {line}" for pod, line in list(self.lines) if text in line]
+
+
+def _with_gateways(resource: MultimodalDeployment, count: int) -> MultimodalDeployment:
+    gateway = resource.spec.gateway.model_copy(update={"replicas": count})
+    return resource.model_copy(update={"spec": resource.spec.model_copy(update={"gateway": gateway})})
 
 
 def content(sample: Sample) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mmd_workers.model.language import HfLanguageModel, load_language_model
 from mmd_workers.model.prompt import LoweredPrompt, PromptLayout
 from mmd_workers.model.roles import architecture_class
 from mmd_workers.model.source import load_config
+from mmd_workers.model.tiles import bound_tiles, follow_tiles
 from tests.support.devices import DEVICE
 
 CPU = torch.device("cpu")
@@ -87,6 +88,15 @@ def video(width: int, height: int, num_frames: int = 12, fps: float = 6.0, seed:
     return Medium(info, frames)
 
 
+def video_with_sound(
+    width: int, height: int, num_frames: int, fps: float, samples: int, seed: int = 0
+) -> tuple[Medium, Medium]:
+    """A video and its sound track, as two media of one file."""
+    film, sound = video(width, height, num_frames, fps, seed), audio(samples, seed)
+    of_film = replace(sound.info, digest=film.info.digest, container="mp4", of_video=True)
+    return Medium(replace(film.info, has_sound=True), film.source), Medium(of_film, sound.source)
+
+
 def audio(samples: int, seed: int = 0) -> Medium:
     wave = (0.1 * np.random.default_rng(seed).standard_normal(samples)).astype(np.float32)
     info = MediumInfo("audio", digest(wave), wave.nbytes, "wav", num_samples=samples, sample_rate_hz=16000)
@@ -124,25 +134,35 @@ class Served:
 
 
 @functools.cache
-def serve(folder: Path, policy: MediaPolicy | None = None) -> Served:
-    spec = ModelSpec(id=str(folder), dtype="Float32")
+def serve(folder: Path, policy: MediaPolicy | None = None, max_image_tiles: int | None = None) -> Served:
+    """`max_image_tiles`: bounds those of the whole model's processor too."""
+    spec = ModelSpec(id=str(folder), dtype="Float32", max_image_tiles=max_image_tiles)
     config = load_config(folder)
     frontend = load_frontend(spec, policy or MediaPolicy())
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    if max_image_tiles is not None:
+        bound_tiles(processor, max_image_tiles)
+        follow_tiles(config, processor)
     whole = architecture_class(config).from_pretrained(folder, config=config, dtype=torch.float32)
     return Served(
         folder,
         frontend,
         load_encoder(spec, DEVICE) if frontend.modalities else None,
         load_language_model(spec, DEVICE),
-        transformers.AutoProcessor.from_pretrained(folder),
+        processor,
         whole.eval().to(DEVICE),
     )
 
 
 def hf_inputs(
-    served: Served, messages: list[dict[str, Any]], media: Sequence[Medium], layout: PromptLayout
+    served: Served,
+    messages: list[dict[str, Any]],
+    media: Sequence[Medium],
+    layout: PromptLayout,
+    image_size: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Run the checkpoint's own processor on the same text and the same real media."""
+    """Run the checkpoint's own processor on the same text and the same real media. `image_size`: in place of its own setting, as is the size of a
+    video's plan."""
     processor, arch = served.processor, served.model.config.model_type
     if not media:
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -156,11 +176,16 @@ def hf_inputs(
         return {k: ids[k] for k in ("input_ids", "attention_mask")}
     if arch == "voxtral":
         return _voxtral_inputs(served, messages, media, layout)
+    with_sound = any(m.info.of_video for m in media)
+    if with_sound:
+        messages = _without_sounds_of_videos(messages, media)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     given: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
     images = [torch.from_numpy(m.source).permute(2, 0, 1) for m in media if m.info.modality == "image"]
     if images:
         given["images"] = [images] if arch in ("idefics3", "smolvlm", "gemma3") else images
+    if image_size is not None:
+        given["images_kwargs"] = {"size": image_size}
     metadata, frames = [], []
     for medium, laid in zip(media, layout.media, strict=True):
         if medium.info.modality != "video":
@@ -175,7 +200,7 @@ def hf_inputs(
                 width=info.width,
                 height=info.height,
                 duration=info.num_frames / info.fps,
-                frames_indices=list(chosen),
+                frames_indices=list(laid.sampling.timed_indices),
             )
         )
     if frames:
@@ -184,17 +209,47 @@ def hf_inputs(
         if "omni" in arch:
             options["fps"] = metadata[0].sampled_fps
             options["size"] = dict(processor.video_processor.size)
+        if sizes := [m.sampling.size for m in layout.media if m.modality == "video" and m.sampling.size]:
+            options["size"] = sizes[0]
         given["videos_kwargs"] = options
     sounds = [m.source for m in media if m.info.modality == "audio"]
     if sounds:
         given["audio"] = sounds
         given["audio_kwargs"] = {"sampling_rate": 16000} | ({"truncation": False} if "omni" in arch else {})
+    if with_sound:
+        given |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
+        if arch == "qwen3_omni_moe_thinker":  # the rate of the whole positions below
+            (seconds,) = {s for m in layout.media for s in m.geometry.get("video_second_per_grid", ())}
+            options["fps"] = processor.video_processor.temporal_patch_size / seconds
     made = dict(processor(**given))
     made.pop("labels", None)
+    if with_sound:
+        made["use_audio_in_video"] = True
     if arch == "qwen3_omni_moe_thinker" and frames:  # served with whole positions; see the adapter
         seconds = [m.geometry["video_second_per_grid"] for m in layout.media if m.modality == "video"]
         made["video_second_per_grid"] = torch.tensor(seconds).flatten()
     return made
+
+
+def _without_sounds_of_videos(
+    messages: list[dict[str, Any]], media: Sequence[Medium]
+) -> list[dict[str, Any]]:
+    left = iter(media)
+    return [
+        {**m, "content": [p for p in m["content"] if p["type"] == "text" or not next(left).info.of_video]}
+        for m in messages
+    ]
+
+
+def _videos_of_sounds(media: Sequence[Medium]) -> list[int | None]:
+    """Of each sound the number of the video that it is of."""
+    found: list[int | None] = []
+    videos = 0
+    for medium in media:
+        videos += medium.info.modality == "video"
+        if medium.info.modality == "audio":
+            found.append(videos - 1 if medium.info.of_video else None)
+    return found
 
 
 def _voxtral_inputs(
@@ -215,7 +270,28 @@ def _voxtral_inputs(
     return {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "input_features": mel}
 
 
-def generate(served: Served, inputs: dict[str, Any], tokens: int = NEW_TOKENS) -> list[int]:
+def guidance(served: Served, scale: float, token_ids: Sequence[int]) -> dict[str, Any]:
+    """As an option of `generate`: its own classifier-free guidance, but with the companion's rotary positions counted after its prompt alone. Where a
+    model has three axes of them, `guidance_scale` uses those of the prompt's media, or fails."""
+    base = served.model.base_model
+
+    def companion(input_ids: torch.Tensor, **more: Any) -> Any:
+        before = getattr(base, "rope_deltas", None)
+        if hasattr(base, "rope_deltas"):
+            base.rope_deltas = None
+        out = served.model(input_ids=input_ids, **more)
+        if hasattr(base, "rope_deltas"):
+            base.rope_deltas = before
+        return out
+
+    ids = torch.tensor([list(token_ids)], device=DEVICE)
+    guided = transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(
+        scale, companion, ids, use_cache=False
+    )
+    return {"logits_processor": transformers.LogitsProcessorList([guided])}
+
+
+def generate(served: Served, inputs: dict[str, Any], tokens: int = NEW_TOKENS, **more: Any) -> list[int]:
     """The reference: the whole model's own `generate`."""
     base = served.model.base_model
     if hasattr(base, "rope_deltas"):
@@ -229,6 +305,7 @@ def generate(served: Served, inputs: dict[str, Any], tokens: int = NEW_TOKENS) -
             eos_token_id=None,
             pad_token_id=0,
             suppress_tokens=list(served.language.suppress_token_ids) or None,
+            **more,
         )
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -252,7 +329,7 @@ def greedy(served: Served, prompt: LoweredPrompt, tokens: int = NEW_TOKENS) -> l
     cache = transformers.DynamicCache(config=language.model.config.get_text_config())
     banned = list(language.suppress_token_ids)
     out: list[int] = []
-    embeds, positions, extras = prompt.embeds, prompt.positions, prompt.extras
+    embeds, positions, extras = language.rows(prompt, 0, len(prompt.token_ids))
     mask: Any = _mask(served, prompt)
     for step in range(tokens):
         with torch.no_grad():

@@ -50,7 +50,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> 
     before = os.environ.get("MMD_STATE_DIR")
     os.environ["MMD_STATE_DIR"] = str(folder)
     traced = {"otlpEndpoint": collector.url}
-    with Deployment(observed_deployment(folder / "observed.yaml", observability=traced)) as deployment:
+    file = observed_deployment(folder / "observed.yaml", observability=traced)
+    with Deployment(file, gateways=1) as deployment:  # its metrics and its page show every request
         yield deployment
     if before is not None:
         os.environ["MMD_STATE_DIR"] = before

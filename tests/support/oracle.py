@@ -13,13 +13,15 @@ import torch
 from PIL import Image
 
 from mmd_api.spec.media import MediaPolicy
+from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.decode import decode_audio, decode_video
 from mmd_workers.media.probe import probe
 from mmd_workers.model.source import eos_token_ids, load_config
 from tests.support import adapters
 from tests.support import model_zoo as zoo
 
-File = tuple[str, bytes]  # modality and bytes
+WITH_SOUND = "video with sound"
+File = tuple[str, bytes]  # modality, or WITH_SOUND, and bytes
 Question = list["str | File"]
 
 
@@ -30,10 +32,16 @@ def served(folder: Path) -> zoo.Served:
 
 
 def answer(
-    folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False, adapter: Path | None = None
+    folder: Path,
+    question: Question,
+    max_tokens: int,
+    ignore_eos: bool = False,
+    adapter: Path | None = None,
+    choices: Sequence[SamplingChoice] = (),
 ) -> str:
-    """The greedy answer of the whole model in one process, cut at the model's end token as a server would. `adapter`: merged into it."""
-    ids = tokens(folder, question, max_tokens, ignore_eos, adapter)
+    """The greedy answer of the whole model in one process, cut at the model's end token as a server would. `adapter`: merged into it; `choices`:
+    how the files are sampled."""
+    ids = tokens(folder, question, max_tokens, ignore_eos, adapter, choices)
     if not ignore_eos and ids and ids[-1] in end_tokens(folder):
         ids = ids[:-1]
     return str(served(folder).frontend.decode(list(ids)))
@@ -46,30 +54,44 @@ def end_tokens(folder: Path) -> frozenset[int]:
 
 
 def tokens(
-    folder: Path, question: Question, max_tokens: int, ignore_eos: bool = False, adapter: Path | None = None
+    folder: Path,
+    question: Question,
+    max_tokens: int,
+    ignore_eos: bool = False,
+    adapter: Path | None = None,
+    choices: Sequence[SamplingChoice] = (),
 ) -> tuple[int, ...]:
     """The greedy tokens, up to and with the model's end token."""
-    return _tokens(folder, tuple(question), max_tokens, ignore_eos, adapter)
+    return _tokens(folder, tuple(question), max_tokens, ignore_eos, adapter, tuple(choices))
+
+
+def guided_answer(
+    folder: Path, question: Question, max_tokens: int, scale: float, negative: str | None = None
+) -> str:
+    """The greedy answer with classifier-free guidance. `negative`: text of the companion's only message; None: it has the prompt's last token."""
+    whole = served(folder)
+    inputs = _inputs(whole, question, ())
+    companion = inputs["input_ids"][0, -1:]
+    if negative is not None:
+        messages = zoo.conversation(negative)
+        alone = zoo.hf_inputs(whole, messages, [], whole.frontend.layout(messages, []))
+        companion = alone["input_ids"][0]
+    ids = zoo.generate(whole, inputs, max_tokens, **zoo.guidance(whole, scale, companion.tolist()))
+    stop = next((at for at, token in enumerate(ids) if token in end_tokens(folder)), len(ids))
+    return str(whole.frontend.decode(ids[:stop]))
 
 
 @functools.lru_cache(maxsize=4096)
 def _tokens(
-    folder: Path, question: tuple[str | File, ...], max_tokens: int, ignore_eos: bool, adapter: Path | None
+    folder: Path,
+    question: tuple[str | File, ...],
+    max_tokens: int,
+    ignore_eos: bool,
+    adapter: Path | None,
+    choices: tuple[SamplingChoice, ...],
 ) -> tuple[int, ...]:
     whole = served(folder)
-    parts: list[str | zoo.Medium] = []
-    media = []
-    for part in question:
-        if isinstance(part, str):
-            parts.append(part)
-        else:
-            media.append(_medium(whole, *part))
-            parts.append(media[-1])
-    messages = zoo.conversation(*parts)
-    layout = whole.frontend.layout(messages, [medium.info for medium in media])
-    inputs = zoo.hf_inputs(
-        whole, messages, [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)], layout
-    )
+    inputs = _inputs(whole, question, choices)
     with adapters.merged(whole.model, adapter):
         generated = zoo.generate(whole, inputs, max_tokens)
     if not ignore_eos:
@@ -77,6 +99,27 @@ def _tokens(
         stop = next((i + 1 for i, token in enumerate(generated) if token in ends), len(generated))
         generated = generated[:stop]
     return tuple(generated)
+
+
+def _inputs(
+    whole: zoo.Served, question: Sequence[str | File], choices: Sequence[SamplingChoice]
+) -> dict[str, Any]:
+    """Of `generate`."""
+    parts: list[str | zoo.Medium] = []
+    media = []
+    for part in question:
+        if isinstance(part, str):
+            parts.append(part)
+        else:
+            kind, data = part
+            own = [_medium(kind, data)] if kind != WITH_SOUND else [_medium("video", data), _sound_of(data)]
+            media += own
+            parts += own
+    messages = zoo.conversation(*parts)
+    layout = whole.frontend.layout(messages, [medium.info for medium in media], choices=choices)
+    planned = [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)]
+    size = next((laid.sampling.size for laid in layout.media if laid.sampling.size), None)
+    return zoo.hf_inputs(whole, messages, planned, layout, size)
 
 
 def is_greedy(folder: Path, text: str, answer: Sequence[int]) -> bool:
@@ -98,7 +141,11 @@ def is_greedy(folder: Path, text: str, answer: Sequence[int]) -> bool:
     return bool(torch.equal(logits.argmax(-1), torch.tensor(list(answer))))
 
 
-def _medium(whole: zoo.Served, modality: str, data: bytes) -> zoo.Medium:
+def _sound_of(data: bytes) -> zoo.Medium:
+    return zoo.Medium(probe(data, "audio", MediaPolicy(), of_video=True), data)
+
+
+def _medium(modality: str, data: bytes) -> zoo.Medium:
     info = probe(data, modality, MediaPolicy())  # type: ignore[arg-type]
     if modality == "image":
         return zoo.Medium(info, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))

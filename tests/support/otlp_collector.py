@@ -5,11 +5,22 @@ from __future__ import annotations
 import gzip
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a moment (Unix seconds) of a span."""
+
+    name: str
+    at: float
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Span:
     start: float
     end: float
     attributes: dict[str, Any]
+    events: list[Event]
     error: str
 
 
@@ -77,15 +89,19 @@ def _spans(body: bytes) -> list[Span]:
         facts = {item.key: item.value.string_value for item in resource.resource.attributes}
         for scope in resource.scope_spans:
             for span in scope.spans:
-                values = {
-                    a.key: getattr(a.value, a.value.WhichOneof("value") or "string_value")
-                    for a in span.attributes
-                }
+                events = [
+                    Event(event.name, event.time_unix_nano / 1e9, _values(event.attributes))
+                    for event in span.events
+                ]
                 found.append(
                     Span(
                         *(span.name, facts["k8s.pod.name"], span.trace_id.hex(), span.span_id.hex()),
                         *(span.parent_span_id.hex(), span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9),
-                        *(values, span.status.message if span.status.code == 2 else ""),
+                        *(_values(span.attributes), events, span.status.message if span.status.code == 2 else ""),
                     )
                 )  # fmt: skip
     return found
+
+
+def _values(attributes: Iterable[KeyValue]) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value") or "string_value") for a in attributes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from mmd_api.contract.sampling import Guidance
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import (
     GenerateRequest,
@@ -48,9 +49,19 @@ class Client:
     async def _receipt(self, report: SequenceReport) -> SequenceReceipt:
         return SequenceReceipt([len(self.tokens.get(held.request_id, ())) for held in report.sequences])
 
-    async def place(self, pod: str, name: str, tokens: int, decode_pods: list[str]) -> None:
+    async def place(
+        self,
+        pod: str,
+        name: str,
+        tokens: int,
+        decode_pods: list[str],
+        prompt: list[int] = PROMPT,
+        guidance: Guidance | None = None,
+    ) -> None:
         now, sampling = time.time(), Sampling(tokens, ignore_eos=True)
-        request = GenerateRequest(name, 0, "gateway-0", PROMPT, [], sampling, decode_pods, now + SECONDS, now)
+        request = GenerateRequest(
+            *(name, 0, "gateway-0", prompt, [], sampling, decode_pods, now + SECONDS, now), guidance=guidance
+        )
         placed = await self.bus.request(self.bus.subjects.prefill(pod), request, Placed, timeout=60)
         assert placed.accepted, placed
 

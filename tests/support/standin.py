@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from kubernetes import client
@@ -42,6 +43,7 @@ class Namespace:
         self.core, self.apps = client.CoreV1Api(api), client.AppsV1Api(api)
         self.custom = client.CustomObjectsApi(api)
         self.policy, self.network = client.PolicyV1Api(api), client.NetworkingV1Api(api)
+        self.batch = client.BatchV1Api(api)
         self.leases = client.CoordinationV1Api(api)
         self.broken: set[str] = set()
         """Pipeline revisions whose pods never become ready."""
@@ -50,6 +52,7 @@ class Namespace:
 
     @classmethod
     def create(cls, api: client.ApiClient, test_name: str) -> Namespace:
+        """`test_name`: another one each time that a test runs."""
         short = re.sub(r"[^a-z0-9]+", "-", test_name.lower())[:40].strip("-")
         name = f"{short}-{hashlib.sha256(test_name.encode()).hexdigest()[:6]}"
         made = cls(api, name)
@@ -112,6 +115,8 @@ class Namespace:
         """Everything of a deployment in the namespace, by `Kind/name`."""
         lists = {
             "ConfigMap": self.core.list_namespaced_config_map,
+            "PersistentVolumeClaim": self.core.list_namespaced_persistent_volume_claim,
+            "Job": self.batch.list_namespaced_job,
             "Service": self.core.list_namespaced_service,
             "StatefulSet": self.apps.list_namespaced_stateful_set,
             "Deployment": self.apps.list_namespaced_deployment,
@@ -159,7 +164,42 @@ class Namespace:
         gateway = self.apps.read_namespaced_deployment(f"{name}-gateway", self.name)
         return gateway.spec.template.metadata.labels[REVISION_LABEL]
 
+    def job(self) -> Any:
+        """The one Job there is."""
+        jobs = self.batch.list_namespaced_job(self.name).items
+        assert len(jobs) == 1, [job.metadata.name for job in jobs]
+        return jobs[0]
+
     # Controllers and kubelet
+
+    def complete_job(self, name: str) -> None:
+        """What the Job controller writes when a pod of it has succeeded."""
+        now = datetime.now(UTC).isoformat()
+        conditions = [
+            {"type": kind, "status": "True", "reason": "CompletionsReached", "lastTransitionTime": now}
+            for kind in ("SuccessCriteriaMet", "Complete")
+        ]
+        status = {"startTime": now, "completionTime": now, "succeeded": 1, "conditions": conditions}
+        self.batch.patch_namespaced_job_status(name, self.name, {"status": status})
+
+    def release_claims(self) -> None:
+        """What the controller does that keeps a claim while a pod uses it."""
+        for claim in self.core.list_namespaced_persistent_volume_claim(self.name).items:
+            if claim.metadata.deletion_timestamp is not None:
+                body = {"metadata": {"finalizers": None}}
+                self.core.patch_namespaced_persistent_volume_claim(claim.metadata.name, self.name, body)
+
+    def fail_job(self, name: str, at: datetime) -> None:
+        """What it writes when it starts no further pod."""
+        condition = {
+            "status": "True",
+            "reason": "PodFailurePolicy",
+            "message": "container weights failed with exit code 47",
+            "lastTransitionTime": at.isoformat(),
+        }
+        conditions = [{"type": kind, **condition} for kind in ("FailureTarget", "Failed")]
+        status = {"startTime": at.isoformat(), "failed": 1, "conditions": conditions}
+        self.batch.patch_namespaced_job_status(name, self.name, {"status": status})
 
     def settle(self) -> None:
         """Once: every workload's pods are there, new and ready, except those of broken revisions."""
@@ -210,7 +250,7 @@ class Namespace:
         return list(self.core.list_namespaced_pod(self.name, label_selector=selector).items)
 
     def pod_of(self, name: str, template: Any) -> None:
-        """A pod as a controller makes it from its template: with its labels, annotations, ports and image."""
+        """A pod as a controller makes it from its template: with its labels, annotations, ports, volumes and image."""
         ports = template.spec.containers[0].ports or ()
         self.pod(
             name,
@@ -219,6 +259,7 @@ class Namespace:
             ports=[{"name": port.name, "containerPort": port.container_port} for port in ports],
             image=template.spec.containers[0].image,
             container=template.spec.containers[0].name,
+            volumes=template.spec.volumes or (),
         )
 
     def pod(
@@ -232,6 +273,7 @@ class Namespace:
         image: str = "none",
         grace_seconds: int = 30,
         container: str = "worker",
+        volumes: Sequence[Any] = (),
     ) -> None:
         """One on a node ends only when its kubelet says so."""
         metadata = {"labels": labels, "finalizers": list(finalizers), "annotations": annotations or {}}
@@ -241,6 +283,7 @@ class Namespace:
                 "containers": [{"name": container, "image": image, "ports": list(ports)}],
                 "nodeName": node,
                 "terminationGracePeriodSeconds": grace_seconds,
+                "volumes": list(volumes),
             },
         }
         self.core.create_namespaced_pod(self.name, body)
@@ -285,6 +328,15 @@ def counted(namespace: Namespace) -> None:
     """Without a controller-manager nobody counts: the test does."""
     status = {"status": {"hard": {"count/services": "1"}, "used": {"count/services": "1"}}}
     namespace.core.patch_namespaced_resource_quota_status("small", namespace.name, status)
+
+
+def exhaust(namespace: Namespace) -> None:
+    """Let the namespace have no further StatefulSet. Without a controller-manager nobody counts: the test does."""
+    hard = {"count/statefulsets.apps": "0"}
+    body = {"metadata": {"name": "none"}, "spec": {"hard": hard}}
+    namespace.core.create_namespaced_resource_quota(namespace.name, body)
+    status = {"status": {"hard": hard, "used": hard}}
+    namespace.core.patch_namespaced_resource_quota_status("none", namespace.name, status)
 
 
 def forget_the_dead(namespace: Namespace) -> None:

@@ -15,3 +15,14 @@ async def until(condition: Callable[[], Any], seconds: float = DEADLINE_SECONDS)
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+async def is_closed(host: str, port: int) -> bool:
+    """Whether a new connection is closed without a byte."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        return await asyncio.wait_for(reader.read(), DEADLINE_SECONDS) == b""
+    except ConnectionError:
+        return True
+    finally:
+        writer.close()

@@ -1,0 +1,42 @@
+"""No request that can be made from the OpenAPI document brings one of two gateways to a defect, a hang or a leak; `bench.fuzz` sends many more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.support import fuzzing
+from tests.support.fuzzing import fuzz, fuzzed_deployment
+from tests.support.held import assert_nothing_held
+from tests.support.local_deployment import Deployment
+from tests.support.repeating import HOWS
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("fuzz"), pytest.mark.timeout(600)]
+
+
+def compared(repeated: Iterable[str]) -> set[str]:
+    """The ways in which a request that was answered with 200 has been sent again, as `how: [200, …]` says."""
+    found = (re.fullmatch(r"(.*): \[200, \d+.*\]", one) for one in repeated)
+    return {one[1] for one in found if one}
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with fuzzed_deployment(tmp_path_factory.mktemp("fuzz")) as running:
+        yield running
+
+
+def test_random_requests_get_answers_and_leave_nothing_behind(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzzing, "REPEATED", 0.3)  # so that each way has its answers on a slow machine too
+    before = {pod.name: deployment.pid(pod) for pod in deployment.local.pods}
+    report = fuzz(deployment, 800, 7)
+    assert report.failures == []
+    assert report.requests >= 800
+    assert {"200", "400", "401", "429"} <= {status.rpartition(" ")[2] for status in report.statuses}
+    assert compared(report.repeated) == set(HOWS), report.repeated
+    assert {pod.name: deployment.pid(pod) for pod in deployment.local.pods} == before
+    assert_nothing_held(deployment)

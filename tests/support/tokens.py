@@ -1,0 +1,31 @@
+"""Copies of models with another chat template or other tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def with_template(folder: Path, target: Path, template: str) -> Path:
+    """A copy of a model with another chat template, in the folder `target`."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (target / file.name).symlink_to(file)
+    (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+def with_tokens(folder: Path, *tokens: str, special: bool) -> None:
+    """Give names to the first tokens of the tokenizer in a folder of links, which are special or not."""
+    renamed = dict(zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=True))
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        text = file.read_text()
+        for old, new in renamed.items():
+            text = text.replace(json.dumps(old), json.dumps(new))
+        settings = json.loads(text)
+        for added in settings.get("added_tokens", ()):
+            if added["content"] in tokens:
+                added["special"] = special
+        file.unlink()
+        file.write_text(json.dumps(settings))
