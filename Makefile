@@ -7,7 +7,7 @@ KUBE := .cache/kubernetes/kube
 VLLM := .cache/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate drills mutants lint bench vllm crds e2e clean
+.PHONY: help install demo test gate drills mutants lint bench vllm crds e2e release-check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ crds: install ## Generate the CRD, the reference, the pages of metrics and messa
 
 e2e: install ## Create a cluster and images, install the chart, query a deployment, remove everything (E2E=--help lists options)
 	$(BIN)/python -m e2e.run $(E2E)
+
+release-check: install ## Check what can be checked of a release without publishing it (RELEASE=--layers builds images twice)
+	$(BIN)/python -m release.check $(RELEASE)
 
 clean: ## Remove the outputs of the other targets
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
