@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 PYTHON = ".venv/bin/python"
 VLLM_PYTHON = ".cache/vllm/bin/python"
-PYTEST = ("-m", "pytest", "--quiet", "--no-header", "-p", "no:warnings", "-p", "no:cacheprovider", "-rfE")
+PYTEST = ("-m", "pytest", "--quiet", "--no-header", "--disable-warnings", "-p", "no:cacheprovider", "-rfE")
 KUBERNETES = 'test -n "$KUBEBUILDER_ASSETS" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
 
 
