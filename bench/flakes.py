@@ -23,6 +23,7 @@ from rich.console import Console
 
 from bench.report import keep
 from ci.run import Run, legs_of, run_together
+from mmd_workers.wire.server import die_with_parent
 
 STOPPED_SECONDS = (1.0, 3.0)
 PAUSE_SECONDS = (1.0, 3.0)
@@ -69,6 +70,7 @@ class Stopper(threading.Thread):
 
 
 def _spin() -> None:
+    die_with_parent()
     while True:
         pass
 

@@ -14,14 +14,14 @@ KUBERNETES = 'test -n "$KUBEBUILDER_ASSETS" || test -x .cache/kubernetes/kube ||
 class Leg:
     """One command with a log of its own.
 
-    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `beside`: runs together
-    with the leg before it, because neither uses both cores.
+    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `beside`: the leg before
+    it that it runs together with, because neither uses both cores.
     """
 
     name: str
     command: tuple[str, ...]
     budget_minutes: float
-    beside: bool = False
+    beside: str = ""
 
     @property
     def is_pytest(self) -> bool:
@@ -29,7 +29,7 @@ class Leg:
 
 
 def pytest_leg(
-    name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, beside: bool = False
+    name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, beside: str = ""
 ) -> Leg:
     return Leg(name, (python, *PYTEST, *arguments), budget_minutes, beside)
 
@@ -44,13 +44,13 @@ TEST = (
         *("-n", "3", "--dist", "loadgroup", "-m", "not drill and not alone and not deployment"),
         *("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page"),
     ),
-    pytest_leg("apiserver", 15, "-n", "2", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
+    pytest_leg("apiserver", 15, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
     pytest_leg(
         "vllm-engine",
         8,
         *("-m", "not drill and not alone", "tests/vllm_engine", "tests/wire/test_errors.py"),
         python=VLLM_PYTHON,
-        beside=True,
+        beside="apiserver",
     ),
     pytest_leg("deployments", 15, "-m", "deployment and not drill", *DEPLOYMENTS),
 )

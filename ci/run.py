@@ -34,8 +34,8 @@ MAX_AGAIN = 5
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
 OUTPUT_LINES = 30
-NO_TESTS = 5
-"""Pytest's exit status where nothing was selected."""
+NO_PROGRAM = 127
+"""The exit status of a leg whose program is missing."""
 
 
 @dataclass
@@ -62,7 +62,16 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        return self.status == 0
+        """Whether everything ran and nothing failed: a pytest that ends before its session does has run only a part."""
+        return self.status == 0 and (not self.leg.is_pytest or bool(self.tests("session")))
+
+    @property
+    def failed_names(self) -> set[str]:
+        return {line["test"] for line in self.tests("failed")}
+
+    @property
+    def passed_names(self) -> set[str]:
+        return {line["test"] for line in self.tests("passed")} - self.failed_names
 
 
 def drill_leg(name: str) -> Leg:
@@ -91,57 +100,85 @@ def legs_of(words: Iterable[str]) -> Iterator[Leg]:
             raise SystemExit(f"ci.run: there is no leg {word!r}; use one of {', '.join(choice)}")
 
 
-def start(run: Run) -> subprocess.Popen[bytes]:
+def start(run: Run) -> subprocess.Popen[bytes] | None:
+    """The leg's process in a session of its own, or nothing where there is no such program."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     run.outcome_file.unlink(missing_ok=True)
-    environment = os.environ | {"MMD_TEST_OUTCOMES": str(run.outcome_file)} if run.leg.is_pytest else None
+    environment = os.environ.copy()
+    environment.pop("PYTEST_ADDOPTS", None)  # a leg runs all of its tests, whatever a developer's shell adds
+    if run.leg.is_pytest:
+        environment["MMD_TEST_OUTCOMES"] = str(run.outcome_file)
     with run.log.open("wb") as log:
-        return subprocess.Popen(
-            run.leg.command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            return subprocess.Popen(
+                run.leg.command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.write(f"{run.leg.command[0]} cannot be run: {error.strerror}\n".encode())
+            return None
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes], patience_seconds: float = 20) -> None:
     """End a leg and what it started; its Python processes print their stacks first."""
-    os.killpg(process.pid, signal.SIGABRT)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(patience_seconds)
+    kill_group(process)
+    process.wait()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """What a leg has left in its process group disturbs no other leg."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_together(legs: Sequence[Leg]) -> list[Run]:
     """Run legs at the same time, until each has ended or has taken twice its budget."""
     runs = [Run(leg) for leg in legs]
     begun = time.monotonic()
-    under_way = [(run, start(run)) for run in runs]
-    while under_way:
-        before = time.monotonic()
-        time.sleep(0.1)
-        late = time.monotonic() - before - 0.1
-        for run, process in list(under_way):
-            run.stall_seconds = max(run.stall_seconds, late)
-            run.seconds = time.monotonic() - begun
-            if process.poll() is None and run.seconds > 2 * 60 * run.leg.budget_minutes:
-                run.ended_late = True
-                end(process)
-            if process.poll() is not None:
-                run.status = process.returncode
-                under_way.remove((run, process))
+    under_way: list[tuple[Run, subprocess.Popen[bytes]]] = []
+    try:
+        for run in runs:
+            if (process := start(run)) is not None:
+                under_way.append((run, process))
+            else:
+                run.status = NO_PROGRAM
                 finish(run)
+        while under_way:
+            before = time.monotonic()
+            time.sleep(0.1)
+            late = time.monotonic() - before - 0.1
+            for run, process in list(under_way):
+                run.stall_seconds = max(run.stall_seconds, late)
+                run.seconds = time.monotonic() - begun
+                if process.poll() is None and run.seconds > 2 * 60 * run.leg.budget_minutes:
+                    run.ended_late = True
+                    end(process)
+                if process.poll() is not None:
+                    run.status = process.returncode
+                    under_way.remove((run, process))
+                    kill_group(process)
+                    finish(run)
+    finally:
+        for _, process in under_way:  # we are interrupted
+            end(process, patience_seconds=5)
     return runs
 
 
 def finish(run: Run) -> None:
+    """Read what the leg's tests reported. A line that was cut off, as of a process that was killed, is no outcome."""
     if run.outcome_file.exists():
-        run.outcomes = [json.loads(line) for line in run.outcome_file.read_text().splitlines()]
+        for text in run.outcome_file.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                run.outcomes.append(json.loads(text))
     print(headline(run), flush=True)
 
 
@@ -150,7 +187,7 @@ def headline(run: Run) -> str:
     facts = [f"{run.leg.name:<16}{'ok' if run.passed else 'FAILED':<8}{minutes:>3}:{seconds:02}"]
     facts.append(f"longest stall {run.stall_seconds:.1f} s")
     if run.outcomes:
-        facts.append(f"{len(run.tests('passed'))} passed, {len(run.tests('failed'))} failed")
+        facts.append(f"{len(run.passed_names)} passed, {len(run.failed_names)} failed")
     if run.ended_late:
         facts.append(
             f"ended after twice its budget of {run.leg.budget_minutes:g} min: the stacks are in {run.log}"
@@ -166,8 +203,9 @@ def may_run_again(run: Run) -> list[str]:
     """The failed tests of a leg, if chance may have made all of them fail."""
     failed = run.tests("failed")
     excused = all(line["system"] and "BrokenPromise" not in line["output"] for line in failed)
-    names = sorted({line["test"] for line in failed})
-    return names if failed and excused and run.status == 1 and len(names) <= MAX_AGAIN else []
+    names = sorted(run.failed_names)
+    complete = run.status == 1 and bool(run.tests("session"))
+    return names if failed and excused and complete and len(names) <= MAX_AGAIN else []
 
 
 def run_again(run: Run) -> list[str]:
@@ -178,9 +216,8 @@ def run_again(run: Run) -> list[str]:
     (again,) = run_together(
         [Leg(f"{run.leg.name}-again", (run.leg.command[0], *PYTEST, *names), AGAIN_MINUTES)]
     )
-    failed_again = {line["test"] for line in again.tests("failed")}
-    flaky = [name for name in names if name not in failed_again] if again.status in (0, 1) else []
-    if again.passed:
+    flaky = [name for name in names if name in again.passed_names]
+    if again.passed and flaky == names:
         run.status = 0
     return flaky
 
@@ -203,29 +240,38 @@ def summary(runs: Sequence[Run], flaky: Sequence[str]) -> str:
             parts.append(f"-- FAILED {run.leg.name}: the end of {run.log}\n{indented_end(log)}")
     if len(flaky) > MAX_FLAKY:
         parts.append(f"-- FAILED: {len(flaky)} flaky tests, {MAX_FLAKY} are allowed")
-    num_failed = sum(
-        len({line["test"] for line in run.tests("failed")} - set(flaky)) or not run.passed for run in runs
-    )
+    num_failed = sum(len(run.failed_names - set(flaky)) or not run.passed for run in runs)
     num_failed += len(flaky) > MAX_FLAKY
-    num_passed = sum(len(run.tests("passed")) or run.passed for run in runs) + len(flaky)
-    num_skipped = sum(len(run.tests("skipped")) for run in runs)
+    num_passed = sum(len(run.passed_names) or (run.passed and not run.leg.is_pytest) for run in runs)
+    num_passed += len(flaky)
+    num_skipped = sum(len({line["test"] for line in run.tests("skipped")}) for run in runs)
     parts.append(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped")
     return "\n".join(parts)
 
 
+def without_vllm(legs: Sequence[Leg], words: Sequence[str]) -> list[Leg]:
+    """The legs less those that need vLLM, where it is not installed and nobody asked for them by name."""
+    installed = (ROOT / VLLM_PYTHON).parents[1] / ".installed"
+    if installed.exists() or "vllm" in {leg.name for leg in legs}:
+        return list(legs)
+    needs_vllm = {leg.name for leg in legs if leg.command[0] == VLLM_PYTHON}
+    if needs_vllm and (os.environ.get("CI") or needs_vllm & set(words)):
+        raise SystemExit("ci.run: vLLM is not installed; run 'make vllm'")
+    for name in needs_vllm:
+        print(f"{name} is skipped: vLLM is not installed; run 'make vllm'", flush=True)
+    return [leg for leg in legs if leg.name not in needs_vllm]
+
+
 def main(words: Sequence[str]) -> int:
-    legs = list(legs_of(words or ["test"]))
-    if not (ROOT / VLLM_PYTHON).exists() and not any(leg.name == "vllm" for leg in legs):
-        needs_vllm = [leg for leg in legs if leg.command[0] == VLLM_PYTHON]
-        if needs_vllm and os.environ.get("CI"):
-            raise SystemExit("ci.run: vLLM is not installed; run 'make vllm'")
-        for leg in needs_vllm:
-            print(f"{leg.name} is skipped: vLLM is not installed; run 'make vllm'", flush=True)
-            legs.remove(leg)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the legs end too
+    legs = without_vllm(list(legs_of(words or ["test"])), words)
     print(f"logs: {FOLDER}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     groups: list[list[Leg]] = []
     for leg in legs:
-        groups[-1].append(leg) if leg.beside and groups else groups.append([leg])
+        if groups and leg.beside == groups[-1][0].name:
+            groups[-1].append(leg)
+        else:
+            groups.append([leg])
     runs = [run for group in groups for run in run_together(group)]
     flaky = [name for run in runs if not run.passed for name in run_again(run)]
     print(summary(runs, flaky), flush=True)

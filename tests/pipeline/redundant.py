@@ -12,13 +12,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
 from tests.support.held import load_of
 from tests.support.local_deployment import Deployment, content, until
-from tests.support.promises import promise
+from tests.support.promises import BrokenPromiseError, promise
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 MODEL = "builtin/demo"
@@ -49,6 +51,15 @@ def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
         )
     )
     return str(answer.choices[0].message.content)
+
+
+def assert_answered(deployment: Deployment, sample: Sample) -> None:
+    """The answer comes, and is that of `generate`."""
+    try:
+        text = ask(deployment, sample)
+    except openai.OpenAIError as error:
+        raise BrokenPromiseError(f"no answer: {error!r}") from error
+    promise(text == expected(sample), f"the {sample.kind} question {sample.question!r} was answered {text!r}")
 
 
 def stream_long(
@@ -117,9 +128,11 @@ class Load:
     def check(self) -> None:
         """Every question has the answer of `generate`."""
         self.enough()
-        for asking in self._askings:
-            asking.result()
+        lost = [error for asking in self._askings if (error := asking.exception()) is not None]
         self._threads.shutdown()
+        promise(
+            not lost, f"{len(lost)} of {self._askers} askers had a request without an answer: {lost[:1]!r}"
+        )
         for sample, text in self._asked.values():
             answered = f"the {sample.kind} question {sample.question!r} was answered {text!r}"
             promise(text == expected(sample, self._tokens), answered)
@@ -131,8 +144,7 @@ def load(deployment: Deployment, askers: int, seed: int, tokens: int = TOKENS) -
     try:
         yield under_way
     finally:
-        under_way.enough()
-    under_way.check()
+        under_way.check()  # also where the test has failed already: what was lost or wrong then counts
 
 
 def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPod]:

@@ -9,10 +9,12 @@ import pytest
 
 from ci import run as module
 from ci.legs import PYTEST, Leg
-from ci.run import Run, run_again, run_together, summary
+from ci.run import Run, finish, run_again, run_together, summary
 
+pytestmark = pytest.mark.processes
 REPOSITORY = Path(__file__).parents[2]
 CASES = """
+import os
 import pathlib
 import pytest
 
@@ -30,6 +32,18 @@ def test_by_chance():
         assert False, "the first time"
 
 @pytest.mark.processes
+def test_skips_then():
+    second = pathlib.Path("second")
+    if second.exists():
+        pytest.skip("not now")
+    second.touch()
+    assert False
+
+@pytest.mark.processes
+def test_exits():
+    os._exit(0)
+
+@pytest.mark.processes
 def test_promise():
     class BrokenPromiseError(AssertionError):
         pass
@@ -42,7 +56,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path / "logs")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.legs"]\n')
@@ -80,7 +94,7 @@ def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases:
     assert "FLAKY (passed alone) cases/test_cases.py::test_by_chance" in summary([run], flaky)
 
 
-@pytest.mark.parametrize("expression", ["pure", "promise", "chance or promise"])
+@pytest.mark.parametrize("expression", ["chance or pure", "pure", "promise", "chance or promise"])
 def test_neither_pure_tests_nor_broken_promises_run_again(cases: Path, expression: str) -> None:
     (run,) = run_together([leg_of(expression)])
     assert run_again(run) == []
@@ -89,7 +103,7 @@ def test_neither_pure_tests_nor_broken_promises_run_again(cases: Path, expressio
 
 def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes(cases: Path) -> None:
     hangs = (sys.executable, "-X", "faulthandler", "-c", "import time\ndef stuck(): time.sleep(900)\nstuck()")
-    (run,) = run_together([Leg("hangs", hangs, 0.02)])
+    (run,) = run_together([Leg("hangs", hangs, 0.1)])
     assert run.ended_late
     assert not run.passed
     assert "in stuck" in run.log.read_text()
@@ -98,4 +112,34 @@ def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes
 
 def test_more_flaky_tests_than_are_allowed_fail_the_run(cases: Path) -> None:
     names = [f"test_{number}" for number in range(module.MAX_FLAKY + 1)]
-    assert "3 flaky tests, 2 are allowed" in summary([Run(leg_of("any"), status=0)], names)
+    assert "3 flaky tests, 2 are allowed" in summary([Run(Leg("any", ("true",), 1), status=0)], names)
+
+
+def test_a_test_that_is_skipped_the_second_time_has_not_passed(cases: Path) -> None:
+    (run,) = run_together([leg_of("skips")])
+    assert run_again(run) == []
+    assert not run.passed
+
+
+def test_a_pytest_that_ends_in_the_middle_has_not_passed(cases: Path) -> None:
+    (run,) = run_together([leg_of("passes or exits")])
+    assert run.status == 0
+    assert not run.passed
+    assert summary([run], []).splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
+
+
+def test_a_leg_without_its_program_fails_and_the_one_beside_it_ends(cases: Path) -> None:
+    missing, good = run_together([Leg("missing", ("no-such-program",), 1), Leg("good", ("true",), 1)])
+    assert (missing.status, good.status) == (127, 0)
+    assert "no-such-program cannot be run" in summary([missing, good], [])
+
+
+def test_an_outcome_that_was_cut_off_is_none(cases: Path) -> None:
+    run = Run(leg_of("any"), status=0)
+    run.outcome_file.parent.mkdir()
+    run.outcome_file.write_text(
+        '{"test": "a", "outcome": "passed", "seconds": 0.1, "system": false, "output": ""}\n{"tes'
+    )
+    finish(run)
+    assert [line["test"] for line in run.outcomes] == ["a"]
+    assert not run.passed

@@ -12,6 +12,8 @@ import pytest
 
 from bench import flakes
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_process_is_stopped_and_goes_on_and_the_spared_one_is_never_stopped(
     monkeypatch: pytest.MonkeyPatch,

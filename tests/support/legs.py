@@ -56,6 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if drill := drill_of(item.nodeid):
             item.add_marker(pytest.mark.drill(name=drill))
+        elif item.get_closest_marker("alone"):
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked alone, so no leg runs it; add it to ci/drills.toml"
+            )
         if is_deployment(item):
             item.add_marker(pytest.mark.deployment)
         if PROGRAMS.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker("processes"):
@@ -80,6 +84,11 @@ class Outcomes:
             self._line(
                 test=report.nodeid, outcome="failed", seconds=0.0, system=False, output=report.longreprtext
             )
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._line(
+            test="", outcome="session", seconds=0.0, system=False, output=f"exit status {int(exitstatus)}"
+        )
 
     def _write(self, report: pytest.TestReport, outcome: str) -> None:
         output = (
