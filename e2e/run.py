@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +25,7 @@ from e2e.panels import Panels
 from e2e.shell import FailedError, run, until
 from e2e.steps import Step, Steps, console
 from e2e.storm import report
+from tests.support.seeds import seed_of_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CACHE = REPOSITORY / ".cache" / "e2e"
@@ -41,14 +41,6 @@ OWNED_BY = "serving.multimodal.dev/deployment"
 OWNED = f"{OWNED_BY}=demo"
 KINDS = "pods,services,secrets,configmaps,statefulsets,deployments,poddisruptionbudgets,networkpolicies"
 CRD = "multimodaldeployments.serving.multimodal.dev"
-
-
-def seed_of_commit() -> int:
-    """The same faults for the same commit: a run that failed can be repeated, and two commits rarely meet the same ones."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout
-    return int(commit[:8] or "0", 16) % 10**6
 
 
 class Story:
@@ -130,12 +122,13 @@ class Story:
             finally:
                 self.record(weather.name)
             body["alerts"] = dict(panels.fired)
+            body["weaknesses"] = storm.weaknesses(body, weather)
             (REPORT / f"{weather.name}.json").write_text(json.dumps(report.facts() | body, indent=1) + "\n")
             storm.picture(REPORT / f"{weather.name}.png", body)
             step.note = ", ".join(f"{key} {body[key]}" for key in storm.HEADLINE)
             for kind, figures in body["ttft"].items():
                 console.print(f"  TTFT {kind}: {figures}", markup=False)
-            for weakness in storm.weaknesses(body, weather):
+            for weakness in body["weaknesses"]:
                 console.print(f"  [yellow]weaker than meant[/yellow]: {escape(weakness)}")
             if short := storm.shortcomings(body):
                 raise FailedError("\n".join(short))

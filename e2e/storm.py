@@ -345,6 +345,8 @@ def _brief(line: dict[str, Any], faults: list[dict[str, Any]]) -> str:
 def shortcomings(body: dict[str, Any]) -> list[str]:
     """Broken promises, whatever the draw of the faults was; empty if the run passes."""
     found = [f"{body[what]} requests {what}" for what in ("lost", "duplicated", "wrong") if body[what]]
+    if not any(fault["requests_in_flight"] for fault in body["faults"]):
+        found.append("there was no storm: no fault struck while requests were in flight")
     return found + [_brief(example, body["faults"]) for example in body["examples"]]
 
 

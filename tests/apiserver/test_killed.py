@@ -18,6 +18,7 @@ from mmd_operator.resources.naming import CONFIG_HASH_ANNOTATION
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
+from tests.support.seeds import seed_of_commit
 from tests.support.standin import Namespace, eventually, forget_the_dead, is_gone
 
 KILLS_EACH = 13
@@ -63,7 +64,7 @@ def test_fifty_kills_change_nothing_in_the_end(
         expected[stage] = picture(calm)
     operator.kill()
 
-    seed = random.randrange(2**32)
+    seed = seed_of_commit()
     moments = random.Random(seed)
     killed = Namespace.create(api, "killed-again-and-again")
     operator = OperatorProcess(control_plane.kubeconfig(), killed.name, tmp_path)

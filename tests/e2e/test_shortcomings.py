@@ -34,9 +34,15 @@ def test_a_storm_without_a_finding_has_no_shortcoming() -> None:
 
 
 def test_a_weak_draw_of_faults_fails_nothing() -> None:
-    weak = body(faults=[], faults_while_recovering=0, streams_of_minutes_seconds=[], largest={})
+    weak = body(faults=[FAULT], faults_while_recovering=0, streams_of_minutes_seconds=[], largest={})
     assert shortcomings(weak) == []
     assert len(weaknesses(weak)) == 5
+
+
+def test_a_storm_without_a_fault_that_met_a_request_is_none() -> None:
+    assert shortcomings(body(faults=[FAULT | {"requests_in_flight": 0}])) == [
+        "there was no storm: no fault struck while requests were in flight"
+    ]
 
 
 def test_a_lost_stream_of_thousands_of_tokens_is_one_short_line_with_its_error_and_the_fault_before() -> None:
