@@ -13,7 +13,7 @@ from mmd_operator.pool_sizes import pools_in
 from mmd_operator.replacement import pods_of
 from mmd_operator.rollout import Step
 
-Clock = Literal["Runs", "Stands", "Complete"]
+ProgressClock = Literal["Runs", "Stands", "Complete"]
 
 
 def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
@@ -26,7 +26,7 @@ def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
     )
 
 
-def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool = False) -> Clock:
+def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool = False) -> ProgressClock:
     """Whether the deadline counts: not while a download of weights advances, nor while a rollout waits for GPUs or for requests on old pods, nor while it is paused."""
     if step.stage == "Complete":
         return "Complete"
@@ -69,7 +69,7 @@ def advanced(
     before: RolloutProgress | None,
     spec: str,
     revision: str,
-    clock: Clock,
+    clock: ProgressClock,
     pods: tuple[int, int],
     now: datetime,
 ) -> RolloutProgress:

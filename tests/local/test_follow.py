@@ -70,3 +70,14 @@ def test_an_invalid_file_changes_nothing_and_is_reported_once(followed: Followed
     assert followed.configs["gateway"].read_text() == before
     assert len(followed.logged) == 1
     assert "maxRetries" in followed.logged[0]
+
+
+def test_a_file_that_asks_for_several_nats_servers_is_followed_as_it_runs_on_one_machine(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "three.yaml"
+    resource = yaml.safe_load(EXAMPLE.read_text())
+    resource["spec"]["nats"] = {"replicas": 3}
+    file.write_text(yaml.safe_dump(resource))
+    assert up.load_for_one_machine(file) == up.with_one_nats_server(up.load(file))
+    assert up.load_for_one_machine(file).spec.nats.replicas == 1

@@ -19,7 +19,7 @@ from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.processes]
 SECONDS = 60.0
 
 

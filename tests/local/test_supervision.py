@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from mmd_cli.local.pods import free_port
 from tests.support.local_deployment import ROOT, until
 
 SECONDS = 240
@@ -28,9 +29,7 @@ class Up:
     """`mmd up` as a user runs it."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [
             "up",
             "-f",

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from mmd_api.contract.errors import OverloadedError
 from mmd_api.contract.subjects import Subjects
+from mmd_cli.local.pods import free_port
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.messages import Acknowledged
@@ -29,7 +30,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture
 def own_nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """A server that the test may stop, kill and start again."""
-    server = NatsServer(tmp_path_factory.mktemp("own-nats")).start()
+    server = NatsServer(tmp_path_factory.mktemp("own-nats"), port=free_port()).start()
     yield server
     server.kill()
 

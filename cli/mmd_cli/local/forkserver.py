@@ -163,6 +163,27 @@ class ForkServer:
         self._ended.clear()
 
 
+@dataclass(slots=True)
+class ForkServers:
+    """Fork servers by environment and interpreter: processes share one if libraries could read the same while they are imported.
+
+    All calls must come from one event loop.
+    """
+
+    _servers: dict[tuple[str, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = field(
+        default_factory=dict
+    )
+
+    def server(self, environment: Mapping[str, str], python: str, imported: Sequence[str]) -> ForkServer:
+        """The one for such processes, which starts with the first of them."""
+        key = (python, tuple(imported), frozenset(environment.items()))
+        return self._servers.setdefault(key, ForkServer(dict(environment), python, imported))
+
+    async def close(self) -> None:
+        """End the servers and whatever they started that still runs."""
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+
+
 def serve() -> Order | None:
     """Fork on order. Returns in each new process, with what it is to become; and in this one, with None, when orders end."""
     begin, woken = socket.socketpair()

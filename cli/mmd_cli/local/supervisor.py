@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,10 @@ from mmd_api.contract.errors import PeerLostError
 from mmd_api.contract.logs import last_reason
 from mmd_cli.errors import CommandError
 from mmd_cli.local.engines import Interpreter
-from mmd_cli.local.forkserver import ForkedProcess, ForkServer
+from mmd_cli.local.forkserver import ForkedProcess, ForkServer, ForkServers
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.state import EXITED
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.server import NatsServer
 
 BACKOFF_SECONDS = (0.5, 30.0)
@@ -54,10 +54,10 @@ class PodProcess:
     pod: LocalPod
     process: ForkedProcess | None = None
     restarts: int = 0
-    started: float = 0.0  # time.monotonic
+    started: float = 0.0  # of the supervisor's clock
     last_line: str = ""
     reason: str = ""  # why it ended last, in its own words
-    ready_since: float = 0.0  # time.monotonic; 0 while it has not been Ready since its last start
+    ready_since: float = 0.0  # of the supervisor's clock; 0 while it has not been Ready since its last start
     stopping: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -79,13 +79,18 @@ class PodProcess:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Runs pods as processes of their own sessions; `log(pod, line)` takes what they print, `gave_up` the error that ends the run."""
+    """Runs pods as processes of their own sessions; `log(pod, line)` takes what they print, `gave_up` the error that ends the run.
+
+    `shared_servers`: fork servers that others use too, and that outlive this supervisor; without, it has its own.
+    """
 
     log: Callable[[str, str], None]
     gave_up: Callable[[GaveUpError], None] = lambda _: None
     interpreter: Interpreter = field(default_factory=Interpreter)
+    clock: Clock = SYSTEM_CLOCK
     children: dict[str, PodProcess] = field(default_factory=dict)
-    _servers: dict[frozenset[tuple[str, str]], ForkServer] = field(default_factory=dict)
+    shared_servers: ForkServers | None = None
+    _servers: ForkServers = field(default_factory=ForkServers)
 
     def start(self, pod: LocalPod) -> PodProcess:
         """Run a pod until `stop`, starting it again whenever it ends; until it is given up."""
@@ -112,7 +117,7 @@ class Supervisor:
     async def _keep_running(self, child: PodProcess) -> None:
         futile = crashes = 0
         while not child.stopping:
-            child.started, child.ready_since, child.reason = time.monotonic(), 0.0, ""
+            child.started, child.ready_since, child.reason = self.clock.now(), 0.0, ""
             watch = asyncio.create_task(self._probe(child), name=f"probe-{child.pod.name}")
             try:
                 code = await self._run_once(child)
@@ -120,7 +125,7 @@ class Supervisor:
                 watch.cancel()
             if child.stopping:
                 return
-            stable = child.ready and time.monotonic() - child.ready_since >= STABLE_SECONDS
+            stable = child.ready and self.clock.now() - child.ready_since >= STABLE_SECONDS
             futile = 0 if child.ready else futile + 1
             crashes = 1 if stable else crashes + 1
             if futile >= MAX_FUTILE_STARTS:
@@ -141,14 +146,14 @@ class Supervisor:
                 return
             pause = _backoff(crashes - 1)
             self._print(child.pod.name, f"{EXITED} {code}; restarting in {pause:.1f} s")
-            await asyncio.sleep(pause)
+            await self.clock.sleep(pause)
             child.restarts += 1
 
     async def _probe(self, child: PodProcess) -> None:
         """Note when the process is Ready; kill it when that takes too long, or when its liveness probe fails, as a kubelet would."""
         name, url = child.pod.name, child.pod.admin_url
         async with httpx.AsyncClient(timeout=LIVENESS_TIMEOUT_SECONDS) as client:
-            why = await _not_ready(child, client, f"{url}{paths.READYZ}") or await _not_alive(
+            why = await self._not_ready(child, client, f"{url}{paths.READYZ}") or await self._not_alive(
                 client, f"{url}{paths.LIVEZ}"
             )
         self._print(name, f"{why}; killing the process")
@@ -159,11 +164,11 @@ class Supervisor:
 
         Run it on a thread that lasts: the server ends with the thread that started it.
         """
-        crashes, started = 0, time.monotonic()
+        crashes, started = 0, self.clock.now()
         while True:
             while not nats.crashed:
-                await asyncio.sleep(READY_POLL_SECONDS)
-            crashes = 1 if time.monotonic() - started >= STABLE_SECONDS else crashes + 1
+                await self.clock.sleep(READY_POLL_SECONDS)
+            crashes = 1 if self.clock.now() - started >= STABLE_SECONDS else crashes + 1
             if crashes >= MAX_CRASHES:
                 self.gave_up(
                     GaveUpError(
@@ -174,8 +179,8 @@ class Supervisor:
             for futile in range(MAX_FUTILE_STARTS):
                 pause = _backoff(crashes - 1 + futile)
                 self._print(NATS, f"exited; restarting in {pause:.1f} s")
-                await asyncio.sleep(pause)
-                started = time.monotonic()
+                await self.clock.sleep(pause)
+                started = self.clock.now()
                 try:
                     nats.spawn()
                     await asyncio.to_thread(nats.until_ready)
@@ -219,13 +224,13 @@ class Supervisor:
         """Pods may share what is imported if all that libraries could read of their environments is the same."""
         own = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
         environment = {**self.interpreter.environment, **own}
-        server = ForkServer(environment, self.interpreter.python, self.interpreter.imported)
-        return self._servers.setdefault(frozenset(environment.items()), server)
+        servers = self.shared_servers or self._servers
+        return servers.server(environment, self.interpreter.python, self.interpreter.imported)
 
     async def close(self) -> None:
-        """Stop all pods, and what started them."""
+        """Stop all pods, and what started them unless it is shared."""
         await self.stop()
-        await asyncio.gather(*(server.close() for server in self._servers.values()))
+        await self._servers.close()
 
     async def stop(self, names: list[str] | None = None) -> None:
         """SIGTERM, then SIGKILL after each pod's grace period; returns when the processes have ended."""
@@ -258,48 +263,46 @@ class Supervisor:
                 self._signal(child, signal.SIGKILL)
         await asyncio.wait([child.task])
 
+    async def _not_ready(self, child: PodProcess, client: httpx.AsyncClient, url: str) -> str:
+        """Wait until the process is Ready; returns why it never will be, or empty."""
+        while child.pid is None:
+            await self.clock.sleep(READY_POLL_SECONDS)
+        started = self.clock.now()
+        while self.clock.now() - started < START_SECONDS:
+            silent, fault = await self._probed(client, url)
+            if not silent and not fault:
+                child.ready_since = self.clock.now()
+                return ""
+            await self.clock.sleep(READY_POLL_SECONDS)
+        return f"not Ready within {START_SECONDS:.0f} s of its start"
+
+    async def _not_alive(self, client: httpx.AsyncClient, url: str) -> str:
+        """Wait until the process counts as dead; returns why."""
+        silences = failures = 0
+        fault = ""
+        while silences < LIVENESS_FAILURES and failures < STALLED_FAILURES:
+            await self.clock.sleep(LIVENESS_PERIOD_SECONDS)
+            silent, fault = await self._probed(client, url)
+            silences = silences + 1 if silent else 0
+            failures = failures + 1 if fault else 0
+        return f"liveness probe failed {failures} times in a row, last with {fault}"
+
+    @staticmethod
+    async def _probed(client: httpx.AsyncClient, url: str) -> tuple[bool, str]:
+        """Whether a probe got no answer, and what is wrong, empty if nothing is."""
+        try:
+            answer = await client.get(url)
+        except httpx.HTTPError as error:
+            return True, f"{type(error).__name__} {error}".strip()
+        if answer.status_code == 200:
+            return False, ""
+        return False, f"status {answer.status_code}: {answer.text[:MAX_FAULT_CHARACTERS]}"
+
     @staticmethod
     def _signal(child: PodProcess, number: signal.Signals) -> None:
         if child.process is not None and child.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, number)
-
-
-async def _not_ready(child: PodProcess, client: httpx.AsyncClient, url: str) -> str:
-    """Wait until the process is Ready; returns why it never will be, or empty."""
-    while child.pid is None:
-        await asyncio.sleep(READY_POLL_SECONDS)
-    started = time.monotonic()
-    while time.monotonic() - started < START_SECONDS:
-        silent, fault = await _probed(client, url)
-        if not silent and not fault:
-            child.ready_since = time.monotonic()
-            return ""
-        await asyncio.sleep(READY_POLL_SECONDS)
-    return f"not Ready within {START_SECONDS:.0f} s of its start"
-
-
-async def _not_alive(client: httpx.AsyncClient, url: str) -> str:
-    """Wait until the process counts as dead; returns why."""
-    silences = failures = 0
-    fault = ""
-    while silences < LIVENESS_FAILURES and failures < STALLED_FAILURES:
-        await asyncio.sleep(LIVENESS_PERIOD_SECONDS)
-        silent, fault = await _probed(client, url)
-        silences = silences + 1 if silent else 0
-        failures = failures + 1 if fault else 0
-    return f"liveness probe failed {failures} times in a row, last with {fault}"
-
-
-async def _probed(client: httpx.AsyncClient, url: str) -> tuple[bool, str]:
-    """Whether a probe got no answer, and what is wrong, empty if nothing is."""
-    try:
-        answer = await client.get(url)
-    except httpx.HTTPError as error:
-        return True, f"{type(error).__name__} {error}".strip()
-    if answer.status_code == 200:
-        return False, ""
-    return False, f"status {answer.status_code}: {answer.text[:MAX_FAULT_CHARACTERS]}"
 
 
 def _backoff(earlier: int) -> float:

@@ -30,8 +30,9 @@ from mmd_cli.errors import CommandError
 from mmd_cli.local import state
 from mmd_cli.local.engines import engine_faults, interpreter_for
 from mmd_cli.local.follow import FileFollower
+from mmd_cli.local.forkserver import ForkServers
 from mmd_cli.local.located import located
-from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets, component_of, local_pods
+from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets, component_of, free_port, local_pods
 from mmd_cli.local.scale import LocalScaler
 from mmd_cli.local.supervisor import NATS, GaveUpError, Supervisor
 from mmd_operator.plan import plan_objects
@@ -125,11 +126,13 @@ async def running(
     ready_seconds: float = 600.0,
     follow: Path | None = None,
     secrets: LocalSecrets = NO_SECRETS,
+    shared_servers: ForkServers | None = None,
 ) -> AsyncIterator[LocalDeployment]:
     """Run a deployment; leaves no process and no port behind, however the block ends.
 
     `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime. `secrets`:
-    the files that stand for the Secrets of spec.gateway.auth and spec.gateway.tls; gateways follow them.
+    the files that stand for the Secrets of spec.gateway.auth and spec.gateway.tls; gateways follow them. `shared_servers`: fork servers
+    of this event loop that start the pods of several deployments, and outlive them.
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
@@ -156,7 +159,7 @@ async def running(
             if task is not None and len(faults) == 1:
                 task.cancel()
 
-        supervisor = Supervisor(log_line, give_up, interpreter)
+        supervisor = Supervisor(log_line, give_up, interpreter, shared_servers=shared_servers)
         keeping: asyncio.Task[None] | None = None
         try:
             nats.start()  # on this thread, which lasts: the server ends with the thread that started it
@@ -210,7 +213,7 @@ async def running(
                     namespace = deployment.metadata.namespace or NAMESPACE
                     follower = FileFollower(
                         follow,
-                        lambda path: _fits_here(load(path)),
+                        load_for_one_machine,
                         deployment,
                         namespace,
                         Path(folder),
@@ -277,14 +280,24 @@ def with_one_nats_server(deployment: MultimodalDeployment) -> MultimodalDeployme
     return deployment.model_copy(update={"spec": spec.model_copy(update={"nats": nats})})
 
 
+def load_for_one_machine(path: Path) -> MultimodalDeployment:
+    """The deployment of a file as it runs here.
+
+    Raises:
+        InvalidDeploymentError: it is invalid, or a replica spans several machines.
+    """
+    return with_one_nats_server(_fits_here(load(path)))
+
+
 def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:
     """The server that a managed one would be, with its users; an external one is replaced by an open one."""
     passwords = next((o["stringData"] for o in objects if o["kind"] == "Secret"), None)
     if passwords is None:
-        return NatsServer(folder)
+        return NatsServer(folder, port=free_port())
     metadata = deployment.metadata
     return NatsServer(
         folder,
+        port=free_port(),  # which no connection takes while it restarts
         configuration=users_configuration(metadata.namespace or NAMESPACE, metadata.name),
         environment={f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()},
     )
