@@ -73,6 +73,17 @@ async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launc
     await assert_nothing_is_left(gateway)
 
 
+async def test_a_stream_that_its_pod_reports_but_sends_no_token_of_continues_in_another_attempt(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "SILENCE_SECONDS", 0.5)
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, half_then(say_nothing))
+    assert await ask(gateway) == TEXT
+    assert [request.attempt for request in worker.requests] == [0, 1]
+    await assert_nothing_is_left(gateway)
+
+
 async def test_a_reborn_pod_has_forgotten_its_requests(launch: Launch) -> None:
     gateway = await launch()
     first = await gateway.worker(TEXT, half_then(say_nothing))

@@ -128,12 +128,13 @@ async def test_a_slow_body_is_given_up_and_its_room_is_free_again(
     monkeypatch.setattr(body, "STALL_SECONDS", 0.2)
     gateway = await launch(files=FILES)
 
-    async def slow() -> AsyncIterator[bytes]:
-        yield HEAD + bmp(300_000)
-        await asyncio.sleep(60)
-
-    answer = await gateway.http.post("/v1/files", content=slow(), headers=FORM)
-    assert answer.status_code == 408
+    url = httpx.URL(gateway.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    fields = {"host": url.host, "content-length": "1000000", **FORM}
+    lines = ["POST /v1/files HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + HEAD + bmp(300_000))
+    assert b" 408 " in await reader.readline()
+    writer.close()
     await until_empty(gateway)
     for _ in range(2):
         assert (await upload(gateway, bmp(600_000), "large.bmp")).status_code == 200

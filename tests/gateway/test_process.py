@@ -30,7 +30,7 @@ from mmd_workers.wire.server import NatsServer
 
 from .process import BODY, MESH, TEXT, running, until_ready
 from .running import pipeline_config
-from .scripted import ScriptedWorker, answer_well, say_nothing
+from .scripted import HalfFirst, ScriptedWorker, answer_well, say_nothing
 
 pytestmark = pytest.mark.processes
 
@@ -145,20 +145,16 @@ async def test_it_continues_after_its_nats_server_was_restarted(
     child, client = process
     ids = frontend.tokenizer.encode(TEXT, add_special_tokens=False)
 
-    async def half_then_wait(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        if request.attempt == 0:
-            await worker.tokens(request, [0, 1])
-            await asyncio.sleep(3600)
-        await answer_well(worker, request)
-
+    answer = HalfFirst(2)
     subjects = Subjects("test", "own", MESH)
-    worker = await ScriptedWorker.start(own_nats_server.url, subjects, "decode-0", ids, half_then_wait)
+    worker = await ScriptedWorker.start(own_nats_server.url, subjects, "decode-0", ids, answer)
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
     await worker.until(lambda: bool(worker.requests), 30)
     await asyncio.to_thread(own_nats_server.kill)
     await until_ready(client, False)
     await asyncio.to_thread(own_nats_server.start)
     await until_ready(client, True)
+    answer.seen.set()
     response = await asking
     assert response.json()["choices"][0]["message"]["content"] == TEXT
     assert child.returncode is None

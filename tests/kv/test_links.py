@@ -217,13 +217,11 @@ def test_a_silent_peer_fails_the_chunk_at_its_own_timeout(manager, peer):
 
 
 def test_a_peer_reported_lost_frees_the_pending_wait_at_once(manager, peer):
-    own, other = manager(chunk_timeout_seconds=30), peer("a")
+    own, other = manager(chunk_timeout_seconds=3600), peer("a")
     link = link_with(own, other)
     threading.Timer(0.1, own.notify_lost, ["a"]).start()
-    began = time.monotonic()
     with pytest.raises(LinkError, match="reported lost"):
         link.recv(torch.zeros(8, dtype=torch.uint8), 0)
-    assert time.monotonic() - began < 15
     os.kill(other.process.pid, signal.SIGKILL)  # lets the thread inside gloo go
 
 
@@ -269,12 +267,10 @@ def test_a_peer_that_never_comes_fails_at_the_connect_deadline(manager):
 
 @only_gloo
 def test_a_waiting_connect_ends_when_the_peer_is_reported_lost(manager):
-    own, absent = manager(connect_timeout_seconds=30), manager("zz")
+    own, absent = manager(connect_timeout_seconds=3600), manager("zz")
     threading.Timer(0.1, own.notify_lost, ["zz"]).start()
-    began = time.monotonic()
     with pytest.raises(LinkError, match="reported lost"):
         own.connect("zz", "i0", absent.endpoint, 0)
-    assert time.monotonic() - began < 15
 
 
 def connecting_threads() -> list[str]:

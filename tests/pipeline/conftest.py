@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,15 +11,17 @@ from examples import random_model
 from tests.support.local_deployment import ROOT, Deployment
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _state_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="package", autouse=True)
+def _state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Running deployments of tests are not those of the person who runs them."""
-    os.environ["MMD_STATE_DIR"] = str(tmp_path_factory.mktemp("state"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo() -> Iterator[Deployment]:
-    """examples/demo.yaml: 1 encoder, 1 prefill, 2 decode; 2 gateways."""
+    """examples/demo.yaml: 1 encoder, 1 prefill, 2 decode; 2 gateways. It ends with this folder."""
     with Deployment(ROOT / "examples" / "demo.yaml") as deployment:
         yield deployment
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-import socket
 from dataclasses import replace
 
 from mmd_api.pipeline import PipelineConfig
+from mmd_cli.local.pods import free_port
 from mmd_workers.settings import Group, WorkerSettings
 from mmd_workers.wire.login import Login
 
@@ -28,6 +28,4 @@ def settings(
 def place() -> tuple[str, int]:
     number = next(_numbers)
     address = f"127.77.{number // 250 % 250}.{1 + number % 250}"
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+    return address, free_port()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 from mmd_api.pipeline import PipelineConfig
+from mmd_cli.local.pods import free_port
 from mmd_workers.wire.server import NatsServer
 
 
@@ -26,16 +26,13 @@ def environment_of(
     config = folder / "pipeline.json"
     pipeline = {"namespace": "test", "name": name, "revision": "r1", "spec": spec}
     config.write_text(PipelineConfig.model_validate(pipeline).dump())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "MMD_PIPELINE_CONFIG": str(config),
         "MMD_POD_NAME": "pod-0",
         "MMD_POD_IP": "127.0.0.1",
-        "MMD_HTTP_PORT": str(port),
+        "MMD_HTTP_PORT": str(free_port()),
         "MMD_NATS_URL": server.url,
         "MMD_THREADS": "1",
         "MMD_GPUS": str(gpus),

@@ -1,4 +1,4 @@
-"""A deployment as `mmd up` runs it, on a dedicated thread, so that plain tests can ask it, kill its pods and look at them.
+"""A deployment as `mmd up` runs it, on a thread for all of them, so that plain tests can ask it, kill its pods and look at them.
 
 It has two gateways, which share nothing but NATS, and each request goes to the other one than the request before.
 """
@@ -13,9 +13,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from mmd_api.contract.errors import PeerLostError
 from mmd_api.contract.subjects import USERS, previous_of
 from mmd_api.resource import MultimodalDeployment
 from mmd_cli.client import media_part
+from mmd_cli.errors import CommandError
 from mmd_cli.local import up
+from mmd_cli.local.forkserver import ForkServers
 from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets
 from mmd_cli.samples import Sample
 from mmd_operator.resources.nats import PASSWORD_PREFIX
@@ -37,6 +40,25 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
 STOP_SECONDS = 120.0
 NATS_STARTS = 5
+
+
+class Background:
+    """A thread with an event loop that lasts as long as this process, for all its deployments; their pods come from the same fork servers."""
+
+    def __init__(self) -> None:
+        self.servers = ForkServers()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="deployments", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+@cache
+def background() -> Background:
+    """The one of this process. Its thread and all that it started end with the process."""
+    return Background()
 
 
 class Deployment:
@@ -50,29 +72,36 @@ class Deployment:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="deployment", daemon=True)
+        self._serving: Future[None] | None = None
         self.local: up.LocalDeployment
 
     def __enter__(self) -> Deployment:
-        self._thread.start()
-        if not self._ready.wait(READY_SECONDS) or self._error is not None:
-            raise RuntimeError(f"the deployment did not start: {self._error}; {self._last_lines()}")
+        self._serving = background().submit(self._serve())
+        self._serving.add_done_callback(lambda _: self._ready.set())
+        try:
+            self._ready.wait()  # at the latest after READY_SECONDS, with an error
+        except BaseException:  # the test's own time is over
+            self._serving.cancel()
+            with suppress(BaseException):
+                self._serving.result(STOP_SECONDS)
+            raise
+        if self._serving.done():
+            raise RuntimeError(
+                f"the deployment did not start: {self._serving.exception()}; {self._last_lines()}"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._loop is not None
         assert self._stop is not None
+        assert self._serving is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(STOP_SECONDS)
-        assert not self._thread.is_alive(), f"the deployment did not stop; {self._last_lines()}"
-
-    def _main(self) -> None:
         try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits
-            self._error = error
-            self._ready.set()
+            self._serving.result(STOP_SECONDS)
+        except TimeoutError:
+            raise AssertionError(f"the deployment did not stop; {self._last_lines()}") from None
+        except CommandError as error:
+            self.lines.append(("mmd up", str(error)))  # a pod was given up, as some tests want
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -82,6 +111,7 @@ class Deployment:
             log_line=lambda pod, line: self.lines.append((pod, line)),
             ready_seconds=READY_SECONDS,
             secrets=self._secrets,
+            shared_servers=background().servers,
         ) as local:
             self.local = local
             self._turns = itertools.cycle(self.pods("gateway"))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
 from mmd_api.resource import MultimodalDeployment
+from mmd_cli.local.pods import free_port
 from mmd_operator.resources.naming import RevisionScope
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration
 from mmd_operator.resources.nats_cluster import ALIVE, ROUTES_KEY, configuration, environment, route
@@ -32,8 +31,7 @@ class NatsCluster(NatsServer):
         assert scope.spec.nats.replicas == SERVERS
         super().__init__(folder)
         self.environment = {PASSWORD_PREFIX + user: password for user, password in passwords.items()}
-        with _free_ports(3 * SERVERS) as ports:
-            clients, routes, monitors = ports[:3], ports[3:6], ports[6:]
+        clients, routes, monitors = ([free_port() for _ in range(SERVERS)] for _ in range(3))
         variables = {v["name"] for v in environment(scope)}
         assert variables >= _VARIABLES
         addresses = [route("127.0.0.1", passwords[ROUTES_KEY], port) for port in routes]
@@ -113,15 +111,3 @@ def _on_loopback(scope: RevisionScope, port: int, monitor: int) -> str:
     text = configuration(scope).replace("port: 6222", f'host: "127.0.0.1", port: {port}')
     head = f'server_name: $MMD_SERVER_NAME\nhttp: "127.0.0.1:{monitor}"\nmax_payload: 8388608\n'
     return head + text + users_configuration(scope.namespace, scope.name)
-
-
-@contextmanager
-def _free_ports(number: int) -> Iterator[list[int]]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        yield [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

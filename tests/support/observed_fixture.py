@@ -5,7 +5,6 @@ Every test that uses `observed` belongs to the xdist group of the same name, so 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,14 +46,12 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def observed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("observed")
-    before = os.environ.get("MMD_STATE_DIR")
-    os.environ["MMD_STATE_DIR"] = str(folder)
     traced = {"otlpEndpoint": collector.url}
     file = observed_deployment(folder / "observed.yaml", observability=traced)
-    with Deployment(file, gateways=1) as deployment:  # its metrics and its page show every request
-        yield deployment
-    if before is not None:
-        os.environ["MMD_STATE_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMD_STATE_DIR", str(folder))
+        with Deployment(file, gateways=1) as deployment:  # its metrics and its page show every request
+            yield deployment
 
 
 def ask(deployment: Deployment, what: list[dict[str, Any]] | str, **options: Any) -> Any:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from mmd_cli.local.pods import free_port
 from mmd_cli.prometheus import configuration
 from tests.support.local_deployment import until
 
@@ -102,9 +102,7 @@ class Prometheus:
     """Ends with the block."""
 
     def __init__(self, folder: Path, config: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         path = folder / "prometheus.yml"
         path.write_text(config)

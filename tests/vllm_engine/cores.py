@@ -40,12 +40,17 @@ os.environ["TRITON_F32_DEFAULT"] = (
     "ieee"  # attention of float32 is Triton's on a GPU, which rounds to TF32 otherwise
 )
 
+from vllm.model_executor.models import registry  # noqa: E402
+
 from mmd_workers.vllm_engine import arguments  # noqa: E402
 from mmd_workers.vllm_engine import make as making  # noqa: E402
 from mmd_workers.vllm_engine.core import VllmCore  # noqa: E402
 
 CPU = torch.device("cpu")
 DEVICE = chosen_device(0, "decode")
+if DEVICE.type == "cpu":
+    # vLLM inspects each architecture in a new process, to keep CUDA out of this one; its imports take longer than all else in these tests
+    registry._run_in_subprocess = lambda inspect: inspect()
 WIDE = 128  # vLLM's attention on CPUs needs heads of 32 numbers or more
 BLOCK = 32
 IDENTITY = (

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ import pytest
 
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
+from mmd_cli.local.pods import free_port
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.peers import PeerDirectory
 from mmd_workers.wire.server import NatsServer
@@ -129,9 +129,7 @@ def replica(
     """Two pods with a GPU each as the spec has it; here a rank of each computes on CPUs. They are killed at the end if still there."""
     number = next(_numbers)
     addresses = [f"127.{90 + host}.{number // 250 % 250}.{1 + number % 250}" for host in (0, 1)]
-    with socket.socket() as probe:
-        probe.bind((addresses[0], 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pool = {"gpus": 1, "kvCacheMebibytes": 16, "maxSequences": 8, "kvBlockTokens": 16}
     engine = {"tensorParallelSize": tensor, "pipelineParallelSize": stages}
     spec = {
