@@ -53,13 +53,17 @@ def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
     return str(answer.choices[0].message.content)
 
 
-def assert_answered(deployment: Deployment, sample: Sample) -> None:
-    """The answer comes, and is that of `generate`."""
-    try:
-        text = ask(deployment, sample)
-    except openai.OpenAIError as error:
-        raise BrokenPromiseError(f"no answer: {error!r}") from error
-    promise(text == expected(sample), f"the {sample.kind} question {sample.question!r} was answered {text!r}")
+def assert_answered(deployment: Deployment, *samples: Sample) -> None:
+    """All are asked side by side; each answer comes, and is that of `generate`, which models in this process compute one after the other."""
+    with ThreadPoolExecutor(len(samples)) as threads:
+        answers = [threads.submit(ask, deployment, sample) for sample in samples]
+    for sample, answer in zip(samples, answers, strict=True):
+        try:
+            text = answer.result()
+        except openai.OpenAIError as error:
+            raise BrokenPromiseError(f"no answer: {error!r}") from error
+        asked = f"the {sample.kind} question {sample.question!r}"
+        promise(text == expected(sample), f"{asked} was answered {text!r}")
 
 
 def stream_long(
