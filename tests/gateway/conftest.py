@@ -37,6 +37,7 @@ async def launch(
     nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Launch]:
     running: list[Running] = []
+    monkeypatch.setattr(service, "PROBE_PROCESSES", 1)  # the start of each takes longer than most tests
 
     async def start(
         model: dict | None = None,
