@@ -7,7 +7,7 @@ KUBE := .cache/kubernetes/kube
 VLLM := .cache/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate drills mutants lint bench vllm crds e2e release-check clean
+.PHONY: help install demo check test gate drills mutants lint bench vllm crds e2e release-check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,10 @@ demo: install ## Start the whole pipeline on this machine and query it with an i
 test: install ## Run all tests that need neither a cluster nor the machine for themselves (the first run may build the API server with Go)
 	$(BIN)/python -m ci.run $(or $(LEGS),test)
 
-gate: install ## Run what CI runs: lint, vllm, test and demo, all of them whatever fails
+check: install ## Run lint and the tests that start no program but nats-server: what to run while you work
+	$(BIN)/python -m ci.run check
+
+gate: install ## Run what CI runs: lint, vllm, test, demo and the drills chosen for the commit, all of them whatever fails
 	$(BIN)/python -m ci.run gate
 
 drills: install vllm ## Run the long proofs of ci/drills.toml, one at a time; `make drill-NAME` runs one

@@ -34,32 +34,36 @@ def pytest_leg(
     return Leg(name, (python, *PYTEST, *arguments), budget_minutes, beside)
 
 
+def units(name: str, budget_minutes: float, which: str) -> Leg:
+    return pytest_leg(name, budget_minutes, "-n", "3", "--dist", "loadgroup", "-m", which, *UNITS)
+
+
+UNITS = ("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page")
 DEPLOYMENTS = ("tests/pipeline", "tests/page", "tests/observe")
 
 TEST = (
-    Leg("kubernetes", ("sh", "-c", KUBERNETES), 15),
-    pytest_leg(
-        "unit",
-        25,
-        *("-n", "3", "--dist", "loadgroup", "-m", "not drill and not alone and not deployment"),
-        *("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page"),
-    ),
-    pytest_leg("apiserver", 15, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
+    Leg("kubernetes", ("sh", "-c", KUBERNETES), 10),
+    units("unit", 22, "not drill and not deployment"),
+    pytest_leg("apiserver", 10, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
     pytest_leg(
         "vllm-engine",
         8,
-        *("-m", "not drill and not alone", "tests/vllm_engine", "tests/wire/test_errors.py"),
+        *("-m", "not drill", "tests/vllm_engine", "tests/wire/test_errors.py"),
         python=VLLM_PYTHON,
         beside="apiserver",
     ),
-    pytest_leg("deployments", 15, "-m", "deployment and not drill", *DEPLOYMENTS),
+    pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS),
 )
+QUICK = units("quick", 20, "not drill and not deployment and not processes")
+"""Those that start no program but nats-server and decode processes."""
+
 LINT = Leg("lint", ("make", "lint"), 3)
 VLLM = Leg("vllm", ("make", "vllm"), 5)
 DEMO = Leg("demo", ("make", "demo"), 3)
 
 #: What the words of the command line stand for.
 SUITES: dict[str, tuple[Leg, ...]] = {
+    "check": (LINT, QUICK),
     "test": TEST,
     "gate": (LINT, VLLM, *TEST, DEMO),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,9 +111,46 @@ def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes
     assert "ended after twice its budget" in summary([run], [])
 
 
+def test_a_leg_that_still_runs_when_all_have_taken_too_long_is_ended(cases: Path) -> None:
+    begun = time.monotonic() - 60 * module.MOST_MINUTES
+    (run,) = run_together([Leg("late", ("sleep", "900"), 5)], begun)
+    assert not run.passed
+    assert "ended after 85 min of all legs together" in summary([run], [])
+
+
+def test_the_leg_beside_one_that_does_not_end_is_watched_meanwhile(
+    cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "STACKS_SECONDS", 10.0)
+    stubborn = Leg("stubborn", ("sh", "-c", "trap '' ABRT; while :; do sleep 1; done"), 0.01)
+    run_together([stubborn, Leg("other", ("sleep", "3"), 5)])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["other", "stubborn"]
+
+
+def test_the_summary_says_what_a_leg_and_its_processes_have_computed(cases: Path) -> None:
+    computes = f"{sys.executable} -c 'sum(range(10**8))'"
+    (run,) = run_together([Leg("computes", ("sh", "-c", f"{computes}; {computes}"), 5)])
+    assert run.cpu_seconds > 1
+    assert f"CPU {run.cpu_seconds:.0f} s" in summary([run], [])
+
+
+def test_flaky_tests_that_are_known_are_shown_and_do_not_count(
+    cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"test_{number}" for number in range(module.MAX_FLAKY + 1)]
+    monkeypatch.setattr(module, "KNOWN_FLAKY", frozenset(names[:1]))
+    run = Run(Leg("any", ("true",), 1), status=0)
+    run.outcomes = [{"test": names[0], "outcome": "failed", "seconds": 0.1, "system": True, "output": ""}]
+    text = summary([run], names)
+    assert f"FLAKY (passed alone) (known) {names[0]}" in text
+    assert "are allowed" not in text
+
+
 def test_more_flaky_tests_than_are_allowed_fail_the_run(cases: Path) -> None:
     names = [f"test_{number}" for number in range(module.MAX_FLAKY + 1)]
-    assert "3 flaky tests, 2 are allowed" in summary([Run(Leg("any", ("true",), 1), status=0)], names)
+    assert "3 flaky tests that ci/flaky.toml does not name, 2 are allowed" in summary(
+        [Run(Leg("any", ("true",), 1), status=0)], names
+    )
 
 
 def test_a_test_that_is_skipped_the_second_time_has_not_passed(cases: Path) -> None:

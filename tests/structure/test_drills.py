@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import datetime
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ci.legs import SUITES
-from ci.run import legs_of
-from tests.support.legs import drill_of, drills
+from ci.drills import DRILLS, MINUTES, ROTATION, choose, drill_of, drills_of_changes, own_paths
+from ci.legs import DEMO, SUITES
+from ci.run import MOST_MINUTES, legs_of
 
 ROOT = Path(__file__).parents[2]
-GATE_MINUTES = 90
+CI_MINUTES = 90
+FLAKY_DAYS = 14
+TODAY = datetime.datetime.now(datetime.UTC).date()
 
 
 def functions(file: Path) -> set[str]:
@@ -25,24 +28,64 @@ def functions(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", drills())
-def test_every_test_of_a_drill_exists(name: str) -> None:
-    row = drills()[name]
+def assert_exists(node_id: str) -> None:
+    file, _, function = node_id.partition("::")
+    assert (ROOT / file).is_file(), f"there is no {file}"
+    assert not function or function.partition("[")[0] in functions(ROOT / file), f"there is no {node_id}"
+
+
+@pytest.mark.parametrize("name", DRILLS)
+def test_every_test_and_file_of_a_drill_exists(name: str) -> None:
+    row = DRILLS[name]
     for node_id in (*row.get("tests", ()), *row.get("keep", ())):
-        file, _, function = node_id.partition("::")
-        assert (ROOT / file).is_file(), f"{name}: there is no {file}"
-        assert not function or function.partition("[")[0] in functions(ROOT / file), f"{name}: no {node_id}"
+        assert_exists(node_id)
+    assert all((ROOT / path).exists() for path in own_paths(name))
 
 
-@pytest.mark.parametrize("name", drills())
+@pytest.mark.parametrize("name", DRILLS)
 def test_a_drill_has_a_reason_a_budget_and_a_date_that_has_not_passed(name: str) -> None:
-    row: dict[str, Any] = drills()[name]
+    row: dict[str, Any] = DRILLS[name]
     assert row["why"]
     assert 0 < row["minutes"] <= 30
     assert ("tests" in row) != ("command" in row)
-    assert row.get("until", datetime.date.max) >= datetime.datetime.now(datetime.UTC).date(), (
+    assert row.get("until", datetime.date.max) >= TODAY, (
         f"{name}: repair its fragile tests, or give the row a new date with a reason"
     )
+
+
+def test_known_flaky_tests_exist_and_are_repaired_within_two_weeks() -> None:
+    for node_id, row in tomllib.loads((ROOT / "ci" / "flaky.toml").read_text()).items():
+        assert_exists(node_id)
+        assert row["suspicion"]
+        assert TODAY - row["seen"] <= datetime.timedelta(FLAKY_DAYS), f"repair {node_id}, then remove its row"
+
+
+@pytest.mark.parametrize("name", ROTATION)
+def test_a_drill_of_the_rotation_is_short_and_steady_and_needs_no_second_environment(name: str) -> None:
+    assert DRILLS[name]["minutes"] <= 8
+    assert "until" not in DRILLS[name]
+    assert "tests" in DRILLS[name]
+
+
+def test_the_commit_chooses_one_drill_of_the_rotation_and_each_has_its_turn() -> None:
+    chosen = [choose(f"{number:08x}", []) for number in range(len(ROTATION))]
+    assert [choice.run for choice in chosen] == [(name,) for name in ROTATION]
+    assert choose("", []).run == (ROTATION[0],)
+
+
+def test_a_change_of_a_drills_own_files_chooses_it_too() -> None:
+    assert drills_of_changes(["e2e/storm.py", "README.md"]) == ["cluster"]
+    assert drills_of_changes(["tests/pipeline/test_reasoning.py"]) == ["forms"]
+    assert drills_of_changes(["e2e_other/storm.py"]) == []
+    assert choose("00000000", ["tests/pipeline/test_reasoning.py"]).run == (ROTATION[0], "forms")
+    assert choose("00000000", ["tests/pipeline/test_lost_messages.py"]).run == (ROTATION[0],)
+
+
+def test_drills_that_do_not_fit_into_the_gate_are_named() -> None:
+    choice = choose("00000000", [path for name in DRILLS for path in own_paths(name)])
+    assert set(choice.run) | set(choice.left_out) == set(DRILLS)
+    assert sum(DRILLS[name]["minutes"] for name in choice.run) <= MINUTES
+    assert "cluster" in choice.left_out
 
 
 def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_kept() -> None:
@@ -50,15 +93,24 @@ def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_k
     assert drill_of(f"{faults}::test_pods_measure_what_they_do[Native]") == "faults"
     assert not drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[Native]")
     assert drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[VLLM]") == "faults"
-    assert not drill_of("tests/structure/test_drills.py::test_every_test_of_a_drill_exists[faults]")
+    assert not drill_of("tests/structure/test_drills.py::test_every_test_and_file_of_a_drill_exists[faults]")
 
 
 def test_the_budgets_of_the_gate_fit_into_the_time_of_ci() -> None:
-    assert sum(leg.budget_minutes for leg in SUITES["gate"] if not leg.beside) < GATE_MINUTES
+    budgets = sum(leg.budget_minutes for leg in SUITES["gate"] if not leg.beside)
+    assert budgets + MINUTES <= MOST_MINUTES < CI_MINUTES
+
+
+def test_the_gate_ends_with_the_drills_of_its_commit() -> None:
+    names = [leg.name for leg in legs_of(["gate"])]
+    assert names[: len(SUITES["gate"])] == [leg.name for leg in SUITES["gate"]]
+    assert names[len(SUITES["gate"]) - 1] == DEMO.name
+    assert set(names[len(SUITES["gate"]) :]) <= {f"drill-{name}" for name in DRILLS}
+    assert len(names) > len(SUITES["gate"])
 
 
 def test_drills_run_alone_and_by_name() -> None:
-    assert [leg.name for leg in legs_of(["drills"])] == [f"drill-{name}" for name in drills()]
+    assert [leg.name for leg in legs_of(["drills"])] == [f"drill-{name}" for name in DRILLS]
     assert not any(leg.beside for leg in legs_of(["drills"]))
     with pytest.raises(SystemExit, match="there is no leg 'drill-none'"):
         list(legs_of(["drill-none"]))

@@ -8,40 +8,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
-from functools import cache
+import resource
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "ci" / "drills.toml"
+from ci.drills import drill_of
+
 OUTCOMES = "MMD_TEST_OUTCOMES"
 
 #: Fixtures that start a program: a test with one depends on more than the code.
 PROGRAMS = frozenset({"nats_server", "own_nats_server", "connect", "launch", "control_plane", "api"})
 
+CPU = "cpu seconds"
+
 #: What pytest-xdist appends to the node id of a test in a group.
 GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
-
-
-@cache
-def drills() -> dict[str, dict[str, Any]]:
-    """The rows of `ci/drills.toml` by name."""
-    return tomllib.loads(TABLE.read_text())
-
-
-def drill_of(node_id: str) -> str:
-    """The drill that a test belongs to, or nothing."""
-    for name, row in drills().items():
-        if node_id in row.get("keep", ()):
-            return ""
-        if any(
-            node_id == test or node_id.startswith((f"{test}::", f"{test}[")) for test in row.get("tests", ())
-        ):
-            return name
-    return ""
 
 
 def is_deployment(item: pytest.Item) -> bool:
@@ -66,13 +50,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.system)
 
 
+def cpu_seconds() -> float:
+    """What this process has computed, and the programs that it has seen end."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+BEFORE: pytest.StashKey[float] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[BEFORE] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report of a test's last phase has what all of it has computed."""
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
+    return report
+
+
 class Outcomes:
-    """One line of JSON for each phase of a test that failed, and for each test that ended."""
+    """One line of JSON for each phase of a test that failed, for each test that ended, and for what a test has computed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            (seconds,) = (value for name, value in report.user_properties if name == CPU)
+            self._line(
+                test=GROUP.sub("", report.nodeid), outcome="cpu", seconds=seconds, system=False, output=""
+            )
         if report.when != "call" and report.passed:
             if report.when == "setup" and report.duration > 1:
                 self._write(report, "set up")

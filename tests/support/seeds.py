@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
+from ci.drills import head
 
 
 def seed_of_commit() -> int:
     """Below a million; 0 where there is no git."""
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return int(commit[:8] or "0", 16) % 10**6
+    return int(head()[:8] or "0", 16) % 10**6
