@@ -11,6 +11,7 @@ import string
 import threading
 from urllib.parse import unquote_to_bytes
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -360,3 +361,14 @@ async def test_a_status_other_than_ok_and_a_dead_port_are_errors():
             await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
     with pytest.raises(FetchError, match="cannot be reached"):
         await fetch(f"http://127.0.0.1:{port}/", OPEN, "image", unbounded)
+
+
+async def test_certificate_authorities_are_read_once_and_not_for_each_download(monkeypatch):
+    fetch_module._authorities.cache_clear()
+    read = []
+    create = httpx.create_ssl_context
+    monkeypatch.setattr(httpx, "create_ssl_context", lambda **how: read.append(how) or create(**how))
+    async with server(reply(b"pixels")) as (port, _):
+        for _ in range(3):
+            await fetch(f"http://localhost:{port}/a.png", OPEN, "image", unbounded)
+    assert read == [{"trust_env": False}]

@@ -147,7 +147,9 @@ def _authorities() -> ssl.SSLContext:
 async def _download(url: str, policy: MediaPolicy, limit: int, field: str, reserve: Reserve) -> bytes:
     # No proxy, cookie, netrc or other setting of the environment may change where this goes.
     timeout = httpx.Timeout(policy.fetch_timeout_seconds)
-    client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout, verify=_authorities())
+    client = httpx.AsyncClient(
+        trust_env=False, follow_redirects=False, timeout=timeout, verify=_authorities()
+    )
     async with client:
         for _ in range(MAX_REDIRECTS + 1):
             target = _checked_url(url, policy)
