@@ -129,6 +129,9 @@ def start(run: Run) -> subprocess.Popen[bytes] | None:
     run.outcome_file.unlink(missing_ok=True)
     environment = os.environ.copy()
     environment.pop("PYTEST_ADDOPTS", None)  # a leg runs all of its tests, whatever a developer's shell adds
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # else each of thousands of processes compiles what it imports
     if run.leg.is_pytest:
         environment["MMD_TEST_OUTCOMES"] = str(run.outcome_file)
     with run.log.open("wb") as log:

@@ -134,6 +134,14 @@ def test_the_summary_says_what_a_leg_and_its_processes_have_computed(cases: Path
     assert f"CPU {run.cpu_seconds:.0f} s" in summary([run], [])
 
 
+def test_processes_of_a_leg_keep_what_they_compile(cases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (run,) = run_together(
+        [Leg("any", (sys.executable, "-c", "import sys; sys.exit(sys.dont_write_bytecode)"), 5)]
+    )
+    assert run.passed
+
+
 def test_flaky_tests_that_are_known_are_shown_and_do_not_count(
     cases: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
