@@ -17,6 +17,7 @@ from examples import random_model
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import free_port
 from mmd_workers.gateway import leave, service
+from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
@@ -37,7 +38,10 @@ async def launch(
     nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Launch]:
     running: list[Running] = []
-    monkeypatch.setattr(service, "PROBE_PROCESSES", 1)  # the start of each takes longer than most tests
+    monkeypatch.setattr(service, "PROBE_PROCESSES", 1)
+
+    async def start_at_first_use(_: DecodePool) -> None:
+        """Nothing."""
 
     async def start(
         model: dict | None = None,
@@ -51,8 +55,15 @@ async def launch(
         beside: Running | None = None,
         heartbeat_timeout_milliseconds: int = 600,
         prefill: dict | None = None,
+        with_decoders: bool = False,
         **gateway,
     ) -> Running:
+        """`with_decoders`: decode processes start with the gateway, as they do in production, and not with the first medium. Their start takes
+        longer than most tests, which have none.
+        """
+        if not with_decoders:
+            monkeypatch.setattr(service, "media_steps", lambda *_: {})
+            monkeypatch.setattr(DecodePool, "start", start_at_first_use)
         name = beside.subjects.name if beside is not None else f"gateway{next(_names)}"
         pipeline = pipeline_config(
             name, gateway, model, encoder, engine, heartbeat_timeout_milliseconds, prefill
@@ -91,7 +102,9 @@ async def launch(
             task=task,
             picker_port=settings.picker_port,
             http=http,
-            admin=httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30),
+            admin=httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30, verify=False
+            ),
             openai=AsyncOpenAI(
                 base_url=f"{url}/v1",
                 api_key="none",

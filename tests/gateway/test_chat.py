@@ -619,7 +619,7 @@ async def test_a_request_and_its_parts_choose_the_pixels_of_images(launch: Launc
 async def test_the_gateway_opens_no_medium_in_its_own_process(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = await launch()
+    gateway = await launch(with_decoders=True)
     worker = await gateway.worker("the red circle")
 
     def opened(*_: object, **__: object) -> None:
@@ -634,7 +634,7 @@ async def test_the_gateway_opens_no_medium_in_its_own_process(
 
 
 async def test_the_gateway_has_made_its_messages_and_its_tracing_before_it_is_ready(launch: Launch) -> None:
-    exposed = (await (await launch()).admin.get("/metrics")).text
+    exposed = (await (await launch(with_decoders=True)).admin.get("/metrics")).text
     phases = re.findall(r'^mmd_startup_seconds\{phase="(\w+)"\}', exposed, re.MULTILINE)
     warm_ups = ["messages", "tracing", "audio", "image", "video"]
     assert phases == ["sandbox", *(f"warm_up_{name}" for name in warm_ups)]
