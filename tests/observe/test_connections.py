@@ -248,6 +248,50 @@ async def test_a_head_longer_than_the_limit_is_refused(held: Held) -> None:
     stream[1].close()
 
 
+async def test_a_client_that_still_sends_a_head_that_is_refused_gets_the_whole_answer(held: Held) -> None:
+    reader, writer = await held.connect()
+    head = f"GET /fast HTTP/1.1\r\nHost: {ADDRESS}\r\nX: ".encode() + b"x" * 2 * module.MAX_HEAD_BYTES
+    writer.write(head)
+    async with asyncio.timeout(30):
+        begin = await reader.readexactly(12)
+        for _ in range(8):  # to a closed connection the second piece would fail
+            writer.write(head)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        rest = await reader.read()
+    assert begin == b"HTTP/1.1 400"
+    assert rest.endswith(b"Invalid HTTP request received.")
+    writer.close()
+    await until(lambda: not held.server._connections._open)
+
+
+async def test_a_request_whose_body_is_none_is_refused_and_its_answer_goes_nowhere(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await held.connect()
+    writer.write(f"GET /slow HTTP/1.1\r\nHost: {ADDRESS}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+    await held.begun.acquire()
+    writer.write(b"no size\r\n")
+    async with asyncio.timeout(30):
+        refused = await reader.read()
+    assert refused.startswith(b"HTTP/1.1 400 ")
+    held.go.set()
+    writer.close()
+    await until(lambda: not held.server._connections._open)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_connection_whose_head_was_refused_is_closed_although_the_client_is_not(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REFUSED_SECONDS", 0.1)
+    _, writer = await held.connect()
+    writer.write(b"no request\r\n\r\n")
+    await until(lambda: held.server._connections._open)
+    await until(lambda: not held.server._connections._open)
+    writer.close()
+
+
 def test_all_connections_together_may_hold_a_small_share_of_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 3.0
 HEAD_SECONDS = 30.0  # until a request's head is complete
+REFUSED_SECONDS = 2.0  # for a client to read that its head was refused, while the rest of it is discarded
 WRITE_SECONDS = 60.0  # over which a client must read at this rate, while the answer waits for it; networks report it in large pieces:
 LEAST_READ_BYTES_PER_SECOND = 1024  # a stream of three or four tokens a second
 READER_LOOKS = 10  # in that time
@@ -162,6 +164,7 @@ class _Connection(H11Protocol):
     _answered: object = None  # the request, uvicorn's cycle, that the next two belong to
     _answer_due = 0.0
     _unread_bytes = 0  # that the client let pile up, over all its pauses
+    _refused = False  # what it sends is no request
 
     def __init__(
         self, connections: _Connections, answer_seconds: Callable[[], float], **options: Any
@@ -189,7 +192,11 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A head that has begun must be complete in time."""
+        if self._refused:
+            return
         super().data_received(data)
+        if self._refused:
+            return
         self._begin_answer()
         if self.cycle is not None and not self.cycle.response_complete:
             self._others.busy(self)
@@ -197,6 +204,23 @@ class _Connection(H11Protocol):
             self._head = None
         elif self._head is None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, as uvicorn does, but close later: the kernel resets a connection that is closed before all was read,
+        and a client that still sends may then lose the answer.
+        """
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:  # its body ends as no body does
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (answer, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        _cancel(self._head)
+        self._head = self.loop.call_later(REFUSED_SECONDS, self.transport.close)
 
     def _begin_answer(self) -> None:
         if self.cycle is not self._answered:
