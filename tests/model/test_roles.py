@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.device import run_isolating
 from mmd_workers.engine.cpu import library
-from mmd_workers.model import source
+from mmd_workers.model import roles, source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.language import load_language_model
@@ -109,6 +112,34 @@ def test_a_role_loads_from_shards_as_from_one_file(checkpoint: Checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("lost", "load"), [("language_model.layers.1", load_language_model), ("visual", load_encoder)]
 )
+def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loads that overlap would leave transformers without tied weights: the model that is loaded after them would miss some."""
+    folder, sliced, both = checkpoint("llava"), roles.sliced_class, threading.Barrier(2)
+    met = []
+
+    def waiting_for_another(cls: type[Any], role: roles.ModelPart) -> type[Any]:
+        class Waiting(sliced(cls, role)):  # type: ignore[misc]
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    met.append(both.wait(1))
+
+        Waiting.__name__, Waiting.__qualname__, Waiting.__module__ = (
+            cls.__name__,
+            cls.__qualname__,
+            cls.__module__,
+        )
+        return Waiting
+
+    monkeypatch.setattr(roles, "sliced_class", waiting_for_another)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(load_language_model, ModelSpec(id=str(folder)), zoo.CPU) for _ in range(2)]
+    assert all(load.result() for load in loads)
+    assert not met
+
+
 def test_missing_weights_are_refused_by_name(
     lost: str, load: Callable[..., object], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

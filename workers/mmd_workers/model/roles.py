@@ -6,6 +6,7 @@ still on the meta device; `from_pretrained` then asks safetensors for the remain
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,6 +17,9 @@ from torch import nn
 from mmd_api.contract.errors import UnsupportedModelError
 
 ModelPart = Literal["encoder", "language"]
+
+_LOADING = threading.Lock()
+"""Of two loads at once transformers may leave its own functions replaced: no later model of the process would have its tied weights."""
 
 
 class Absent(nn.Module):
@@ -140,14 +144,15 @@ def load_role(
     cls = sliced_class(architecture_class(config), role)
     transformers.logging.disable_progress_bar()
     try:
-        model, report = cls.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _LOADING:
+            model, report = cls.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
             f"spec.model.id: the weights in {folder.name!r} cannot be loaded ({error}); they must be safetensors files"
