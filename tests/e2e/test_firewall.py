@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from e2e.own_cluster.firewall import NETWORK, STRAYS, removal
+from tests.support.needed import lacking
 
 ROOT = Path(__file__).parents[2]
 OURS = f'-m comment --comment "name: \\"{NETWORK}\\" id: \\"0a1b\\""'
@@ -97,9 +96,9 @@ attempt()
 def in_a_namespace(program: str) -> str:
     """What the program prints in a network of its own, with `RULES` as its input."""
     if missing := [tool for tool in ("unshare", "iptables-restore") if shutil.which(tool) is None]:
-        unavailable(f"not installed: {missing}")
+        lacking(f"not installed: {missing}")
     if os.geteuid() != 0:
-        unavailable("a network namespace needs root")
+        lacking("a network namespace needs root")
     done = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", program],
         input=RULES,
@@ -110,7 +109,3 @@ def in_a_namespace(program: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def unavailable(reason: str) -> None:
-    pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)

@@ -27,6 +27,7 @@ from tests.support.engine_oracle import (
     run,
     text_input,
 )
+from tests.support.needed import NO_COMPILER, lacking
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ LEVELS = ["x86-64", *library.LEVELS] if platform.machine() in ("x86_64", "AMD64"
 def kernels():
     loaded = library.load()
     if loaded is None:
-        pytest.skip("no C++ compiler here")
+        lacking(NO_COMPILER)
     return loaded
 
 
@@ -48,7 +49,7 @@ def variant(request, tmp_path_factory):
     if not library.LEVELS.get(request.param, set()) <= set(library._features().split()):
         pytest.skip(f"this processor is not {request.param}")
     if (compiler := library._compiler()) is None:
-        pytest.skip("no C++ compiler here")
+        lacking(NO_COMPILER)
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     return library.Library(library._build(compiler, request.param, path))
 
@@ -57,7 +58,7 @@ def test_kernels_that_an_image_has_built_need_no_compiler(tmp_path, monkeypatch)
     monkeypatch.setattr(library, "BUILT", tmp_path / "built")
     library.main()
     if not (tmp_path / "built").exists():
-        pytest.skip("no C++ compiler here, or no x86-64 processor")
+        lacking(f"{NO_COMPILER}, or no x86-64 processor")
     monkeypatch.setattr(library, "_compiler", lambda: None)
     loaded = library.load.__wrapped__()
     assert loaded is not None
@@ -236,7 +237,7 @@ def test_without_a_compiler_pytorch_serves_the_same_tokens(name, monkeypatch):
 @pytest.mark.parametrize("what", ["truncated", "foreign", "text"])
 def test_a_file_in_the_cache_that_cannot_be_loaded_is_built_again(what, tmp_path, monkeypatch, caplog):
     if library.load() is None:
-        pytest.skip("no C++ compiler here")
+        lacking(NO_COMPILER)
     monkeypatch.setattr(library, "BUILT", tmp_path / "none")
     monkeypatch.setattr(library, "FLAGS", ["-O1", *library.FLAGS[1:]])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))

@@ -29,13 +29,14 @@ from tests.support.engine_oracle import (
     text_input,
     vary,
 )
+from tests.support.needed import NO_COMPILER, needs
 
 LENGTHS = (3, 30, 21)
 TOKENS = 12
 
 pytestmark = [
     cpu_only,
-    pytest.mark.skipif(library.load() is None, reason="no C++ compiler here"),
+    needs(library.load(), NO_COMPILER),
 ]
 
 

@@ -23,6 +23,7 @@ from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.prompt import KvLayout
 from tests.support.devices import cpu_only
 from tests.support.engine_oracle import SMALL, TextModel, llama, vary
+from tests.support.needed import NO_COMPILER, needs
 
 GIB = 1024 * MEBIBYTE
 POOL = {
@@ -138,7 +139,7 @@ def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measur
 
 
 @cpu_only
-@pytest.mark.skipif(attention.cpu_library.load() is None, reason="no C++ compiler here")
+@needs(attention.cpu_library.load(), NO_COMPILER)
 @pytest.mark.parametrize("fused_layers", [True, False])
 def test_scores_that_the_threads_of_the_cpu_kernels_keep_are_measured(fused_layers, monkeypatch):
     model = TextModel(llama())

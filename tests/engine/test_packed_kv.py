@@ -22,6 +22,7 @@ from tests.support.engine_oracle import (
     run,
     text_input,
 )
+from tests.support.needed import NO_COMPILER, lacking
 
 KV_DTYPES = ("Int8", "Fp8")
 TOKENS = 16
@@ -178,7 +179,7 @@ def shim(request, tmp_path_factory):
     if not library.LEVELS.get(request.param, set()) <= set(library._features().split()):
         pytest.skip(f"this processor is not {request.param}")
     if (compiler := library._compiler()) is None:
-        pytest.skip("no C++ compiler here")
+        lacking(NO_COMPILER)
     folder = tmp_path_factory.mktemp("packed")
     (folder / "shim.cpp").write_text(SHIM)
     flags = [*library.FLAGS, f"-march={request.param}", f"-I{library.SOURCE.parent}"]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
 from playwright.async_api import Page, async_playwright
+
+from tests.support.needed import lacking
 
 
 def chromium() -> str:
-    path = shutil.which("chromium")
-    if path is None and os.environ.get("CI"):
-        pytest.fail("there is no chromium: apt-get install chromium")
-    return path or pytest.skip("there is no chromium: apt-get install chromium")
+    return shutil.which("chromium") or lacking("there is no chromium: apt-get install chromium")
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from mmd_cli.local.engines import EngineMissingError, interpreter_for
 from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
+from tests.support.needed import lacking
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.processes]
 SECONDS = 60.0
@@ -62,7 +63,7 @@ async def test_a_process_of_vllms_interpreter_may_run_on_every_core() -> None:
     try:
         interpreter = interpreter_for(EngineSpec(type="VLLM"))
     except EngineMissingError as error:
-        pytest.skip(str(error))
+        lacking(str(error))
     server = ForkServer(interpreter.environment, interpreter.python, interpreter.imported)
     try:
         process = await server.start(["mmd", "worker", "--pool", "none", "--roles", "encode"], {}, 0, 16_384)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pytest
 from playwright.sync_api import Browser, sync_playwright
+
+from tests.support.needed import lacking
 
 FLAGS = [
     "--no-sandbox",
@@ -27,9 +27,7 @@ def chromium() -> Iterator[Browser]:
     """A headless browser."""
     path = shutil.which("chromium")
     if path is None:
-        if os.environ.get("CI"):
-            pytest.fail("there is no chromium: apt-get install chromium")
-        pytest.skip("there is no chromium: apt-get install chromium")
+        lacking("there is no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from mmd_api.spec.engine import EngineSpec
 from mmd_cli.local.engines import EngineMissingError, interpreter_for
+from tests.support.needed import needs
 
 
 def missing_vllm() -> str:
@@ -20,5 +19,5 @@ def missing_vllm() -> str:
 
 
 MISSING = missing_vllm()
-needs_vllm = pytest.mark.skipif(bool(MISSING) and not os.environ.get("CI"), reason=MISSING)
+needs_vllm = needs(not MISSING, MISSING)
 ENGINES = ["Native", pytest.param("VLLM", marks=needs_vllm)]
