@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,35 @@ BASE = "MMD_CI_BASE"
 MINUTES = 15.0
 
 
+def _is_of(node_id: str, test: str) -> bool:
+    """Whether a test is the one named, or of the module named; a name that ends within its parameters has those that begin so."""
+    return node_id == test or node_id.startswith(test if "[" in test else (f"{test}::", f"{test}["))
+
+
 def drill_of(node_id: str) -> str:
     """The drill that a test belongs to, or nothing."""
     for name, row in DRILLS.items():
         if node_id in row.get("keep", ()):
             return ""
-        if any(
-            node_id == test or node_id.startswith((f"{test}::", f"{test}[")) for test in row.get("tests", ())
-        ):
+        if any(_is_of(node_id, test) for test in row.get("tests", ())):
             return name
     return ""
+
+
+def stale(node_ids: Collection[str]) -> list[str]:
+    """What the table says of single tests and none of all tests of the same module is."""
+    modules = {node_id.partition("::")[0] for node_id in node_ids}
+    named = [
+        test
+        for row in DRILLS.values()
+        for test in (*row.get("tests", ()), *row.get("keep", ()))
+        if "::" in test
+    ]
+    return [
+        test
+        for test in named
+        if test.partition("::")[0] in modules and not any(_is_of(node_id, test) for node_id in node_ids)
+    ]
 
 
 def own_paths(name: str) -> set[str]:

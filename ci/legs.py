@@ -59,14 +59,11 @@ QUICK = units("quick", 20, "not drill and not deployment and not processes")
 
 LINT = Leg("lint", ("make", "lint"), 3)
 VLLM = Leg("vllm", ("make", "vllm"), 5)
-COLLECT = pytest_leg("collect", 4, "--collect-only", "tests", beside="vllm")
-"""While packages of vLLM arrive: what the processes of later legs would each compile is then compiled."""
-
 DEMO = Leg("demo", ("make", "demo"), 3)
 
 #: What the words of the command line stand for.
 SUITES: dict[str, tuple[Leg, ...]] = {
     "check": (LINT, QUICK),
     "test": TEST,
-    "gate": (LINT, VLLM, COLLECT, *TEST, DEMO),
+    "gate": (LINT, VLLM, *TEST, DEMO),
 }

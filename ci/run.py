@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,6 +281,10 @@ def summary(runs: Sequence[Run], flaky: Sequence[str]) -> str:
         (line["seconds"], line["test"]) for run in runs for line in run.outcomes if line["outcome"] != "cpu"
     )[-10:]
     parts += ["-- slowest", *(f"   {seconds:6.1f} s  {test}" for seconds, test in reversed(slowest))]
+    reasons = Counter(
+        line["output"].removeprefix("Skipped: ") for run in runs for line in run.tests("skipped")
+    )
+    parts += ["-- skipped", *(f"   {number:6}    {reason[:200]}" for reason, number in reasons.most_common())]
     for run in runs:
         for line in run.tests("failed"):
             label = "FAILED" if line["test"] not in flaky else "FLAKY (passed alone)"

@@ -161,6 +161,12 @@ def test_more_flaky_tests_than_are_allowed_fail_the_run(cases: Path) -> None:
     )
 
 
+def test_skipped_tests_are_counted_by_their_reasons(cases: Path) -> None:
+    (cases / "second").touch()
+    (run,) = run_together([leg_of("skips")])
+    assert "-- skipped\n        1    not now\n" in summary([run], [])
+
+
 def test_a_test_that_is_skipped_the_second_time_has_not_passed(cases: Path) -> None:
     (run,) = run_together([leg_of("skips")])
     assert run_again(run) == []

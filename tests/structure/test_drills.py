@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ci.drills import DRILLS, MINUTES, ROTATION, choose, drill_of, drills_of_changes, own_paths
+from ci.drills import DRILLS, MINUTES, ROTATION, choose, drill_of, drills_of_changes, own_paths, stale
 from ci.legs import DEMO, SUITES
 from ci.run import MOST_MINUTES, legs_of
 
@@ -92,8 +92,18 @@ def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_k
     faults = "tests/pipeline/test_faults.py"
     assert drill_of(f"{faults}::test_pods_measure_what_they_do[Native]") == "faults"
     assert not drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[Native]")
-    assert drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[VLLM]") == "faults"
+    assert (
+        drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[VLLM]") == "faults-vllm"
+    )
     assert not drill_of("tests/structure/test_drills.py::test_every_test_and_file_of_a_drill_exists[faults]")
+
+
+def test_names_of_the_table_that_no_test_of_their_module_has_are_found() -> None:
+    page = "tests/gateway/test_page_with_tools.py"
+    kept = f"{page}::test_a_visitor_with_a_key_asks_with_tools_and_sends_results"
+    assert stale([kept, "tests/structure/test_drills.py::test_any"]) == []
+    assert stale([f"{page}::test_another"]) == [kept]
+    assert stale([]) == []
 
 
 def test_the_budgets_of_the_gate_fit_into_the_time_of_ci() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ci.drills import drill_of
+from ci.drills import drill_of, stale
 
 OUTCOMES = "MMD_TEST_OUTCOMES"
 
@@ -36,7 +36,10 @@ def is_deployment(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole_modules = not any("::" in argument for argument in config.args)
+    if whole_modules and (names := stale([item.nodeid for item in items])):
+        raise pytest.UsageError(f"ci/drills.toml names tests that do not exist: {', '.join(names)}")
     for item in items:
         if drill := drill_of(item.nodeid):
             item.add_marker(pytest.mark.drill(name=drill))
@@ -104,13 +107,12 @@ class Outcomes:
         )
 
     def _write(self, report: pytest.TestReport, outcome: str) -> None:
-        output = (
-            ""
-            if not report.failed
-            else "\n".join(
-                (report.longreprtext, *(f"--- {title}\n{text}" for title, text in report.sections))
-            )
-        )
+        output = ""
+        if report.failed:
+            sections = (f"--- {title}\n{text}" for title, text in report.sections)
+            output = "\n".join((report.longreprtext, *sections))
+        elif isinstance(report.longrepr, tuple):  # where it was skipped, and why
+            output = report.longrepr[2]
         self._line(
             test=GROUP.sub("", report.nodeid),
             outcome=outcome,
