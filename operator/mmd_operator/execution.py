@@ -30,7 +30,7 @@ class Execution:
     def __init__(self, context: PassContext, uid: str, growth: PendingGrowth) -> None:
         self._context = context
         self._growth = growth
-        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth)
+        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth, context.pauses)
         self._resizes = Resizes(context, growth)
 
     async def carry_out(
