@@ -145,8 +145,9 @@ class Applier:
     async def keep_secret(self, secret: Manifest, now: float) -> tuple[ApplyResult, Problem | None]:
         """Create a Secret with new passwords unless it exists; add keys that ours lacks; rotate it for another generation.
 
-        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals. `now`:
-        monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it lacks a key.
+        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals, and often while
+        there is a problem. `now`: monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it
+        lacks a key.
 
         Raises:
             BusyError: nothing can be written now.
@@ -161,9 +162,11 @@ class Applier:
             outcome, problem = await self._keep_secret(secret)
         except RefusedError as error:
             outcome, problem = "Refused", refusal("nats", str(error), None)
-        last = self._pauses.last_bad_secret_seconds if problem else self._pauses.last_secret_seconds
-        pause = min(seen.pause, last)
-        self._secrets[key] = _SecretSeen(plan, now + pause, min(2 * pause, last), problem)
+        if problem is not None:
+            due, pause = now + self._pauses.bad_secret_seconds, self._pauses.first_secret_seconds
+        else:
+            due, pause = now + seen.pause, min(2 * seen.pause, self._pauses.last_secret_seconds)
+        self._secrets[key] = _SecretSeen(plan, due, pause, problem)
         return outcome, problem
 
     async def _keep_secret(self, secret: Manifest) -> tuple[ApplyResult, Problem | None]:

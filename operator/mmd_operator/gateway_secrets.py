@@ -71,9 +71,7 @@ class GatewaySecrets:
             )
             return self._problems
         pauses = self._context.pauses
-        self._due = now + (
-            pauses.bad_gateway_secrets_seconds if self._problems else pauses.gateway_secrets_seconds
-        )
+        self._due = now + (pauses.bad_secret_seconds if self._problems else pauses.gateway_secrets_seconds)
         return self._problems
 
     async def _of_secrets(self, secrets: list[MountedSecret]) -> list[Problem]:

@@ -39,12 +39,10 @@ class Pauses:
     first_secret_seconds: float = 5.0
     last_secret_seconds: float = 600.0
     """Between looks at the Secret with the passwords of NATS."""
-    last_bad_secret_seconds: float = 30.0
-    """The same while there is a problem with it."""
     gateway_secrets_seconds: float = 30.0
     """Between looks at the Secrets of gateways."""
-    bad_gateway_secrets_seconds: float = 4.0
-    """The same while there is a problem with them."""
+    bad_secret_seconds: float = 4.0
+    """Between looks at a Secret of either kind while there is a problem with it."""
     download_seconds: float = 5.0
     """Between looks at a pod that downloads weights: the status that one changes wakes the next pass."""
 

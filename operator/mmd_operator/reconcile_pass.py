@@ -210,7 +210,8 @@ class ReconcilePass:
         waiting = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
         words = "; ".join(filter(None, waiting))
         await self.status.publish(body, replace(facts, waiting=words, weights=weights))
-        rests = step.stage == "Complete" and not self._shortage.lasts and not self._gateway_secrets.last
+        awaits = self._shortage.lasts or self._gateway_secrets.last or self._execution.awaits_secret
+        rests = step.stage == "Complete" and not awaits
         pauses = self._context.pauses
         return pauses.resync_seconds if rests else min(pauses.moving_seconds, due)
 
