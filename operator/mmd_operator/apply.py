@@ -21,6 +21,7 @@ from mmd_operator.observed import (
     manifest_key,
     rival_of_template,
 )
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.problems import Problem, contested, not_ours, not_served, refusal, secret_incomplete
 from mmd_operator.resources.naming import (
     APPLIED_ANNOTATION,
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 ApplyResult = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Contested", "Refused"]
 """Unseen: applied, and the watch does not show it yet. Repaired: another client had changed or deleted it. Contested: a client did so again
 and again, and the next repair waits."""
-FIRST_SECRET_PAUSE_SECONDS = 5.0
-LAST_SECRET_PAUSE_SECONDS = 600.0
-LAST_BAD_SECRET_PAUSE_SECONDS = 30.0
 UNSEEN_SECONDS = 5.0
 """How long a watch may take to show an object as it was applied, before it counts as changed by another client."""
 
@@ -70,12 +68,20 @@ class _SecretSeen:
 class Applier:
     """Applies the objects of one deployment (one UID). An unchanged object costs no call."""
 
-    def __init__(self, cluster: Cluster, namespace: str, name: str, uid: str, growth: PendingGrowth) -> None:
-        self._cluster, self._growth = cluster, growth
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        name: str,
+        uid: str,
+        growth: PendingGrowth,
+        pauses: Pauses = PRODUCTION,
+    ) -> None:
+        self._cluster, self._growth, self._pauses = cluster, growth, pauses
         self._namespace, self._name, self._uid = namespace, name, uid
         self._records: dict[ObjectKey, _Record] = {}
-        self._repairs = Contests()  # writes that changed something
-        self._writes = Contests()  # all writes of what is already applied
+        self._repairs = Contests(pauses)  # writes that changed something
+        self._writes = Contests(pauses)  # all writes of what is already applied
         self._secrets: dict[ObjectKey, _SecretSeen] = {}
 
     async def apply(
@@ -139,8 +145,9 @@ class Applier:
     async def keep_secret(self, secret: Manifest, now: float) -> tuple[ApplyResult, Problem | None]:
         """Create a Secret with new passwords unless it exists; add keys that ours lacks; rotate it for another generation.
 
-        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals. `now`:
-        monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it lacks a key.
+        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals, and often while
+        there is a problem. `now`: monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it
+        lacks a key.
 
         Raises:
             BusyError: nothing can be written now.
@@ -148,16 +155,18 @@ class Applier:
         key, plan = manifest_key(secret), digest(secret)
         seen = self._secrets.get(key)
         if seen is None or seen.plan != plan:
-            seen = _SecretSeen(plan, now, FIRST_SECRET_PAUSE_SECONDS, None)
+            seen = _SecretSeen(plan, now, self._pauses.first_secret_seconds, None)
         if now < seen.due:
             return ("Refused" if seen.problem else "Unchanged"), seen.problem
         try:
             outcome, problem = await self._keep_secret(secret)
         except RefusedError as error:
             outcome, problem = "Refused", refusal("nats", str(error), None)
-        last = LAST_BAD_SECRET_PAUSE_SECONDS if problem else LAST_SECRET_PAUSE_SECONDS
-        pause = min(seen.pause, last)
-        self._secrets[key] = _SecretSeen(plan, now + pause, min(2 * pause, last), problem)
+        if problem is not None:
+            due, pause = now + self._pauses.bad_secret_seconds, self._pauses.first_secret_seconds
+        else:
+            due, pause = now + seen.pause, min(2 * seen.pause, self._pauses.last_secret_seconds)
+        self._secrets[key] = _SecretSeen(plan, due, pause, problem)
         return outcome, problem
 
     async def _keep_secret(self, secret: Manifest) -> tuple[ApplyResult, Problem | None]:

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from mmd_operator.pauses import PRODUCTION, Pauses
+
 FREE_REPAIRS = 3
 """A change by mistake is undone at once, and so is one that was made twice."""
-FIRST_PAUSE_SECONDS = 5.0
-LAST_PAUSE_SECONDS = 300.0
 CALM_SECONDS = 600.0
 """After this long without a repair, an object is no longer contested."""
 MAX_CONTESTS = 1000
@@ -25,7 +25,8 @@ class _Contest:
 class Contests:
     """Repairs of objects, or of one field of them, by key. The pause between two of the same key doubles."""
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: Pauses = PRODUCTION) -> None:
+        self._pauses = pauses
         self._found: OrderedDict[Hashable, _Contest] = OrderedDict()
 
     def pause(self, key: Hashable, now: float) -> float:
@@ -34,7 +35,7 @@ class Contests:
         if contest is None or contest.repairs < FREE_REPAIRS:
             return 0.0
         doublings = min(contest.repairs - FREE_REPAIRS, 20)
-        pause = min(FIRST_PAUSE_SECONDS * 2.0**doublings, LAST_PAUSE_SECONDS)
+        pause = min(self._pauses.first_contest_seconds * 2.0**doublings, self._pauses.last_contest_seconds)
         return max(0.0, contest.at + pause - now)
 
     def repaired(self, key: Hashable, now: float, rival: str | None) -> None:

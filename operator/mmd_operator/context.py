@@ -9,12 +9,10 @@ from mmd_operator.cluster import Cluster, RefusedError
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Body, Child
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.problems import Problem, refusal
 
 logger = logging.getLogger(__name__)
-
-RESYNC_SECONDS = 60.0
-MOVING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,7 @@ class PassContext:
     metrics: OperatorMetrics
     namespace: str
     name: str
+    pauses: Pauses = PRODUCTION
 
     def report_contest(self, body: Body, problem: Problem) -> None:
         """Log and report that another client keeps changing something."""

@@ -22,6 +22,7 @@ from mmd_operator.cluster import BusyError, Cluster, RefusedError
 from mmd_operator.leader import NotLeaderError
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER
+from mmd_operator.pauses import PRODUCTION, Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ OBJECT_BURST = 50.0
 OBJECT_REFILL_SECONDS = 10.0
 """Rate limit for the Events of one deployment: after a burst, one per this many seconds."""
 ATTEMPTS = 5
-RETRY_SECONDS = (0.5, 30.0)
 FLUSH_SECONDS = 5.0
 MAX_MESSAGE_CHARACTERS = 1000
 COMBINED = "(combined from similar events): "
@@ -100,8 +100,8 @@ class _Bucket:
 class EventRecorder:
     """Events of all deployments, written by one task (`run`)."""
 
-    def __init__(self, cluster: Cluster, metrics: OperatorMetrics) -> None:
-        self._cluster, self._metrics = cluster, metrics
+    def __init__(self, cluster: Cluster, metrics: OperatorMetrics, pauses: Pauses = PRODUCTION) -> None:
+        self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
         self._events: OrderedDict[tuple[_Group, str], _Event] = OrderedDict()
         self._similar: OrderedDict[_Group, _Similar] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
@@ -159,7 +159,7 @@ class EventRecorder:
             logger.info("failed to write %d Events in time", len(self._pending))
 
     async def _write(self, event: _Event) -> None:
-        low, high = RETRY_SECONDS
+        low, high = self._pauses.first_event_retry_seconds, self._pauses.last_event_retry_seconds
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 namespace = event.about["namespace"]

@@ -30,8 +30,10 @@ class Execution:
     def __init__(self, context: PassContext, uid: str, growth: PendingGrowth) -> None:
         self._context = context
         self._growth = growth
-        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth)
+        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth, context.pauses)
         self._resizes = Resizes(context, growth)
+        self.awaits_secret = False
+        """Whether there was a problem with a Secret when `carry_out` was last called."""
 
     async def carry_out(
         self, body: Body, step: Step, secrets: list[Manifest], observed: Observed
@@ -40,6 +42,7 @@ class Execution:
         problems: list[Problem] = []
         done: dict[str, list[str]] = {}
         settled = True
+        self.awaits_secret = False
         changed: set[ObjectKey] = set()
         kept: set[ObjectKey] = (
             set()
@@ -51,6 +54,7 @@ class Execution:
                     done.setdefault(outcome, []).append(f"Secret {secret['metadata']['name']}")
                 if problem is not None:
                     problems.append(problem)
+                    self.awaits_secret = True
                     kept |= {(kind, secret["metadata"]["name"]) for kind in ("ConfigMap", "StatefulSet")}
             for manifest in step.apply:
                 if not settled and manifest["kind"] == "Deployment" and step.stage == "SwitchingGateway":

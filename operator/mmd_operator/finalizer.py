@@ -19,7 +19,7 @@ class Finalizer:
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
-        self._contests = Contests()
+        self._contests = Contests(context.pauses)
         self._added = False
 
     async def ensure(self, body: Body) -> bool:

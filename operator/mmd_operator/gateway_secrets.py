@@ -34,9 +34,6 @@ from mmd_operator.problems import (
 
 logger = logging.getLogger(__name__)
 
-CHECK_SECONDS = 30.0
-CHECK_BAD_SECONDS = 4.0
-
 
 class GatewaySecrets:
     """Finds the problems of one deployment (one UID)."""
@@ -73,7 +70,8 @@ class GatewaySecrets:
                 error,
             )
             return self._problems
-        self._due = now + (CHECK_BAD_SECONDS if self._problems else CHECK_SECONDS)
+        pauses = self._context.pauses
+        self._due = now + (pauses.bad_secret_seconds if self._problems else pauses.gateway_secrets_seconds)
         return self._problems
 
     async def _of_secrets(self, secrets: list[MountedSecret]) -> list[Problem]:

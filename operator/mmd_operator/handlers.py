@@ -15,6 +15,7 @@ from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Clus
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
@@ -27,8 +28,6 @@ SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
 OWN_SELECTOR = f"{SELECTOR},!{SET_NAME_LABEL}"
 """Of objects that the operator makes: LeaderWorkerSet copies the labels of its objects to what it makes for them."""
 STOP_SECONDS = 10.0
-NAMESPACE_SECONDS = 2.0
-"""How often each namespace with a deployment is looked at; less often where there are more than ten."""
 NAMESPACES_PER_SECOND = 5.0
 Key = tuple[str, str]
 Index = kopf.Index[Key, Any]
@@ -37,10 +36,16 @@ Index = kopf.Index[Key, Any]
 class Loops:
     """The loops of all deployments: started when one is seen, ended when it is deleted."""
 
-    def __init__(self, cluster: Cluster, namespaces: tuple[str, ...], metrics: OperatorMetrics) -> None:
-        self._cluster, self._metrics = cluster, metrics
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespaces: tuple[str, ...],
+        metrics: OperatorMetrics,
+        pauses: Pauses = PRODUCTION,
+    ) -> None:
+        self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
         self._report_fetcher = ReportFetcher()
-        self._events = EventRecorder(cluster, metrics)
+        self._events = EventRecorder(cluster, metrics, pauses)
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
         self._children: Mapping[Key, Iterable[Any]] = {}
         self._pods: Mapping[Key, Iterable[Any]] = {}
@@ -59,7 +64,7 @@ class Loops:
                 if r.body
             ),
         )
-        self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found)
+        self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found, pauses)
         self._helpers: tuple[asyncio.Task[None], ...] = ()
         self.started = False
 
@@ -73,7 +78,7 @@ class Loops:
         """Notify deployments of their namespace's deletion. A watch would need rights in all namespaces."""
         while True:
             served = sorted({namespace for namespace, _ in self._running})
-            pause = max(NAMESPACE_SECONDS / max(len(served), 1), 1 / NAMESPACES_PER_SECOND)
+            pause = max(self._pauses.namespace_seconds / max(len(served), 1), 1 / NAMESPACES_PER_SECOND)
             for namespace in served:
                 await asyncio.sleep(pause)
                 try:
@@ -130,7 +135,14 @@ class Loops:
             return Observed({c.key: c for c in found}, tuple(seen))
 
         reconciler = Reconciler(
-            self._cluster, self._report_fetcher, self._events, self._metrics, *key, observe, body
+            self._cluster,
+            self._report_fetcher,
+            self._events,
+            self._metrics,
+            *key,
+            observe,
+            body,
+            self._pauses,
         )
         self._running[key] = (reconciler, _begun(reconciler.run(), f"deployment {key}"))
 

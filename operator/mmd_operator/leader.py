@@ -23,6 +23,7 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from mmd_operator.cluster import UNREACHABLE, counted
 from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.pauses import PRODUCTION, Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ LEASE_NAME = "multimodal-operator"
 LEASE_SECONDS = 15
 SAFE_SECONDS = 10.0
 """Without a renewal for this long, this process stops acting: well before another may begin."""
-RETRY_SECONDS = 2.0
 CALL_SECONDS = 4.0
 _FAILED_CALL = (ApiException, *UNREACHABLE)
 
@@ -42,10 +42,12 @@ class NotLeaderError(RuntimeError):
 class Leadership:
     """The Lease of this operator in a namespace."""
 
-    def __init__(self, api: ApiClient, namespace: str, metrics: OperatorMetrics) -> None:
+    def __init__(
+        self, api: ApiClient, namespace: str, metrics: OperatorMetrics, pauses: Pauses = PRODUCTION
+    ) -> None:
         self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}"
         self._dynamic = DynamicClient(api)
-        self._metrics = metrics
+        self._metrics, self._pauses = metrics, pauses
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._renewed: float | None = None
         self._last_attempt = time.monotonic()
@@ -80,12 +82,12 @@ class Leadership:
             NotLeaderError: the lease was lost.
         """
         while not await self._try():
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._pauses.lease_seconds)
         logger.info("%s is the leader", self.identity)
         working = asyncio.ensure_future(work())
         try:
             while self.held:
-                done, _ = await asyncio.wait({working}, timeout=RETRY_SECONDS)
+                done, _ = await asyncio.wait({working}, timeout=self._pauses.lease_seconds)
                 if done:
                     return await working
                 await self._try()

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from mmd_operator.serve import Options
 
 
 def operator(
@@ -32,15 +35,26 @@ def operator(
     log_level: Annotated[str, typer.Option(help="Minimum log level.")] = "INFO",
 ) -> None:
     """Run the Kubernetes operator, which reconciles MultimodalDeployments."""
-    from mmd_operator.serve import NoDefinitionError, NotLeaderError, Options, serve
+    from mmd_operator.serve import Options
 
     if bool(namespace) == all_namespaces:
         raise typer.BadParameter("set either --namespace or --all-namespaces")
     home = lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
+    run(Options(tuple(namespace or ()), home, health_port), log_level)
+
+
+def run(options: Options, log_level: str = "INFO") -> None:
+    """Run the operator until SIGTERM, or until it must end.
+
+    Raises:
+        typer.Exit: it lost the Lease, or the CRD is not installed.
+    """
+    from mmd_operator.serve import NoDefinitionError, NotLeaderError, serve
+
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
-        asyncio.run(serve(Options(tuple(namespace or ()), home, health_port)))
+        asyncio.run(serve(options))
     except (NotLeaderError, NoDefinitionError) as error:
         typer.echo(f"mmd operator: {error}", err=True)
         raise typer.Exit(1) from error

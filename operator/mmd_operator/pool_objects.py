@@ -24,9 +24,6 @@ from mmd_operator.resources.naming import COMPONENT_LABEL, DEPLOYMENT_LABEL, Man
 from mmd_operator.scaling_facts import pool_workload
 from mmd_operator.workload_kinds import WORKER_INDEX_LABEL
 
-NOT_SERVED_SECONDS = 15.0
-"""How long no MultimodalPool is written after the API server did not know the kind."""
-
 
 def is_external(pool: Pool) -> bool:
     """Whether others give a pool its size."""
@@ -54,7 +51,7 @@ class PoolObjects:
 
     def __init__(self, context: PassContext, uid: str) -> None:
         self._context, self._uid = context, uid
-        self._contests = Contests()
+        self._contests = Contests(context.pauses)
         self._written: dict[str, tuple[str | None, object, float]] = {}
         self._not_served_until = 0.0
 
@@ -80,7 +77,7 @@ class PoolObjects:
             try:
                 problems += await self._publish(body, name, pool, child.workload, shown, now)
             except NotServedError:
-                self._not_served_until = now + NOT_SERVED_SECONDS
+                self._not_served_until = now + self._context.pauses.not_served_seconds
                 problems += [pool_definition_missing(name)] if is_external(pool) else []
             except RefusedError as error:
                 problems.append(self._context.refused(shown or child, error))

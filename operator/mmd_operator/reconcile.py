@@ -19,19 +19,14 @@ from mmd_operator.context import PassContext
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import Body, Observed
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.problems import refusal
 from mmd_operator.reconcile_pass import ReconcilePass
-from mmd_operator.scaling import TICK_SECONDS
 from mmd_operator.status_writer import now
 
 logger = logging.getLogger(__name__)
 
-GATHER_SECONDS = 0.05
-"""Changes come in bursts: a pass waits this long after the first, to see them all."""
-MAX_TICK_PAUSE_SECONDS = 30.0
-"""Between ticks of an autoscaler that the API server keeps refusing."""
-BACKOFF_SECONDS = (0.2, 60.0)
 PASS_SECONDS = 120.0
 BUSY_PASSES = 5
 """How many passes in a row may fail because the API server is busy before a condition reports it."""
@@ -50,8 +45,10 @@ class Reconciler:
         name: str,
         observe: Callable[[], Observed],
         body: Body,
+        pauses: Pauses = PRODUCTION,
     ) -> None:
-        self._context = PassContext(cluster, events, metrics, namespace, name)
+        self._context = PassContext(cluster, events, metrics, namespace, name, pauses)
+        self._pauses = pauses
         self._report_fetcher, self._observe = report_fetcher, observe
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self._events, self._metrics = events, metrics
@@ -98,7 +95,9 @@ class Reconciler:
         """Ticks of the autoscaler. They end with the deployment; after failures they come less often."""
         failures, at_least = 0, 0.0
         while True:
-            pause = max(at_least, min(TICK_SECONDS * 2.0**failures, MAX_TICK_PAUSE_SECONDS))
+            pause = max(
+                at_least, min(self._pauses.tick_seconds * 2.0**failures, self._pauses.last_tick_seconds)
+            )
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
             failures, at_least = min(failures + 1, 10), 0.0
             try:
@@ -159,7 +158,7 @@ class Reconciler:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):  # noqa: S311 - jitter
                     await self.wake.wait()
-            await asyncio.sleep(GATHER_SECONDS)
+            await asyncio.sleep(self._pauses.gather_seconds)
 
     async def _bounded_pass(self, body: Body) -> float:
         """`_one_pass` within its deadline.
@@ -201,7 +200,7 @@ class Reconciler:
         self._metrics.passes.labels(loop, kinds.get(type(error), "failed")).inc()
 
     def _backoff(self, error: Exception) -> float:
-        low, high = BACKOFF_SECONDS
+        low, high = self._pauses.first_retry_seconds, self._pauses.last_retry_seconds
         grown = min(high, low * 2.0 ** min(self._failures, 20)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         self._failures += 1
         retry_after = error.retry_seconds if isinstance(error, BusyError) else None

@@ -13,7 +13,7 @@ from mmd_api.contract.logs import RELAYED
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import WeightsStatus
-from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
+from mmd_operator.context import PassContext
 from mmd_operator.execution import Execution
 from mmd_operator.facts import Facts
 from mmd_operator.finalizer import FINALIZER, Finalizer
@@ -56,7 +56,7 @@ class ReconcilePass:
         self.not_scaled: Problem | None = None
         self._growth = PendingGrowth()
         self.scaling = PoolScaling(
-            context.cluster, report_fetcher, context.metrics, context.namespace, self._growth
+            context.cluster, report_fetcher, context.metrics, context.namespace, self._growth, context.pauses
         )
         self.status = StatusWriter(context)
         self._context = context
@@ -71,7 +71,7 @@ class ReconcilePass:
         self._gateway_secrets = GatewaySecrets(context, report_fetcher)
         self._finalizer = Finalizer(context)
         self._pool_objects = PoolObjects(context, self.uid)
-        self._weights = WeightsDownload(report_fetcher)
+        self._weights = WeightsDownload(report_fetcher, context.pauses)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
         if body is not None:
@@ -122,17 +122,17 @@ class ReconcilePass:
             return await self.removal.let_go(body)
         if "deletionTimestamp" in body["metadata"]:
             if FINALIZER not in body["metadata"].get("finalizers", ()):
-                return RESYNC_SECONDS
+                return self._context.pauses.resync_seconds
             return await self.removal.remove(body)
         if await self._finalizer.ensure(body):
-            return RESYNC_SECONDS  # the change comes back as an event
+            return self._context.pauses.resync_seconds  # the change comes back as an event
         own = self._reading_of(body)
         if own.deployment is not None:
             await self._target.find(body, own.deployment.spec, own)
         reading, planned = self._plan(body)
         if (deployment := reading.deployment) is None:
             await self._report_faults(body, reading, self.observe())
-            return RESYNC_SECONDS
+            return self._context.pauses.resync_seconds
         if await self._pin(body, self.observe(), pipeline_revision(deployment.spec)):
             _, planned = self._plan(
                 body
@@ -210,8 +210,10 @@ class ReconcilePass:
         waiting = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
         words = "; ".join(filter(None, waiting))
         await self.status.publish(body, replace(facts, waiting=words, weights=weights))
-        rests = step.stage == "Complete" and not self._shortage.lasts and not self._gateway_secrets.last
-        return RESYNC_SECONDS if rests else min(MOVING_SECONDS, due)
+        awaits = self._shortage.lasts or self._gateway_secrets.last or self._execution.awaits_secret
+        rests = step.stage == "Complete" and not awaits
+        pauses = self._context.pauses
+        return pauses.resync_seconds if rests else min(pauses.moving_seconds, due)
 
     async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
         """Pin a revision to what its first Ready pod runs. Returns whether that is new."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from mmd_api.spec.gateway import gateway_grace_seconds
 from mmd_operator.cluster import BusyError, RefusedError
-from mmd_operator.context import MOVING_SECONDS, RESYNC_SECONDS, PassContext
+from mmd_operator.context import PassContext
 from mmd_operator.finalizer import Finalizer
 from mmd_operator.observed import Body, Child, Observed, PodView
 from mmd_operator.status_writer import StatusWriter
@@ -73,7 +73,7 @@ class Removal:
         )
         if isinstance(released, BaseException):
             raise released
-        return RESYNC_SECONDS
+        return self._context.pauses.resync_seconds
 
     async def remove(self, body: Body) -> float:
         """Let the gateway finish its requests, delete all other objects, then release the deployment."""
@@ -91,7 +91,7 @@ class Removal:
                 f"waiting up to {left:.0f} s for gateway pods to finish their requests ({len(held)} left)"
             )
             await self._status.publish_removing(body, "Draining", message if held else "stopping the gateway")
-            return min(MOVING_SECONDS, left)
+            return min(self._context.pauses.moving_seconds, left)
         if held and not self._drain_overdue:
             self._drain_overdue = True
             names = ", ".join(held[:5])
@@ -105,10 +105,10 @@ class Removal:
                 await self._delete(child)
         if remaining:
             await self._status.publish_removing(body, "Removing", f"removing objects ({len(remaining)} left)")
-            return MOVING_SECONDS
+            return self._context.pauses.moving_seconds
         await self._finalizer.remove(body)
         self._context.events.report(body, "Removed", "all objects of the deployment have been removed")
-        return RESYNC_SECONDS
+        return self._context.pauses.resync_seconds
 
     async def _cut_grace(self, pod: PodView) -> None:
         try:

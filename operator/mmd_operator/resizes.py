@@ -19,7 +19,7 @@ class Resizes:
     def __init__(self, context: PassContext, growth: PendingGrowth) -> None:
         self._context = context
         self._growth = growth
-        self._contests = Contests()
+        self._contests = Contests(context.pauses)
         self._sized: dict[ObjectKey, tuple[str | None, int, float]] = {}
 
     async def resize(

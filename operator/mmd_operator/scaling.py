@@ -26,13 +26,12 @@ from mmd_operator.growth import PendingGrowth
 from mmd_operator.load_reports import LoadReports
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PoolGrowth
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling_actions import PoolActions
 from mmd_operator.scaling_facts import pods_in, pool_facts, pool_workload, ready_gateways
 from mmd_operator.scaling_limits import growth_within, without_loss
 from mmd_operator.scaling_record import ScalingRecord
-
-TICK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ class PoolScaling:
         metrics: OperatorMetrics,
         namespace: str,
         growth: PendingGrowth,
+        pauses: Pauses = PRODUCTION,
     ) -> None:
         self._growth = growth
         self._scaler: Scaler | None = None
@@ -61,7 +61,7 @@ class PoolScaling:
         self.counts = Counts()
         self._record = ScalingRecord(self.counts)
         self._reports = LoadReports(report_fetcher, metrics)
-        self._actions = PoolActions(cluster, metrics, namespace, growth, self.counts)
+        self._actions = PoolActions(cluster, metrics, namespace, growth, self.counts, pauses)
 
     @property
     def report(self) -> Scaling:

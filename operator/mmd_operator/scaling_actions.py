@@ -16,6 +16,7 @@ from mmd_operator.events import Events
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.problems import contested
 
 
@@ -33,10 +34,11 @@ class PoolActions:
         namespace: str,
         growth: PendingGrowth,
         counts: Counts,
+        pauses: Pauses = PRODUCTION,
     ) -> None:
         self._cluster, self._metrics, self._namespace = cluster, metrics, namespace
         self._growth, self._counts = growth, counts
-        self._drain_requests = Contests()
+        self._drain_requests = Contests(pauses)
         self._asked_at: dict[str, float] = {}  # Unix seconds at which a pod was asked to drain, by uid
         self._draining: dict[PoolName, dict[str, float]] = {name: {} for name in POOL_NAMES}
         self._overdue: dict[PoolName, set[str]] = {name: set() for name in POOL_NAMES}

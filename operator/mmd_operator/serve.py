@@ -28,12 +28,11 @@ from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership, NotLeaderError
 from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.pauses import PRODUCTION, Pauses
 
 logger = logging.getLogger(__name__)
 
 LEASE_STALE_SECONDS = 60.0
-INSTALLED_SECONDS = 15.0
-"""How often the API server is asked for a kind that it does not serve yet."""
 
 
 class NoDefinitionError(RuntimeError):
@@ -47,6 +46,7 @@ class Options:
     namespaces: tuple[str, ...]
     lease_namespace: str
     health_port: int
+    pauses: Pauses = PRODUCTION
 
 
 @asynccontextmanager
@@ -106,17 +106,18 @@ async def serve(options: Options) -> None:
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(api_client())  # its own: renewals never wait for other calls
-        leadership = Leadership(api, options.lease_namespace, metrics)
+        leadership = Leadership(api, options.lease_namespace, metrics, options.pauses)
         fenced = await stack.enter_async_context(api_client(leadership.fence))
         cluster = Cluster(fenced, metrics)
-        loops = Loops(cluster, options.namespaces, metrics)
+        loops = Loops(cluster, options.namespaces, metrics, options.pauses)
         metrics.leading.set_function(lambda: leadership.held)
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
         metrics.deployments = loops.snapshots
 
         async def work() -> None:
             installed = [
-                asyncio.create_task(_stop_when_installed(kind, cluster, stop)) for kind in INSTALLED_BY_USERS
+                asyncio.create_task(_stop_when_installed(kind, cluster, stop, options.pauses))
+                for kind in INSTALLED_BY_USERS
             ]
             try:
                 await kopf.operator(
@@ -146,10 +147,10 @@ async def serve(options: Options) -> None:
                 stopping.cancel()
 
 
-async def _stop_when_installed(kind: str, cluster: Cluster, stop: asyncio.Event) -> None:
+async def _stop_when_installed(kind: str, cluster: Cluster, stop: asyncio.Event, pauses: Pauses) -> None:
     """kopf looks for kinds only as it starts. Where one is installed later, this process ends and its successor watches it."""
     while not await _served(kind, cluster):
-        await asyncio.sleep(INSTALLED_SECONDS)
+        await asyncio.sleep(pauses.not_served_seconds)
         if await _served(kind, cluster):
             logger.info("%s has been installed; the operator restarts to watch it", kind)
             stop.set()

@@ -14,7 +14,6 @@ from mmd_operator.replacement import group_names, short_groups
 logger = logging.getLogger(__name__)
 
 SHORT_OF_PODS_SECONDS = 3.0
-WARNINGS_SECONDS = 30.0
 
 
 class Shortage:
@@ -52,7 +51,7 @@ class Shortage:
             if now - self._short_since[name] < SHORT_OF_PODS_SECONDS:
                 continue
             asked, problem = self._warned.get(name, (float("-inf"), None))
-            if now - asked >= WARNINGS_SECONDS:
+            if now - asked >= self._context.pauses.warnings_seconds:
                 try:
                     warnings = [
                         warning

@@ -23,9 +23,6 @@ from mmd_operator.status_writer import now
 
 logger = logging.getLogger(__name__)
 
-BUSY_SECONDS = 5.0
-REFUSED_SECONDS = 60.0
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedSpec:
@@ -130,7 +127,10 @@ class SpecHistory:
 
     def _failed(self, error: BusyError | RefusedError) -> None:
         refused = isinstance(error, RefusedError)
-        self._due = time.monotonic() + (REFUSED_SECONDS if refused else BUSY_SECONDS)
+        pauses = self._context.pauses
+        self._due = time.monotonic() + (
+            pauses.refused_record_seconds if refused else pauses.record_retry_seconds
+        )
         self._problems = [not_recorded(str(error))] if refused else []
         logger.warning(
             "%s/%s: failed to record the spec: %s", self._context.namespace, self._context.name, error

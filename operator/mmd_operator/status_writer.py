@@ -35,7 +35,7 @@ class StatusWriter:
         self._stored: dict[str, Any] = {}  # as the API server returned it
         self._written_at = 0.0
         self._version_before = ""  # of the deployment, when its status was written
-        self._contests = Contests()
+        self._contests = Contests(context.pauses)
 
     async def publish(self, body: Body, facts: Facts) -> None:
         """Write the status if it changed, and report an Event for every condition that did."""

@@ -14,14 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from mmd_operator.cluster import BusyError, Cluster, RefusedError, Resource
+from mmd_operator.pauses import PRODUCTION, Pauses
 
 logger = logging.getLogger(__name__)
 
-SWEEP_SECONDS = 60.0
-RETRY_SECONDS = 1.0
-"""Pause after a failed list; doubled for each further failure, up to the time between two sweeps."""
-SETTLE_SECONDS = 0.5
-"""Pause after a watch restarts, so that its own list arrives first."""
 Indexed = Callable[[], Iterable[tuple[str, str]]]
 """UID and resource version of each object that an index holds."""
 
@@ -35,9 +31,11 @@ class Sweep:
         namespaces: tuple[str, ...],
         kinds: Mapping[Resource, tuple[str | None, Indexed]],
         found: Callable[[set[str]], None],
+        pauses: Pauses = PRODUCTION,
     ) -> None:
         """`kinds`: of each, the label selector and what is indexed. `found` is called with new ghosts. `namespaces` empty: all."""
         self._cluster, self._namespaces, self._kinds, self._found = cluster, namespaces, kinds, found
+        self._pauses = pauses
         self._ghosts: dict[Resource, set[str]] = {}
         self._versions: dict[tuple[Resource, str | None], str] = {}  # of the last list
         self._afresh: set[Resource] = set()  # whose last list failed
@@ -52,23 +50,23 @@ class Sweep:
 
     async def run(self) -> None:
         """Run until cancelled. A failed list is retried at growing intervals."""
-        pause, retry = SWEEP_SECONDS, RETRY_SECONDS
-        next_of_all = time.monotonic() + SWEEP_SECONDS
+        between, retry = self._pauses.sweep_seconds, self._pauses.sweep_retry_seconds
+        pause, next_of_all = between, time.monotonic() + between
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._soon.wait()
                 next_of_all = 0.0
-                await asyncio.sleep(SETTLE_SECONDS)
+                await asyncio.sleep(self._pauses.sweep_settle_seconds)
             self._soon.clear()
             if time.monotonic() >= next_of_all:
-                next_of_all = time.monotonic() + SWEEP_SECONDS
+                next_of_all = time.monotonic() + between
                 await self.look(self._kinds.keys())
             else:
                 await self.look(set(self._afresh))
             rest = max(0.0, next_of_all - time.monotonic())
             pause = min(retry, rest) if self._afresh else rest
-            retry = min(2 * retry, SWEEP_SECONDS) if self._afresh else RETRY_SECONDS
+            retry = min(2 * retry, between) if self._afresh else self._pauses.sweep_retry_seconds
 
     async def look(self, resources: Iterable[Resource]) -> None:
         """List these kinds once. A list that cannot be completed changes nothing and starts over next time."""

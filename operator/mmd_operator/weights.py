@@ -8,13 +8,12 @@ from mmd_api.contract import paths
 from mmd_api.contract.weights import EXIT_STATUS, MAX_PROGRESS_BYTES, WeightsProgress
 from mmd_api.status import WeightsStatus
 from mmd_operator.observed import Child, Observed, PodView, manifest_key
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
 from mmd_operator.problems import Deadlines, Problem, ProblemReason, crashed, pod_problem
 from mmd_operator.resources.naming import WEIGHTS, Manifest
 from mmd_operator.rollout_steps import DOWNLOAD_RETRY_SECONDS
 
-LOOK_SECONDS = 5.0
-"""Between two looks at the same pod: the status that one changes wakes the next pass."""
 _REASONS: dict[int | None, ProblemReason] = {status: reason for reason, status in EXIT_STATUS.items()}
 
 
@@ -22,8 +21,8 @@ class WeightsDownload:
     """The download of one deployment (one UID). `_seen`: the pod, by UID, that was asked last, when, and what it reported;
     `_most`: the Job, and the most bytes that its pods reported to be there and to be verified."""
 
-    def __init__(self, report_fetcher: ReportFetcher) -> None:
-        self._report_fetcher = report_fetcher
+    def __init__(self, report_fetcher: ReportFetcher, pauses: Pauses = PRODUCTION) -> None:
+        self._report_fetcher, self._pauses = report_fetcher, pauses
         self._seen: tuple[str, float, WeightsProgress | None] = ("", 0.0, None)
         self._most: tuple[str, int, int] | None = None
         self.advances = False
@@ -65,7 +64,7 @@ class WeightsDownload:
         if pod.finished:
             return _parsed(pod.last_words)
         uid, at, progress = self._seen
-        if uid == pod.uid and now - at < LOOK_SECONDS:
+        if uid == pod.uid and now - at < self._pauses.download_seconds:
             return progress
         if pod.address is not None:
             try:

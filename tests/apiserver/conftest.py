@@ -1,30 +1,88 @@
-"""A real API server (etcd and kube-apiserver), started once for the suite, with the CRD; and an operator process next to it."""
+"""A real API server (etcd and kube-apiserver) with the CRD, and an operator.
+
+Most tests take `any_operator`: their namespace is on the API server that all pytest processes of the run share, and so is the operator.
+Tests that start, end or configure operators, or change what is not in their namespace, have an API server that only their process uses.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("kubernetes")
 
-from kubernetes import client, watch
-from tenacity import Retrying, stop_after_delay, wait_fixed
+from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition
-from mmd_api.pool_resource import POOL_PLURAL, pool_definition
-from mmd_api.resource import GROUP, PLURAL, VERSION
-from tests.support.control_plane import TOKEN, ControlPlane
+from mmd_api.pool_resource import pool_definition
+from mmd_operator.pauses import Pauses
+from tests.support.control_plane import TOKEN, ControlPlane, binaries
+from tests.support.definitions import establish
+from tests.support.kept import Kept
 from tests.support.operator_process import OperatorProcess
+from tests.support.quick_pauses import QUICK_PAUSES
+from tests.support.shared_server import AnyOperator, SharedServer, administrator, shared_in
 from tests.support.standin import Namespace
 from tests.support.unruly_server import UnrulyServer
+
+HERE = Path(__file__).parent
+SHARED: pytest.StashKey[Kept] = pytest.StashKey()
+
+
+def shares_server(fixtures: Iterable[str]) -> bool:
+    """Whether a test with these fixtures uses the shared API server."""
+    names = set(fixtures)
+    return bool(names & {"any_operator", "shared_api"}) and "operator" not in names
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nobody checks the certificate of an API server of tests: thousands of warnings would hide others."""
+    config.addinivalue_line("filterwarnings", "ignore::urllib3.exceptions.InsecureRequestWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that do not use the shared API server run in few processes of pytest-xdist, since each has to start another."""
+    for item in items:
+        if HERE not in item.path.parents or item.get_closest_marker("xdist_group"):
+            continue
+        if not shares_server(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("own-operator"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the fixtures have ended, however the session did."""
+    if shared := session.config.stash.get(SHARED, None):
+        shared.join()
+
+
+@pytest.fixture(scope="session")
+def shared_server(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedServer]:
+    base = tmp_path_factory.getbasetemp()
+    of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    binaries()  # skips where there are none
+    pytestconfig.stash[SHARED] = shared = shared_in(of_run / "shared-api-server")
+    with shared.use() as facts:
+        yield SharedServer(**facts)
+
+
+@pytest.fixture(scope="session")
+def shared_api(shared_server: SharedServer) -> Iterator[client.ApiClient]:
+    """The administrator's client of the shared API server."""
+    with administrator(shared_server.url) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """An API server that no other process uses."""
     plane = ControlPlane(tmp_path_factory.mktemp("apiserver"))
     try:
         plane.start()
@@ -35,39 +93,22 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 @pytest.fixture(scope="session")
 def api(control_plane: ControlPlane) -> Iterator[client.ApiClient]:
-    """The administrator's client, with the CRDs established."""
-    configuration = client.Configuration(host=control_plane.url)
-    configuration.verify_ssl = False
-    configuration.api_key = {"authorization": f"Bearer {TOKEN}"}
-    definitions = (custom_resource_definition(), pool_definition())
-    with client.ApiClient(configuration) as made:
-        extensions = client.ApiextensionsV1Api(made)
-        for definition in definitions:
-            _establish(extensions, definition)
-        until_stored = Retrying(stop=stop_after_delay(30), wait=wait_fixed(0.1), reraise=True)
-        for plural in (PLURAL, POOL_PLURAL):
-            until_stored(client.CustomObjectsApi(made).list_cluster_custom_object, GROUP, VERSION, plural)
+    """The administrator's client of `control_plane`, which serves the CRDs."""
+    with administrator(control_plane.url) as made:
+        for definition in (custom_resource_definition(), pool_definition()):
+            establish(made, definition)
         yield made
 
 
-def _establish(extensions: client.ApiextensionsV1Api, definition: dict[str, Any]) -> None:
-    extensions.create_custom_resource_definition(definition)
-    name = definition["metadata"]["name"]
-    for event in watch.Watch().stream(
-        extensions.list_custom_resource_definition,
-        field_selector=f"metadata.name={name}",
-        timeout_seconds=30,
-    ):
-        conditions = event["object"].status.conditions or []
-        if any(c.type == "Established" and c.status == "True" for c in conditions):
-            return
-    pytest.fail(f"{name} was not established")
-
-
 @pytest.fixture
-def namespace(api: client.ApiClient, request: pytest.FixtureRequest) -> Namespace:
+def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace]:
     """A namespace of the test's own, in which the test plays controllers and kubelet."""
-    return Namespace.create(api, request.node.name)
+    if not shares_server(request.fixturenames):
+        yield Namespace.create(request.getfixturevalue("api"), request.node.name)
+        return
+    made = Namespace.create(request.getfixturevalue("shared_api"), request.node.name)
+    yield made
+    made.abandon()
 
 
 @pytest.fixture
@@ -80,15 +121,25 @@ def unruly(control_plane: ControlPlane, tmp_path: Path) -> Iterator[UnrulyServer
 
 
 @pytest.fixture
-def kubeconfig(control_plane: ControlPlane) -> Path:
-    """The operator's way to the API server."""
-    return control_plane.kubeconfig()
+def kubeconfig(request: pytest.FixtureRequest) -> Path:
+    """The way to the test's API server, for the operator and for command lines."""
+    if shares_server(request.fixturenames):
+        return Path(request.getfixturevalue("shared_server").kubeconfig)
+    return request.getfixturevalue("control_plane").kubeconfig()
 
 
 @pytest.fixture
-def operator(kubeconfig: Path, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """An operator that serves the test's namespace; it runs from the beginning."""
-    process = OperatorProcess(kubeconfig, namespace.name, tmp_path)
+def pauses() -> Pauses:
+    """The pauses of the test's own operators."""
+    return QUICK_PAUSES
+
+
+@pytest.fixture
+def operator(
+    kubeconfig: Path, namespace: Namespace, tmp_path: Path, pauses: Pauses
+) -> Iterator[OperatorProcess]:
+    """An operator of the test's own that serves its namespace; it runs from the beginning."""
+    process = OperatorProcess(kubeconfig, namespace.name, tmp_path, pauses=pauses)
     try:
         process.start()
         yield process
@@ -96,10 +147,23 @@ def operator(kubeconfig: Path, namespace: Namespace, tmp_path: Path) -> Iterator
         process.kill()
 
 
+@pytest.fixture
+def any_operator(request: pytest.FixtureRequest) -> AnyOperator:
+    """An operator serves the test's namespace: `operator` where the test has it too, else the shared one."""
+    if not shares_server(request.fixturenames):
+        return request.getfixturevalue("operator")
+    server: SharedServer = request.getfixturevalue("shared_server")
+    assert server.operator_runs(), server.log_text()[-4000:]
+    return server
+
+
 @pytest.fixture(autouse=True)
 def _operator_log(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the operator said, where a test fails."""
+    """What the operator logged, where a test fails."""
     yield
-    process = request.node.funcargs.get("operator")
-    if isinstance(process, OperatorProcess):
-        sys.stdout.write(process.log_text()[-4000:])
+    found = request.node.funcargs.get("any_operator", request.node.funcargs.get("operator"))
+    namespace = request.node.funcargs.get("namespace")
+    if isinstance(found, SharedServer) and isinstance(namespace, Namespace):
+        sys.stdout.write(found.log_about(namespace.name)[-4000:])
+    elif isinstance(found, OperatorProcess):
+        sys.stdout.write(found.log_text()[-4000:])

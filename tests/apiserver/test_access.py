@@ -14,6 +14,7 @@ from tests.support.control_plane import TOKEN, ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 READ, WRITE = ("get", "list", "watch"), ("create", "patch", "update", "delete", "deletecollection")
 CHANGE = ("patch", "update")
 SCALE = f"{POOL_PLURAL}/scale"

@@ -16,11 +16,12 @@ from mmd_api.contract.environment import KEYS_FILE
 from mmd_api.tenants import hash_of, new_key
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace
 
 from .fleet import assert_gateway_fault_shown
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 SECRET = "api-keys"
 HASH = hash_of(new_key())
@@ -40,7 +41,7 @@ def gateway_pod(namespace: Namespace) -> client.V1PodSpec:
 
 
 def test_a_missing_secret_and_a_missing_entry_are_reported_until_they_are_there(
-    operator: OperatorProcess, namespace: Namespace
+    any_operator: AnyOperator, namespace: Namespace
 ):
     namespace.apply(WITH_KEYS)
     namespace.settled(lambda: degraded(namespace, "SecretMissing", f"Secret {SECRET}"))
@@ -54,7 +55,7 @@ def test_a_missing_secret_and_a_missing_entry_are_reported_until_they_are_there(
     present = namespace.core.read_namespaced_secret(SECRET, namespace.name)
     assert present.metadata.resource_version == written.metadata.resource_version, "it changes nothing"
     assert not present.metadata.owner_references
-    assert HASH not in operator.log_text()
+    assert HASH not in any_operator.log_text()
 
 
 def test_gateways_alone_mount_the_secret_and_do_not_start_without_it(namespace: Namespace):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 
 def waiting(

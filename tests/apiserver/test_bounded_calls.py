@@ -24,6 +24,7 @@ from mmd_operator.finalizer import FINALIZER
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, child_of
+from mmd_operator.pauses import PRODUCTION, Pauses
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.sweep import Sweep
 from tests.support.definitions import OF_USERS, installed
@@ -41,6 +42,12 @@ PATH = f"/apis/{GROUP}/{VERSION}/namespaces/{{}}/{PLURAL}/demo"
 @pytest.fixture
 def kubeconfig(unruly: UnrulyServer) -> Path:
     return unruly.kubeconfig
+
+
+@pytest.fixture
+def pauses() -> Pauses:
+    """Those of production: calls are counted."""
+    return PRODUCTION
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 REFUSAL = "spec.deletionProtection is true: set it to false"
 
 

@@ -9,10 +9,11 @@ import pytest
 from kubernetes import client
 
 from mmd_operator.resources.exposure import INSTALL_GATEWAY_API, INSTALL_INFERENCE_EXTENSION
-from tests.support.definitions import HTTP_ROUTES, INFERENCE_POOLS, installed
+from tests.support.definitions import HTTP_ROUTES, installed
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.exposure import EXPOSED, ROUTE, report, route
 from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace, eventually, exhaust, forget_the_dead, is_gone
 
 from .fleet import Fleet, assert_condition
@@ -27,8 +28,8 @@ def gateway_api(api: client.ApiClient) -> Iterator[None]:
 
 
 @pytest.fixture
-def exposed(gateway_api: None, operator: OperatorProcess, namespace: Namespace) -> Namespace:
-    """The definition was installed before the operator began, and the deployment serves."""
+def exposed(any_operator: AnyOperator, namespace: Namespace) -> Namespace:
+    """The deployment serves."""
     namespace.apply(EXPOSED)
     namespace.settled(namespace.is_ready)
     return namespace
@@ -184,7 +185,7 @@ def test_a_route_that_someone_else_changes_is_put_right(exposed: Namespace):
     exposed.settled(restored)
 
 
-@pytest.mark.usefixtures("gateway_api", "operator")
+@pytest.mark.usefixtures("any_operator")
 def test_a_deployment_without_either_has_neither(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
@@ -197,13 +198,7 @@ POOLS = ("inference.networking.k8s.io", "v1")
 POOL: dict[str, Any] = {**EXPOSED, "gateway": {**EXPOSED["gateway"], "inferencePool": {}}}
 
 
-@pytest.fixture
-def inference_extension(api: client.ApiClient) -> Iterator[None]:
-    with installed(api, INFERENCE_POOLS):
-        yield
-
-
-@pytest.mark.usefixtures("gateway_api", "inference_extension", "operator")
+@pytest.mark.usefixtures("any_operator")
 def test_a_pool_has_the_gateways_pods_and_the_route_leads_to_it(namespace: Namespace):
     namespace.apply(POOL)
     namespace.settled(namespace.is_ready)
@@ -256,7 +251,7 @@ def test_a_pool_has_the_gateways_pods_and_the_route_leads_to_it(namespace: Names
     namespace.settled(without)
 
 
-@pytest.mark.usefixtures("gateway_api", "inference_extension", "operator")
+@pytest.mark.usefixtures("any_operator")
 def test_a_picker_that_has_failed_is_reported_until_the_spec_has_none(namespace: Namespace):
     namespace.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": "keys"}, "stringData": {"keys.yaml": "tenants: []"}}
@@ -311,7 +306,7 @@ def test_without_the_inference_extension_a_condition_has_the_command_and_the_rou
     leads_to_the_service(namespace)
 
 
-@pytest.mark.usefixtures("gateway_api", "inference_extension", "operator")
+@pytest.mark.usefixtures("any_operator")
 def test_no_route_leads_to_a_pool_of_someone_else(namespace: Namespace):
     theirs = {
         "apiVersion": "/".join(POOLS),

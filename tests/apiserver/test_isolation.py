@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from mmd_cli.local.pods import free_port
+from mmd_operator.pauses import Pauses
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
@@ -33,6 +34,7 @@ from .rights import RULES, bind, token_of
 HEALTHY = [f"d{number}" for number in range(46)]
 SMALL = {**{key: SPEC[key] for key in ("model", "transfer")}, "decode": {"gpus": 0, "replicas": 1}}
 DENIED = "this cluster allows no Service"
+OFTEN_SWEPT = Pauses(sweep_seconds=1.0)
 PLACES = ("healthy", "webhook", "quota", "scale", "status")
 
 
@@ -122,12 +124,6 @@ def places(api: client.ApiClient, denying_webhook: tuple[str, str]) -> Iterator[
         client.AdmissionregistrationV1Api(api).delete_validating_webhook_configuration(found[name].name)
 
 
-def often_swept() -> None:
-    from mmd_operator import sweep
-
-    sweep.SWEEP_SECONDS = 1.0
-
-
 @pytest.fixture
 def port() -> int:
     return free_port()
@@ -145,7 +141,7 @@ def operator(
         bind(place, place.name, [*rules, *RULES["leaseRules"]], account)
     kubeconfig = control_plane.kubeconfig(token_of(home, *account))
     others = tuple(place.name for name, place in places.items() if name != "healthy")
-    process = OperatorProcess(kubeconfig, home.name, tmp_path, port, also=others, prepare=often_swept)
+    process = OperatorProcess(kubeconfig, home.name, tmp_path, port, also=others, pauses=OFTEN_SWEPT)
     process.start()
     yield process
     process.kill()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually, is_gone
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 
 def test_a_deployment_is_made_becomes_ready_and_goes_without_a_trace(namespace: Namespace):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mmd_operator.pauses import Pauses
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
@@ -15,13 +16,18 @@ from tests.support.standin import Namespace, eventually
 
 from .rights import RULES, bind, token_of
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 ENDS_SECONDS = 3.0
 """How long the container takes to end; a deletion timestamp is 30 s, the grace period, ahead."""
 
 
 @pytest.fixture(params=["a ClusterRole", "a Role in the namespace"])
 def operator(
-    request: pytest.FixtureRequest, control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
+    request: pytest.FixtureRequest,
+    control_plane: ControlPlane,
+    namespace: Namespace,
+    tmp_path: Path,
+    pauses: Pauses,
 ) -> Iterator[OperatorProcess]:
     """An operator whose Lease is not in the namespace that is deleted, but whose rights may be."""
     if request.param == "a ClusterRole":
@@ -32,7 +38,7 @@ def operator(
         bind(namespace, namespace.name, RULES["rules"], account)
         bind(namespace, "default", RULES["leaseRules"], account)
         kubeconfig = control_plane.kubeconfig(token_of(namespace, *account))
-    process = OperatorProcess(kubeconfig, namespace.name, tmp_path, lease_namespace="default")
+    process = OperatorProcess(kubeconfig, namespace.name, tmp_path, lease_namespace="default", pauses=pauses)
     process.start()
     yield process
     process.kill()

@@ -15,6 +15,7 @@ from tests.support.operator_process import OperatorProcess
 from tests.support.standin import Namespace, eventually
 from tests.support.unruly_server import UnrulyServer
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 LEASE_END_SECONDS = 40
 
 

@@ -8,7 +8,7 @@ from mmd_api.pipeline import pipeline_revision
 from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
 from tests.support.standin import Namespace, counted, eventually
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
+from dataclasses import replace
 
 import pytest
 
@@ -12,16 +13,18 @@ from mmd_operator.resources.naming import CONFIG_HASH_ANNOTATION
 from mmd_operator.resources.nats import GENERATION_ANNOTATION, KEYS_ANNOTATION, PASSWORD_KEYS
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
+from tests.support.quick_pauses import QUICK_PAUSES
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace, eventually
 
 NEW_ROLE = "encode_prefill_decode"
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 SECRET = "demo-nats"
 
 
 @pytest.fixture
-def serving(operator: OperatorProcess, namespace: Namespace) -> Namespace:
+def serving(any_operator: AnyOperator, namespace: Namespace) -> Namespace:
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     return namespace
@@ -52,7 +55,7 @@ def test_another_generation_moves_each_password_to_its_second_name(serving: Name
 
 
 def test_no_password_appears_in_the_status_an_event_or_the_operators_log(
-    operator: OperatorProcess, serving: Namespace
+    any_operator: AnyOperator, serving: Namespace
 ):
     made = set(passwords(serving).values())
     serving.change({"nats": {"passwordGeneration": 2}})
@@ -64,7 +67,7 @@ def test_no_password_appears_in_the_status_an_event_or_the_operators_log(
     shown = {
         "status": json.dumps(serving.get()["status"]),
         "Events": " ".join(f"{event.reason} {event.message}" for event in events),
-        "log": operator.log_text(),
+        "log": any_operator.log_text(),
     }
     assert all(shown.values())
     assert len(made) > len(PASSWORD_KEYS)
@@ -96,7 +99,7 @@ def test_a_role_that_the_secret_lacks_is_added_and_no_other_password_changes(
     operator: OperatorProcess, serving: Namespace
 ):
     namespace = serving
-    operator.kill()
+    assert operator.stop() == 0
     before = passwords(namespace)
     lacked = {NEW_ROLE, previous_of(NEW_ROLE)}
     known = ",".join(key for key in PASSWORD_KEYS if key not in lacked)
@@ -133,12 +136,13 @@ def test_an_existing_secret_of_the_user_is_left_unchanged(namespace: Namespace):
     assert after.metadata.resource_version == before.metadata.resource_version
 
 
+@pytest.mark.parametrize("pauses", [replace(QUICK_PAUSES, resync_seconds=3600.0)], ids=["no-resync"])
 def test_a_secret_of_the_users_own_that_lacks_keys_keeps_the_configuration_that_works(
     operator: OperatorProcess, serving: Namespace
 ):
     """As after an upgrade from a release whose users had one name each."""
     namespace, core = serving, serving.core
-    operator.kill()
+    assert operator.stop() == 0
     mine = dict.fromkeys(USERS, "mine")
     core.delete_namespaced_secret(SECRET, namespace.name)
     core.create_namespaced_secret(namespace.name, {"metadata": {"name": SECRET}, "stringData": mine})
@@ -170,7 +174,7 @@ def test_a_secret_of_the_users_own_that_lacks_keys_keeps_the_configuration_that_
         assert config_hash(namespace) != "before"
         assert core.read_namespaced_config_map(SECRET, namespace.name).data != earlier["data"]
 
-    namespace.settled(continued, 90)
+    namespace.settled(continued)
 
 
 def config_hash(namespace: Namespace) -> str:

@@ -11,6 +11,7 @@ import pytest
 from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
+from mmd_operator.pauses import Pauses
 from tests.support.control_plane import ControlPlane
 from tests.support.definitions import OF_USERS, installed
 from tests.support.deployments import ANOTHER_MODEL, SPEC
@@ -22,6 +23,7 @@ from tests.support.standin import Namespace, counted, eventually, is_gone
 from .fleet import Fleet, assert_drain_requested, assert_replaced
 from .rights import RULES, bind, token_of
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 ACCOUNT = "multimodal-operator"
 Right = tuple[str, str, str]
 """Group, resource with subresource, verb."""
@@ -45,13 +47,13 @@ def grant(namespace: Namespace, rules: list[dict]) -> str:
 
 
 @pytest.fixture
-def start(control_plane: ControlPlane, tmp_path: Path, namespace: Namespace) -> Iterator:
+def start(control_plane: ControlPlane, tmp_path: Path, namespace: Namespace, pauses: Pauses) -> Iterator:
     """Starts an operator with the given rights."""
     begun: list[OperatorProcess] = []
 
     def started(rules: list[dict]) -> OperatorProcess:
         kubeconfig = control_plane.kubeconfig(grant(namespace, rules))
-        begun.append(OperatorProcess(kubeconfig, namespace.name, tmp_path))
+        begun.append(OperatorProcess(kubeconfig, namespace.name, tmp_path, pauses=pauses))
         begun[-1].start()
         return begun[-1]
 

@@ -11,7 +11,7 @@ import pytest
 from mmd_operator.contest import FREE_REPAIRS
 from mmd_operator.resources.naming import INPUTS_ANNOTATION, REVISION_LABEL
 from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace
 
 from .fleet import Fleet
@@ -20,7 +20,7 @@ FIRST = "registry.example/worker@sha256:aa"
 
 
 @pytest.fixture
-def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
+def fleet(namespace: Namespace, any_operator: AnyOperator) -> Iterator[Fleet]:
     made = Fleet(namespace)
     namespace.apply(SPEC)
     made.until(namespace.is_ready)
@@ -75,7 +75,7 @@ TAG, BEGAN, MOVED = f"{REPOSITORY}:v1", f"{REPOSITORY}@sha256:{'a' * 64}", f"{RE
 
 
 @pytest.fixture
-def pulling(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
+def pulling(namespace: Namespace, any_operator: AnyOperator) -> Iterator[Fleet]:
     """A deployment whose image comes from a registry, with its first revision pinned."""
     made = Fleet(namespace)
     made.image = BEGAN

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kubernetes import client
 
 from mmd_api.pool_resource import POOL_KIND, POOL_PLURAL
 from mmd_api.resource import API_VERSION, GROUP, VERSION
-from tests.support.control_plane import ControlPlane, binaries
-from tests.support.operator_process import OperatorProcess
+from tests.support.control_plane import binaries
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace
 
 from .fleet import IDLE, Fleet, assert_condition, assert_drain_requested, scaled
 
 
 @pytest.fixture
-def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
+def fleet(namespace: Namespace, any_operator: AnyOperator) -> Iterator[Fleet]:
     made = Fleet(namespace)
     yield made
     made.stop()
 
 
-def kubectl(plane: ControlPlane, namespace: Namespace, *arguments: str) -> subprocess.CompletedProcess[str]:
+def kubectl(kubeconfig: Path, namespace: Namespace, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             str(binaries() / "kubectl"),
-            f"--kubeconfig={plane.kubeconfig()}",
+            f"--kubeconfig={kubeconfig}",
             f"--namespace={namespace.name}",
             *arguments,
         ],
@@ -39,8 +40,8 @@ def kubectl(plane: ControlPlane, namespace: Namespace, *arguments: str) -> subpr
     )
 
 
-def scale(plane: ControlPlane, namespace: Namespace, pool: str, replicas: int) -> None:
-    result = kubectl(plane, namespace, "scale", f"mmp/demo-{pool}", f"--replicas={replicas}")
+def scale(kubeconfig: Path, namespace: Namespace, pool: str, replicas: int) -> None:
+    result = kubectl(kubeconfig, namespace, "scale", f"mmp/demo-{pool}", f"--replicas={replicas}")
     assert result.returncode == 0, result.stderr
 
 
@@ -64,14 +65,14 @@ def assert_sizes(namespace: Namespace, pool: str, *expected: int) -> None:
 
 
 def test_kubectl_scales_an_external_pool_which_drains_before_it_shrinks_and_no_other_pool(
-    control_plane: ControlPlane, fleet: Fleet
+    kubeconfig: Path, fleet: Fleet
 ):
     namespace = fleet.namespace
     namespace.apply(scaled(mode="External"))
     fleet.until(namespace.is_ready)
     fleet.until(lambda: assert_sizes(namespace, "encoder", 1, 1, 1))
 
-    scale(control_plane, namespace, "encoder", 9)
+    scale(kubeconfig, namespace, "encoder", 9)
     fleet.until(lambda: fleet.assert_size("encoder", 3))
     fleet.until(lambda: assert_condition(fleet, "ScalingLimited", "True", "MaxReplicas"))
     fleet.until(lambda: assert_sizes(namespace, "encoder", 9, 3, 3))
@@ -81,29 +82,29 @@ def test_kubectl_scales_an_external_pool_which_drains_before_it_shrinks_and_no_o
         pod.load = IDLE
     last = fleet.pods_of("encoder")[2]
     last.holds_work = True
-    scale(control_plane, namespace, "encoder", 2)
+    scale(kubeconfig, namespace, "encoder", 2)
     fleet.until(lambda: assert_drain_requested(last))
     fleet.assert_size("encoder", 3)
     last.holds_work = False
     fleet.until(lambda: fleet.assert_size("encoder", 2))
 
-    assert kubectl(control_plane, namespace, "delete", "mmp/demo-encoder").returncode == 0
+    assert kubectl(kubeconfig, namespace, "delete", "mmp/demo-encoder").returncode == 0
     fleet.until(lambda: assert_sizes(namespace, "encoder", 2, 2, 2))
 
-    scale(control_plane, namespace, "decode", 4)
+    scale(kubeconfig, namespace, "decode", 4)
     namespace.reported("SizeReverted", "set spec.decode.autoscaling.mode to External")
     fleet.until(lambda: assert_sizes(namespace, "decode", 1, 1, 1))
     fleet.assert_size("decode", 1)
 
-    shown = kubectl(control_plane, namespace, "get", "mmp")
+    shown = kubectl(kubeconfig, namespace, "get", "mmp")
     assert shown.stdout.splitlines()[0].split() == ["NAME", "DESIRED", "REPLICAS", "READY", "AGE"]
     refused = kubectl(
-        control_plane, namespace, "patch", "mmp/demo-encoder", "--type=merge", '--patch={"spec":{"replicas":1001}}'
+        kubeconfig, namespace, "patch", "mmp/demo-encoder", "--type=merge", '--patch={"spec":{"replicas":1001}}'
     )  # fmt: skip
     assert "spec.replicas" in refused.stderr
 
 
-def test_an_hpa_may_name_a_pool(api: client.ApiClient, namespace: Namespace):
+def test_an_hpa_may_name_a_pool(shared_api: client.ApiClient, namespace: Namespace):
     hpa = {
         "metadata": {"name": "demo-encoder"},
         "spec": {
@@ -115,6 +116,6 @@ def test_an_hpa_may_name_a_pool(api: client.ApiClient, namespace: Namespace):
             ],
         },
     }  # fmt: skip
-    client.AutoscalingV2Api(api).create_namespaced_horizontal_pod_autoscaler(
+    client.AutoscalingV2Api(shared_api).create_namespaced_horizontal_pod_autoscaler(
         namespace.name, hpa, field_validation="Strict"
     )

@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from mmd_api.history import COMPLETED_ANNOTATION, SPEC_LABEL, spec_digest
 from mmd_api.pipeline import pipeline_revision
 from mmd_cli.commands.rollout import _status, rollout
+from mmd_operator.pauses import Pauses
 from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
 from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import WAIT_SECONDS, Namespace, eventually, forget_the_dead
 
 FIRST, SECOND = SPEC, {**SPEC, **ANOTHER_MODEL}
@@ -58,7 +60,7 @@ def progressing(namespace: Namespace, reason: str) -> None:
 
 
 def test_specs_are_recorded_undone_and_paused_by_the_command_line(
-    operator: OperatorProcess, namespace: Namespace, mmd
+    any_operator: AnyOperator, namespace: Namespace, mmd
 ):
     namespace.apply(FIRST)
     namespace.settled(namespace.is_ready)
@@ -111,7 +113,7 @@ def test_specs_are_recorded_undone_and_paused_by_the_command_line(
 
 
 def test_a_revision_that_is_not_ready_in_time_is_removed_until_the_spec_changes(
-    kubeconfig: Path, operator: OperatorProcess, namespace: Namespace, tmp_path: Path, mmd
+    kubeconfig: Path, operator: OperatorProcess, namespace: Namespace, tmp_path: Path, pauses: Pauses, mmd
 ):
     namespace.apply({**FIRST, "rollout": {"progressDeadlineSeconds": 1, "onFailure": "RollBack"}})
     namespace.settled(namespace.is_ready)
@@ -132,7 +134,7 @@ def test_a_revision_that_is_not_ready_in_time_is_removed_until_the_spec_changes(
     found = namespace.get()["status"]["rolledBack"]
     operator.kill()
     forget_the_dead(namespace)
-    successor = OperatorProcess(kubeconfig, namespace.name, tmp_path)
+    successor = OperatorProcess(kubeconfig, namespace.name, tmp_path, pauses=pauses)
     successor.start()
     try:
         namespace.apps.delete_namespaced_stateful_set(f"demo-prefill-{OLD}", namespace.name)

@@ -9,7 +9,7 @@ from mmd_operator.resources.naming import REVISION_LABEL
 from tests.support.deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
 from tests.support.standin import Namespace, eventually
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 OLD = pipeline_revision(deployment(SPEC).spec)
 NEW = pipeline_revision(deployment({**SPEC, **ANOTHER_MODEL}).spec)

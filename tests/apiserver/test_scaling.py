@@ -8,20 +8,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace, forget_the_dead
 
 from .fleet import BUSY, IDLE, Fleet, assert_condition, assert_drain_requested, assert_replaced, scaled
 
 
 @pytest.fixture
-def fleet(namespace: Namespace, operator: OperatorProcess) -> Iterator[Fleet]:
+def fleet(namespace: Namespace, any_operator: AnyOperator) -> Iterator[Fleet]:
     made = Fleet(namespace)
     yield made
     made.stop()
@@ -37,10 +38,10 @@ def event(fleet: Fleet, reason: str, words: str) -> None:
     fleet.namespace.reported(reason, words)
 
 
-def mmd(plane: ControlPlane, *arguments: str) -> str:
+def mmd(kubeconfig: Path, *arguments: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "mmd_cli", *arguments],
-        env={**os.environ, "KUBECONFIG": str(plane.kubeconfig()), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -50,7 +51,7 @@ def mmd(plane: ControlPlane, *arguments: str) -> str:
 
 
 def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_empty(
-    control_plane: ControlPlane, fleet: Fleet
+    kubeconfig: Path, fleet: Fleet
 ):
     up(fleet)
     fleet.until(lambda: assert_condition(fleet, "MetricsFresh", "True", "AllReporting"))
@@ -67,14 +68,14 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     )
     fleet.until(lambda: bounded_by(fleet, "Encoder"))
     fleet.until(lambda: decided_from(fleet, "encoder", 3))
-    explained = mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name)
+    explained = mmd(kubeconfig, "explain", "demo", "-n", fleet.namespace.name)
     assert "encoder: 3 of 3 ready" in explained
     assert "encoder stays at 3 replicas (Steady); backlog is " in explained
     assert "    keep_within_bounds (MaxReplicas): between the minimum now" in explained
     assert "\nReady: True (Serving) " in explained
     assert "encoder scales from 1 to 3 replicas (LoadRose); backlog is 7.00 s, target 1.00 s" in explained
     assert "bottleneck: Encoder" in explained
-    for_programs = json.loads(mmd(control_plane, "explain", "demo", "-n", fleet.namespace.name, "--json"))
+    for_programs = json.loads(mmd(kubeconfig, "explain", "demo", "-n", fleet.namespace.name, "--json"))
     assert for_programs["status"]["pools"]["encoder"]["lastDecision"]["toReplicas"] == 3
     assert "bottleneck: Encoder" in for_programs["lines"]
 

@@ -21,6 +21,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_ONE_MACHINE_ONLY = "qwen2_5_vl-random.yaml"
 
 
+@pytest.fixture
+def api(shared_api: client.ApiClient) -> client.ApiClient:
+    return shared_api
+
+
 def create(api: client.ApiClient, manifest: dict) -> dict:
     return client.CustomObjectsApi(api).create_namespaced_custom_object(
         GROUP, VERSION, "default", PLURAL, manifest, dry_run="All", field_validation="Strict"

@@ -6,12 +6,12 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
+from tests.support.shared_server import AnyOperator
 from tests.support.standin import Namespace
 
 from .fleet import assert_gateway_fault_shown
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 SECRET = "gateway-tls"
 WITH_TLS = {**SPEC, "gateway": {"tls": {"secretName": SECRET}}}
@@ -28,7 +28,7 @@ def put(namespace: Namespace, entries: dict[str, str]) -> None:
     namespace.core.create_namespaced_secret(namespace.name, body)
 
 
-def test_a_missing_certificate_is_reported_until_it_is_there(operator: OperatorProcess, namespace: Namespace):
+def test_a_missing_certificate_is_reported_until_it_is_there(any_operator: AnyOperator, namespace: Namespace):
     namespace.apply(WITH_TLS)
     words = f"Secret {SECRET}, which spec.gateway.tls.secretName names, does not exist"
     namespace.settled(lambda: degraded(namespace, "SecretMissing", words))
@@ -38,7 +38,7 @@ def test_a_missing_certificate_is_reported_until_it_is_there(operator: OperatorP
     namespace.settled(namespace.is_ready)
     status = namespace.get("demo")["status"]
     assert status["endpoint"] == f"https://demo-gateway.{namespace.name}.svc:8000"
-    assert not set(pair["tls.key"].splitlines()) & set(operator.log_text().splitlines())
+    assert not set(pair["tls.key"].splitlines()) & set(any_operator.log_text().splitlines())
 
 
 def test_a_certificate_that_a_gateway_rejects_is_reported_in_its_words(namespace: Namespace):

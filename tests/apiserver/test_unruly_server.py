@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mmd_operator.pauses import PRODUCTION, Pauses
 from tests.support.control_plane import ControlPlane, answers
 from tests.support.deployments import ANOTHER_MODEL, SPEC
 from tests.support.operator_process import OperatorProcess
@@ -17,6 +18,12 @@ from tests.support.unruly_server import UnrulyServer
 @pytest.fixture
 def kubeconfig(unruly: UnrulyServer) -> Path:
     return unruly.kubeconfig
+
+
+@pytest.fixture
+def pauses() -> Pauses:
+    """Those of production: calls are counted."""
+    return PRODUCTION
 
 
 def test_calls_that_are_refused_for_now_are_made_again_later_and_not_at_once(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mmd_operator.observed import FIELD_MANAGER
+from mmd_operator.pauses import Pauses
 from mmd_operator.resources.naming import APPLIED_ANNOTATION, INPUTS_ANNOTATION
 from tests.support.control_plane import ControlPlane
 from tests.support.deployments import SPEC
@@ -17,10 +18,12 @@ from tests.support.standin import Namespace, eventually
 
 
 @pytest.fixture
-def next_release(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path):
+def next_release(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path, pauses: Pauses):
     """An operator of the next release, not started yet; the namespace is as the first one left it."""
-    first = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path)
-    second = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path, prepare=another_release)
+    first = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path, pauses=pauses)
+    second = OperatorProcess(
+        control_plane.kubeconfig(), namespace.name, tmp_path, prepare=another_release, pauses=pauses
+    )
     try:
         first.start()
         namespace.apply(SPEC)

@@ -12,6 +12,7 @@ from mmd_api.crd import custom_resource_definition
 from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually
 
+pytestmark = pytest.mark.xdist_group("cluster-wide")
 Schema = dict[str, Any]
 FIELD = "cacheMebibytes"
 

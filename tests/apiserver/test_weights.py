@@ -13,7 +13,7 @@ from tests.support.deployments import SPEC
 from tests.support.standin import Namespace, eventually, is_gone
 from tests.support.weights_server import WeightsServer
 
-pytestmark = pytest.mark.usefixtures("operator")
+pytestmark = pytest.mark.usefixtures("any_operator")
 
 CACHED = {
     **SPEC,

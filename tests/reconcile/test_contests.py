@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from mmd_operator.contest import (
     CALM_SECONDS,
-    FIRST_PAUSE_SECONDS,
     FREE_REPAIRS,
-    LAST_PAUSE_SECONDS,
     MAX_CONTESTS,
     Contests,
 )
+from mmd_operator.pauses import PRODUCTION
 
 
 def test_the_first_repairs_come_at_once_and_later_ones_ever_more_rarely():
@@ -20,8 +19,10 @@ def test_the_first_repairs_come_at_once_and_later_ones_ever_more_rarely():
         now += pauses[-1]
         contests.repaired("a", now, "rival")
     assert pauses[:FREE_REPAIRS] == [0.0] * FREE_REPAIRS
-    assert pauses[FREE_REPAIRS : FREE_REPAIRS + 3] == [FIRST_PAUSE_SECONDS * n for n in (1, 2, 4)]
-    assert pauses[-1] == LAST_PAUSE_SECONDS
+    assert pauses[FREE_REPAIRS : FREE_REPAIRS + 3] == [
+        PRODUCTION.first_contest_seconds * n for n in (1, 2, 4)
+    ]
+    assert pauses[-1] == PRODUCTION.last_contest_seconds
     assert contests.pause("b", now) == 0.0
 
 

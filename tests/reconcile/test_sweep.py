@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 from collections import Counter
 
-import pytest
-
-from mmd_operator import sweep as module
 from mmd_operator.cluster import BusyError, Listing, Resource
+from mmd_operator.pauses import Pauses
 from mmd_operator.sweep import Sweep
 
 FORBIDDEN, HEALTHY = Resource("", "v1", "configmaps"), Resource("", "v1", "services")
@@ -31,14 +29,11 @@ class Cluster:
         return Listing({"u"}, "7")
 
 
-async def test_a_kind_that_cannot_be_listed_does_not_end_the_sweeps_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SWEEP_SECONDS", 0.2)
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+async def test_a_kind_that_cannot_be_listed_does_not_end_the_sweeps_of_the_others() -> None:
     cluster = Cluster()
     kinds = {kind: (None, lambda: [("u", "5")]) for kind in (FORBIDDEN, HEALTHY)}
-    sweep = Sweep(cluster, (), kinds, lambda _: None)  # type: ignore[arg-type]
+    pauses = Pauses(sweep_seconds=0.2, sweep_retry_seconds=0.01)
+    sweep = Sweep(cluster, (), kinds, lambda _: None, pauses)  # type: ignore[arg-type]
     running = asyncio.create_task(sweep.run())
     try:
         async with asyncio.timeout(30):

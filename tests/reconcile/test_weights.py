@@ -10,13 +10,13 @@ import pytest
 from mmd_api.contract.weights import EXIT_STATUS, WeightsProgress
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.observed import Child, Observed, PodView, child_of, pod_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.plan import plan_objects
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
 from mmd_operator.resources.naming import WEIGHTS
 from mmd_operator.rollout import Step, next_step
 from mmd_operator.rollout_progress import advanced, clock_of
 from mmd_operator.weights import (
-    LOOK_SECONDS,
     WeightsDownload,
     weights_problems,
     weights_status,
@@ -182,18 +182,18 @@ async def test_a_pod_is_asked_at_most_every_five_seconds_since_its_answer_wakes_
     fetcher = Pods()
     download = WeightsDownload(fetcher)
     seen = Observed({job().key: job()}, (pod(0),))
-    for at in (0.0, 0.1, LOOK_SECONDS - 0.1):
+    for at in (0.0, 0.1, PRODUCTION.download_seconds - 0.1):
         status, _ = await download.look(PLANNED, seen, at)
         assert status is not None
         assert status.bytes == 2**29
     assert fetcher.asked == 1
     fetcher.answer = b""
-    status, _ = await download.look(PLANNED, seen, LOOK_SECONDS)
+    status, _ = await download.look(PLANNED, seen, PRODUCTION.download_seconds)
     assert fetcher.asked == 2
     assert status is not None
     assert status.bytes == 2**29, "what is known was forgotten"
     fetcher.answer = b"<html>"
-    status, _ = await download.look(PLANNED, seen, 2 * LOOK_SECONDS)
+    status, _ = await download.look(PLANNED, seen, 2 * PRODUCTION.download_seconds)
     assert status is not None
     assert status.bytes is None
 

@@ -23,24 +23,28 @@ OF_USERS = {d["spec"]["group"]: d for d in (GROUP_SETS, HTTP_ROUTES, INFERENCE_P
 @contextmanager
 def installed(api: client.ApiClient, definition: dict[str, Any]) -> Iterator[None]:
     """The definition, served as long as this lasts."""
-    extensions = client.ApiextensionsV1Api(api)
-    extensions.create_custom_resource_definition(definition)
-    spec = definition["spec"]
-    where = (spec["group"], spec["versions"][0]["name"], spec["names"]["plural"])
-
-    def is_served(expected: bool) -> None:
-        try:
-            client.CustomObjectsApi(api).list_cluster_custom_object(*where)
-            served = True
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
-            served = False
-        assert served == expected
-
     try:
-        eventually(lambda: is_served(True))
+        establish(api, definition)
         yield
     finally:
-        extensions.delete_custom_resource_definition(definition["metadata"]["name"])
-        eventually(lambda: is_served(False))
+        client.ApiextensionsV1Api(api).delete_custom_resource_definition(definition["metadata"]["name"])
+        eventually(lambda: _is_served(api, definition, expected=False))
+
+
+def establish(api: client.ApiClient, definition: dict[str, Any]) -> None:
+    """Put a definition into the API server, and wait until its kind is served."""
+    client.ApiextensionsV1Api(api).create_custom_resource_definition(definition)
+    eventually(lambda: _is_served(api, definition, expected=True))
+
+
+def _is_served(api: client.ApiClient, definition: dict[str, Any], *, expected: bool) -> None:
+    spec = definition["spec"]
+    where = (spec["group"], spec["versions"][0]["name"], spec["names"]["plural"])
+    try:
+        client.CustomObjectsApi(api).list_cluster_custom_object(*where)
+        served = True
+    except client.ApiException as error:
+        if error.status != 404:
+            raise
+        served = False
+    assert served == expected

@@ -20,7 +20,9 @@ from ci.drills import drill_of, stale
 OUTCOMES = "MMD_TEST_OUTCOMES"
 
 #: Fixtures that start a program: a test with one depends on more than the code.
-PROGRAMS = frozenset({"nats_server", "own_nats_server", "connect", "launch", "control_plane", "api"})
+PROGRAMS = frozenset(
+    {"nats_server", "own_nats_server", "connect", "launch", "control_plane", "api", "shared_api", "namespace"}
+)
 
 CPU = "cpu seconds"
 

@@ -11,7 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import typer
+
+from mmd_operator.pauses import Pauses
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -31,26 +36,62 @@ def another_release() -> None:
     pods.PROBE_TIMEOUT_SECONDS += 1
 
 
-def _run(
-    arguments: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None
-) -> None:
+@dataclass(frozen=True)
+class _Launch:
+    """How an operator runs. `pauses`: its pauses; None for those of the command line, which are those of production."""
+
+    namespaces: tuple[str, ...]
+    lease_namespace: str
+    health_port: int
+    environment: dict[str, str]
+    log: str
+    prepare: Callable[[], None] | None
+    pauses: Pauses | None
+
+    @property
+    def arguments(self) -> list[str]:
+        served = [f"--namespace={name}" for name in self.namespaces] or ["--all-namespaces"]
+        lease = f"--lease-namespace={self.lease_namespace}"
+        return ["operator", *served, lease, f"--health-port={self.health_port}"]
+
+
+def _run(launch: _Launch) -> None:
     """What the `mmd` program does with a command line, in this process."""
-    from mmd_cli.program import main
-
-    if prepare is not None:
-        prepare()
-
-    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    if launch.prepare is not None:
+        launch.prepare()
+    out = os.open(launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
     faulthandler.register(signal.SIGUSR1)
-    os.environ.update(environment)
-    sys.argv = ["mmd", *arguments]
+    os.environ.update(launch.environment)
+    if launch.pauses is None:
+        _run_program(launch)
+    else:
+        _run_with(launch, launch.pauses)
+
+
+def _run_program(launch: _Launch) -> None:
+    from mmd_cli.program import main
+
+    sys.argv = ["mmd", *launch.arguments]
     main()
 
 
+def _run_with(launch: _Launch, pauses: Pauses) -> None:
+    from mmd_operator.operator_command import run
+    from mmd_operator.serve import Options
+
+    try:
+        run(Options(launch.namespaces, launch.lease_namespace, launch.health_port, pauses))
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+
+
 class OperatorProcess:
-    """`mmd operator` against an API server. Its Lease is in `lease_namespace`, else in the first one it serves."""
+    """`mmd operator` against an API server. Its Lease is in `lease_namespace`, else in the first one it serves.
+
+    `namespace` empty: it serves all of them.
+    """
 
     def __init__(
         self,
@@ -61,20 +102,23 @@ class OperatorProcess:
         also: tuple[str, ...] = (),
         lease_namespace: str = "",
         prepare: Callable[[], None] | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
-        self._prepare = prepare
         self.log = folder / f"operator-{namespace}-{id(self)}.log"
-        served = [f"--namespace={name}" for name in (namespace, *also)]
-        lease = f"--lease-namespace={lease_namespace or namespace}"
-        self._arguments = ["operator", *served, lease, f"--health-port={health_port}"]
-        self._environment = {"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"}
+        self._launch = _Launch(
+            namespaces=(namespace, *also) if namespace else (),
+            lease_namespace=lease_namespace or namespace,
+            health_port=health_port,
+            environment={"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"},
+            log=str(self.log),
+            prepare=prepare,
+            pauses=pauses,
+        )
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> None:
         self.log.touch()
-        self._process = _CONTEXT.Process(
-            target=_run, args=(self._arguments, self._environment, str(self.log), self._prepare), daemon=True
-        )
+        self._process = _CONTEXT.Process(target=_run, args=(self._launch,), daemon=True)
         self._process.start()
 
     @property

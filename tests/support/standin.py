@@ -60,6 +60,18 @@ class Namespace:
         made.core.create_namespaced_service_account(name, {"metadata": {"name": "default"}})
         return made
 
+    def abandon(self) -> None:
+        """Remove its deployments, whose objects nobody looks at any more, so that no operator goes on working on them."""
+        where = (GROUP, VERSION, self.name, PLURAL)
+        for item in self.custom.list_namespaced_custom_object(*where)["items"]:
+            name = item["metadata"]["name"]
+            try:
+                self.custom.delete_namespaced_custom_object(*where, name)
+                self.custom.patch_namespaced_custom_object(*where, name, {"metadata": {"finalizers": None}})
+            except client.ApiException as error:
+                if error.status != 404:  # it had no finalizer
+                    raise
+
     # The resource
 
     def apply(self, spec: dict[str, Any], name: str = "demo", **metadata: Any) -> dict[str, Any]:
