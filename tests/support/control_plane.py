@@ -12,13 +12,13 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from tenacity import Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 
 from mmd_cli.local.pods import free_port
+from tests.support.needed import lacking
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED_BUILD = REPOSITORY.parent / "shared" / "k8s"
@@ -44,10 +44,9 @@ def binaries() -> Path:
         if not prebuilt and (on_path := shutil.which("kube-apiserver")):
             return Path(on_path).parent
         if not prebuilt and not shutil.which("go"):
-            missing = "no API server: set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver, or install Go"
-            if os.environ.get("CI") == "true":
-                pytest.fail(missing)
-            pytest.skip(missing)
+            lacking(
+                "no API server: set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver, or install Go"
+            )
         subprocess.run(["sh", REPOSITORY / "e2e/kubernetes/build.sh", build], check=True, timeout=1800)
     for name in ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm"):
         link = CACHED_BUILD / name
@@ -147,10 +146,9 @@ class ControlPlane:
         """Run `CONTROLLERS` until `stop`. Skips the test where there is no kube-controller-manager."""
         program = self.binaries / "kube-controller-manager"
         if not program.exists():
-            missing = f"{program} is needed; envtest has none: unset KUBEBUILDER_ASSETS to use the repository's build"
-            if os.environ.get("CI") == "true":
-                pytest.fail(missing)
-            pytest.skip(missing)
+            lacking(
+                f"{program} is needed; envtest has none: unset KUBEBUILDER_ASSETS to use the repository's build"
+            )
         kubeconfig = self.kubeconfig()
         if program.name not in self.processes:
             self._spawn(
