@@ -101,7 +101,7 @@ def chosen_drills() -> Iterator[Leg]:
     choice = chosen()
     print(f"drills for this commit: {', '.join(choice.run)}", flush=True)
     for name in choice.left_out:
-        print(f"its files changed, and it is too long for the gate; run 'make drill-{name}'", flush=True)
+        print(f"its files changed, and the gate has no place for it; run 'make drill-{name}'", flush=True)
     yield from map(drill_leg, choice.run)
 
 

@@ -109,9 +109,6 @@ def test_a_role_loads_from_shards_as_from_one_file(checkpoint: Checkpoint, tmp_p
     assert load_language_model(spec, zoo.CPU).loaded_bytes == served.language.loaded_bytes
 
 
-@pytest.mark.parametrize(
-    ("lost", "load"), [("language_model.layers.1", load_language_model), ("visual", load_encoder)]
-)
 def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +137,9 @@ def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other(
     assert not met
 
 
+@pytest.mark.parametrize(
+    ("lost", "load"), [("language_model.layers.1", load_language_model), ("visual", load_encoder)]
+)
 def test_missing_weights_are_refused_by_name(
     lost: str, load: Callable[..., object], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

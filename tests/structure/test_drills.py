@@ -79,6 +79,7 @@ def test_a_change_of_a_drills_own_files_chooses_it_too() -> None:
     assert drills_of_changes(["e2e_other/storm.py"]) == []
     assert choose("00000000", ["tests/pipeline/test_reasoning.py"]).run == (ROTATION[0], "forms")
     assert choose("00000000", ["tests/pipeline/test_lost_messages.py"]).run == (ROTATION[0],)
+    assert choose("00000000", ["tests/observe/test_alerts_fire.py"]).left_out == ("alerts",)
 
 
 def test_drills_that_do_not_fit_into_the_gate_are_named() -> None:
