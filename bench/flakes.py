@@ -1,15 +1,17 @@
 """The tests of the gate several times over, to find those that fail in some runs only.
 
-    python -m bench.flakes [--runs 3] [--load] [--seed 1] [--legs unit apiserver vllm-engine deployments]
+    python -m bench.flakes [--runs 3] [--load] [--seed 1] [--legs unit apiserver vllm-engine deployments] [--more]
 
 With `--load` two processes take both cores meanwhile, and a random process that the tests started is stopped for one to three seconds,
-again and again. The report names each test that failed, in how many runs, with the output of its last failure. It exits 1 if any did.
+again and again. The report names each test that failed, in which runs, with the output of its last failure. It exits 1 if any did.
+It is kept after each run; `--more` adds runs to it where it is of the same commit, with or without load as these.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import random
 import sys
@@ -21,7 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from bench.report import keep
+from bench.report import REPORTS, code, keep
 from ci.run import Run, legs_of, run_together
 from mmd_workers.wire.server import die_with_parent
 
@@ -29,6 +31,7 @@ STOPPED_SECONDS = (1.0, 3.0)
 PAUSE_SECONDS = (1.0, 3.0)
 SPINNERS = 2
 PATIENCE = 3
+REPORT = "flakes"
 
 
 @dataclass
@@ -91,27 +94,56 @@ def load(seed: int) -> Iterator[Stopper]:
             spinner.kill()
 
 
-def repeat(words: list[str], runs: int, patience: float) -> tuple[dict[str, Failures], list[dict[str, Any]]]:
-    """Run the legs so many times, with so many times their budgets; the failures of each test or leg, and how long each leg took."""
-    failures: dict[str, Failures] = {}
-    times = []
-    for number in range(runs):
+@dataclass
+class Findings:
+    """Of all runs so far."""
+
+    failures: dict[str, Failures] = field(default_factory=dict)
+    legs: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def kept(cls, commit: str, load: bool) -> Findings:
+        """Those of the kept report, or none where it is of another commit or another kind."""
+        path = REPORTS / f"{REPORT}.json"
+        report = json.loads(path.read_text()) if path.exists() else {}
+        if (report.get("code"), report.get("load")) != (commit, load):
+            return cls()
+        failures = {
+            name: Failures(set(one["runs"]), one["output"]) for name, one in report["failures"].items()
+        }
+        return cls(failures, report["legs"])
+
+    @property
+    def runs(self) -> int:
+        """How many there were."""
+        return 1 + max((leg["run"] for leg in self.legs), default=-1)
+
+    def body(self) -> dict[str, Any]:
+        """For the report."""
+        failures = {
+            name: {"runs": sorted(one.runs), "output": one.output} for name, one in self.failures.items()
+        }
+        return {"runs": self.runs, "legs": self.legs, "failures": failures}
+
+    def add(self, words: list[str], patience: float) -> None:
+        """Run the legs once, with so many times their budgets."""
+        number = self.runs
         for leg in legs_of(words):
             (run,) = run_together([replace(leg, budget_minutes=leg.budget_minutes * patience)])
-            times.append(
+            self.legs.append(
                 {
                     "run": number,
                     "leg": leg.name,
                     "seconds": round(run.seconds),
+                    "cpu_seconds": round(run.cpu_seconds),
                     "longest_stall_seconds": round(run.stall_seconds, 1),
-                    "passed": len(run.tests("passed")),
+                    "passed": len(run.passed_names),
                 }
             )
             for name, output in _failed(run):
-                failed = failures.setdefault(name, Failures())
+                failed = self.failures.setdefault(name, Failures())
                 failed.runs.add(number)
                 failed.output = output[-4000:]
-    return failures, times
 
 
 def _failed(run: Run) -> Iterator[tuple[str, str]]:
@@ -129,28 +161,24 @@ def main() -> None:
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--seed", type=int, default=1, help="of what is stopped, and when")
     parser.add_argument("--legs", nargs="+", default=["unit", "apiserver", "vllm-engine", "deployments"])
+    parser.add_argument("--more", action="store_true", help="add to the runs of the kept report")
     options = parser.parse_args()
-    with load(options.seed) if options.load else contextlib.nullcontext() as stopper:
-        failures, times = repeat(options.legs, options.runs, PATIENCE if options.load else 1)
-    body = {
-        "runs": options.runs,
-        "load": options.load,
-        "seed": options.seed,
-        "processes_stopped": stopper.num_stopped if stopper else 0,
-        "legs": times,
-        "failures": {
-            name: {"runs": sorted(one.runs), "output": one.output} for name, one in failures.items()
-        },
-    }
-    path = keep("flakes", body)
+    findings = Findings.kept(code(), options.load) if options.more else Findings()
+    stopped = 0
+    for _ in range(options.runs):
+        seed = options.seed + findings.runs
+        with load(seed) if options.load else contextlib.nullcontext() as stopper:
+            findings.add(options.legs, PATIENCE if options.load else 1)
+        stopped += stopper.num_stopped if stopper else 0
+        facts = {"load": options.load, "seed": options.seed, "processes_stopped_now": stopped}
+        path = keep(REPORT, facts | findings.body())
     console = Console()
-    for name, one in failures.items():
-        kind = (
-            "in every run" if len(one.runs) == options.runs else f"in {len(one.runs)} of {options.runs} runs"
+    for name, one in findings.failures.items():
+        console.print(
+            f"{name}: failed in {len(one.runs)} of {findings.runs} runs", markup=False, soft_wrap=True
         )
-        console.print(f"{name}: failed {kind}", markup=False, soft_wrap=True)
-    console.print(f"{len(failures)} tests failed in some run; report in {path}")
-    sys.exit(bool(failures))
+    console.print(f"{len(findings.failures)} tests failed in some of {findings.runs} runs; report in {path}")
+    sys.exit(bool(findings.failures))
 
 
 if __name__ == "__main__":

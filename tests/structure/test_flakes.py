@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from bench import flakes
+from ci import run
+from ci.legs import Leg
 
 pytestmark = pytest.mark.processes
 
@@ -35,3 +39,21 @@ def test_a_process_is_stopped_and_goes_on_and_the_spared_one_is_never_stopped(
         assert stopper.num_stopped >= 1
         victim.kill()
         spared.kill()
+
+
+def test_runs_are_added_to_those_of_the_same_commit_and_kind_and_to_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "FOLDER", tmp_path / "logs")
+    monkeypatch.setattr(flakes, "REPORTS", tmp_path)
+    monkeypatch.setattr(flakes, "legs_of", lambda words: [Leg(words[0], (words[0],), 1)])
+    first = flakes.Findings.kept("abc", load=True)
+    first.add(["true"], patience=1)
+    first.add(["false"], patience=1)
+    (tmp_path / "flakes.json").write_text(json.dumps({"code": "abc", "load": True} | first.body()))
+    again = flakes.Findings.kept("abc", load=True)
+    again.add(["false"], patience=1)
+    assert (again.runs, [leg["run"] for leg in again.legs]) == (3, [0, 1, 2])
+    assert {name: one.runs for name, one in again.failures.items()} == {"leg false": {1, 2}}
+    assert flakes.Findings.kept("abc", load=False).runs == 0
+    assert flakes.Findings.kept("abcd", load=True).runs == 0
