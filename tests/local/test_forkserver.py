@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,10 +15,11 @@ import pytest_asyncio
 
 from mmd_api.contract.errors import PeerLostError
 from mmd_api.spec.engine import EngineSpec
-from mmd_cli.local.engines import EngineMissingError, interpreter_for
+from mmd_cli.local.engines import EngineMissingError, Interpreter, interpreter_for
 from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
-from mmd_cli.local.supervisor import Supervisor
+from mmd_cli.local.supervisor import GaveUpError, Supervisor
+from tests.support.clock import FakeClock
 from tests.support.needed import lacking
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.processes]
@@ -155,3 +157,21 @@ async def test_an_order_to_a_server_that_cannot_start_fails(monkeypatch: pytest.
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(PeerLostError, match="exited with status 1"):
         await asyncio.wait_for(python(ForkServer(), ""), SECONDS)
+
+
+async def test_the_last_words_of_a_server_that_cannot_start_are_the_reason_why_its_pod_is_given_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho Traceback >&2\necho 'ImportError: no module of that version' >&2\nexit 1\n"
+    )
+    python.chmod(0o755)
+    given_up: list[GaveUpError] = []
+    clock = FakeClock()
+    supervisor = Supervisor(lambda *_: None, given_up.append, Interpreter(str(python)), clock)
+    supervisor.start(LocalPod("e-0", "encoder", ["mmd"], {}, 0, grace_seconds=5.0))
+    await clock.until(lambda: given_up)
+    await supervisor.close()
+    assert "exited with status 1: ImportError: no module of that version" in str(given_up[0])
+    assert "Traceback\nImportError" in capfd.readouterr().err

@@ -31,6 +31,8 @@ IMPORTED = ("mmd_workers.worker", "mmd_workers.gateway.service", "torch._dynamo"
 FORKS_PROGRAMS = sys.platform == "linux"
 """Elsewhere libraries' threads do not outlive a fork: there a pod is a new interpreter."""
 MAX_ORDER_BYTES = 131_072
+MAX_REASON_CHARACTERS = 1000
+LAST_WORDS_SECONDS = 5.0  # what it has forked may still hold its standard error
 IDLE_NICE = 20
 """One more than the nicest of Linux: a process that runs only where no other would."""
 
@@ -126,6 +128,7 @@ class ForkServer:
                     env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
                     stdin=its.fileno(),
                     stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
                     process_group=0,
                     preexec_fn=die_with_parent,
                 )
@@ -135,8 +138,18 @@ class ForkServer:
         self._orders = orders
         self._listening = asyncio.create_task(self._listen(server), name="fork-server")
 
+    async def _show_errors(self, stderr: asyncio.StreamReader, said: list[str]) -> None:
+        """Pass on what the server says until it ends; the end of it stays in `said`, with the reason where it could not start."""
+        while piece := await stderr.read(MAX_ORDER_BYTES):
+            text = piece.decode(errors="replace")
+            sys.stderr.write(text)
+            said[:] = ["".join((*said, text))[-MAX_REASON_CHARACTERS:]]
+
     async def _listen(self, server: asyncio.subprocess.Process) -> None:
         assert server.stdout is not None
+        assert server.stderr is not None
+        said: list[str] = []
+        showing = asyncio.create_task(self._show_errors(server.stderr, said))
         while line := await server.stdout.readline():
             reply = json.loads(line)
             begun, ended = self._begun.pop(reply["number"], None), self._ended[reply["number"]]
@@ -152,10 +165,15 @@ class ForkServer:
             elif begun is not None:
                 begun.set_result(reply["pid"])
         status = await server.wait()
+        await asyncio.wait(
+            {showing}, timeout=LAST_WORDS_SECONDS
+        )  # orders that come meanwhile fail as those before
         self._orders = None
+        showing.cancel()
+        reason = "".join(said).rstrip().rpartition("\n")[2] or "it said nothing"
         for begun in self._begun.values():
             if not begun.done():
-                begun.set_exception(PeerLostError(f"the fork server exited with status {status}"))
+                begun.set_exception(PeerLostError(f"the fork server exited with status {status}: {reason}"))
         for ended in self._ended.values():
             if not ended.done():
                 ended.set_result(-signal.SIGKILL)

@@ -205,7 +205,8 @@ class Supervisor:
                 pod.command, pod.environment, pod.nice, MAX_LINE_BYTES
             )
         except (PeerLostError, OSError) as error:
-            self._print(pod.name, str(error))
+            child.reason = str(error)
+            self._print(pod.name, child.reason)
             return 1
         while True:
             try:
