@@ -26,7 +26,7 @@ demo: install ## Start the whole pipeline on this machine and query it with an i
 test: install ## Run all tests that need neither a cluster nor the machine for themselves (the first run may build the API server with Go)
 	$(BIN)/python -m ci.run $(or $(LEGS),test)
 
-check: install ## Run lint and the tests that start no program but nats-server: what to run while you work
+check: install ## Run lint and the tests that start no worker, gateway or operator as a process: what to run while you work
 	$(BIN)/python -m ci.run check
 
 gate: install ## Run what CI runs: lint, vllm, test, demo and the drills chosen for the commit, all of them whatever fails
@@ -35,7 +35,7 @@ gate: install ## Run what CI runs: lint, vllm, test, demo and the drills chosen 
 drills: install vllm ## Run the long proofs of ci/drills.toml, one at a time; `make drill-NAME` runs one
 	$(BIN)/python -m ci.run drills
 
-drill-%: install
+drill-%: install vllm
 	$(BIN)/python -m ci.run $@
 
 mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)

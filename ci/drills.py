@@ -1,8 +1,8 @@
 """The table of drills, `ci/drills.toml`: which test belongs to which, and which of them a gate runs too.
 
-A gate runs one drill of the rotation, chosen by the commit, so that a second run of a commit runs the same one. It runs those as well
-whose own files the last commit changes, as far as their budgets together fit into `MINUTES` and none of their tests waits for
-repair (`until`); the others it names.
+A gate runs the drills whose own files the last commit changes, as far as their budgets together fit into `MINUTES` and none of their tests
+waits for repair (`until`); the others it names. With them goes one of the rotation, if it fits: the commit chooses it, so that a second run
+of a commit runs the same one.
 """
 
 from __future__ import annotations
@@ -73,38 +73,60 @@ def drills_of_changes(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The drills of a gate, and those that its changes ask for but its time does not allow."""
+    """The drills of a gate, and what its summary says of those that it leaves out."""
 
     run: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def choose(commit: str, paths: Iterable[str]) -> Choice:
-    """The drills of a gate for a commit (hexadecimal, or empty where there is no git) and the paths that it changes."""
-    run = [ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]]
-    left_out = []
-    minutes = DRILLS[run[0]]["minutes"]
-    for name in drills_of_changes(paths):
-        if name in run:
-            continue
-        if "until" not in DRILLS[name] and minutes + DRILLS[name]["minutes"] <= MINUTES:
+def choose(commit: str, paths: Iterable[str] | None) -> Choice:
+    """The drills of a gate for a commit (hexadecimal, or empty where there is no git) and the paths that it changes, if that is known."""
+    run: list[str] = []
+    notes = []
+    if paths is None:
+        notes.append("NOT RUN: drills whose files changed, for git does not say what changed")
+    for name in drills_of_changes(paths or ()):
+        if "until" not in DRILLS[name] and _minutes([*run, name]) <= MINUTES:
             run.append(name)
-            minutes += DRILLS[name]["minutes"]
         else:
-            left_out.append(name)
-    return Choice(tuple(run), tuple(left_out))
+            notes.append(f"NOT RUN: drill-{name}, whose files changed; run 'make drill-{name}'")
+    of_commit = ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]
+    if of_commit not in run and _minutes([*run, of_commit]) <= MINUTES:
+        run.append(of_commit)
+    return Choice(tuple(run), tuple(notes))
 
 
-def _git(*arguments: str) -> list[str]:
-    command = ["git", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+def _minutes(names: Iterable[str]) -> float:
+    return float(sum(DRILLS[name]["minutes"] for name in names))
 
 
-def head() -> str:
-    """The commit that is checked out, or nothing where there is no git."""
-    return "".join(_git("rev-parse", "HEAD"))
+def git(*arguments: str, root: Path = ROOT) -> str | None:
+    """What a command of git prints, or nothing where it fails or there is no git."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def head(root: Path = ROOT) -> str:
+    """The commit that is checked out; empty where there is no git."""
+    return (git("rev-parse", "--verify", "HEAD", root=root) or "").strip()
+
+
+def changed(root: Path = ROOT) -> list[str] | None:
+    """Paths that differ from the commit that `MMD_CI_BASE` names, or the one before the last; nothing where that cannot be told.
+
+    Raises:
+        SystemExit: there is no commit of the name in `MMD_CI_BASE`.
+    """
+    base = os.environ.get(BASE)
+    names = git("diff", "--name-only", "--no-renames", "-z", base or "HEAD^", root=root)
+    if names is None and base:
+        raise SystemExit(f"ci: {BASE}: git knows no commit {base!r}")
+    return None if names is None else names.split("\0")[:-1]
 
 
 def chosen() -> Choice:
-    """The drills of a gate for what is checked out."""
-    return choose(head(), _git("diff", "--name-only", os.environ.get(BASE, "HEAD^"), "HEAD"))
+    """The drills of a gate for what is checked out, edits that are not committed included."""
+    return choose(head(), changed())

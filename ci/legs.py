@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 PYTHON = ".venv/bin/python"
 VLLM_PYTHON = ".cache/vllm/bin/python"
-PYTEST = ("-m", "pytest", "--quiet", "--no-header", "--disable-warnings", "-p", "no:cacheprovider", "-rfE")
-KUBERNETES = 'test -n "$KUBEBUILDER_ASSETS" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
+PYTEST = ("-m", "pytest", "--quiet", "--no-header", "--disable-warnings", "-p", "no:cacheprovider", "-rfEs")
+KUBERNETES = 'test -x "$KUBEBUILDER_ASSETS/kube-apiserver" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class Leg:
     def is_pytest(self) -> bool:
         return "pytest" in self.command
 
+    @property
+    def end_signal(self) -> signal.Signals:
+        """What ends it: tests print their stacks, other programs remove what they have made."""
+        return signal.SIGABRT if self.is_pytest else signal.SIGTERM
+
+    @property
+    def end_seconds(self) -> float:
+        """Its time to do so."""
+        return 20.0 if self.is_pytest else 60.0
+
 
 def pytest_leg(
     name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, beside: str = ""
@@ -41,8 +52,9 @@ def units(name: str, budget_minutes: float, which: str) -> Leg:
 UNITS = ("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page")
 DEPLOYMENTS = ("tests/pipeline", "tests/page", "tests/observe")
 
+KUBERNETES_BUILD = Leg("kubernetes", ("sh", "-c", KUBERNETES), 10)
 TEST = (
-    Leg("kubernetes", ("sh", "-c", KUBERNETES), 10),
+    KUBERNETES_BUILD,
     units("unit", 22, "not drill and not deployment"),
     pytest_leg("apiserver", 10, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
     pytest_leg(
@@ -55,7 +67,7 @@ TEST = (
     pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS),
 )
 QUICK = units("quick", 20, "not drill and not deployment and not processes")
-"""Those that start no program but nats-server and decode processes."""
+"""Those that start no worker, gateway or operator as a process of its own."""
 
 LINT = Leg("lint", ("make", "lint"), 3)
 VLLM = Leg("vllm", ("make", "vllm"), 5)
@@ -63,7 +75,7 @@ DEMO = Leg("demo", ("make", "demo"), 3)
 
 #: What the words of the command line stand for.
 SUITES: dict[str, tuple[Leg, ...]] = {
-    "check": (LINT, QUICK),
+    "check": (LINT, KUBERNETES_BUILD, QUICK),
     "test": TEST,
     "gate": (LINT, VLLM, *TEST, DEMO),
 }

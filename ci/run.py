@@ -32,16 +32,15 @@ FOLDER = ROOT / ".cache" / "ci"
 KNOWN_FLAKY = frozenset(tomllib.loads((ROOT / "ci" / "flaky.toml").read_text()))
 """Tests that are known to fail by chance until they are repaired: their second chance does not count against `MAX_FLAKY`."""
 
-MOST_MINUTES = 85.0
-"""What all legs together may take: whatever still runs then is ended, so that there is a summary before CI's own end at 90 minutes."""
+MOST_MINUTES = 80.0
+"""What all legs of a gate may take: whatever still runs then is ended, so that there is a summary before CI's own end at 90 minutes, of
+which packages take a part."""
 
 MAX_AGAIN = 5
 """More failed tests than this are no accident: none runs again."""
 
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
-STACKS_SECONDS = 20.0
-INTERRUPTED_SECONDS = 5.0
 OUTPUT_LINES = 30
 NO_PROGRAM = 127
 """The exit status of a leg whose program is missing."""
@@ -83,6 +82,13 @@ class Run:
         return {line["test"] for line in self.tests("failed")}
 
     @property
+    def cut_off(self) -> list[str]:
+        """The tests that had begun when the leg ended before its session did."""
+        ended = {line["test"] for line in self.tests("cpu")}
+        begun = [line["test"] for line in self.tests("begun") if line["test"] not in ended]
+        return [] if self.tests("session") and self.status in (0, 1) else begun
+
+    @property
     def passed_names(self) -> set[str]:
         return {line["test"] for line in self.tests("passed")} - self.failed_names
 
@@ -96,15 +102,6 @@ def drill_leg(name: str) -> Leg:
     return pytest_leg(f"drill-{name}", row["minutes"], "-m", f"drill(name='{name}')", *files, python=python)
 
 
-def chosen_drills() -> Iterator[Leg]:
-    """The drills of the gate for this commit; those that it should run too, but has no time for, are printed."""
-    choice = chosen()
-    print(f"drills for this commit: {', '.join(choice.run)}", flush=True)
-    for name in choice.left_out:
-        print(f"its files changed, and the gate has no place for it; run 'make drill-{name}'", flush=True)
-    yield from map(drill_leg, choice.run)
-
-
 def legs_of(words: Iterable[str]) -> Iterator[Leg]:
     """The legs that the words of the command line stand for."""
     by_name = {leg.name: leg for legs in SUITES.values() for leg in legs}
@@ -112,7 +109,7 @@ def legs_of(words: Iterable[str]) -> Iterator[Leg]:
         if word in SUITES:
             yield from SUITES[word]
             if word == "gate":
-                yield from chosen_drills()
+                yield from map(drill_leg, chosen().run)
         elif word == "drills":
             yield from map(drill_leg, DRILLS)
         elif word.startswith("drill-") and word.removeprefix("drill-") in DRILLS:
@@ -130,9 +127,8 @@ def start(run: Run) -> subprocess.Popen[bytes] | None:
     run.outcome_file.unlink(missing_ok=True)
     environment = os.environ.copy()
     environment.pop("PYTEST_ADDOPTS", None)  # a leg runs all of its tests, whatever a developer's shell adds
-    environment.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # else each of thousands of processes compiles what it imports
+    # Else each of thousands of processes compiles what it imports.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if run.leg.is_pytest:
         environment["MMD_TEST_OUTCOMES"] = str(run.outcome_file)
     with run.log.open("wb") as log:
@@ -158,26 +154,26 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 def has_ended(run: Run, process: subprocess.Popen[bytes]) -> bool:
     """Whether the leg's process has ended; then with its status and with what it and those that it waited for have computed."""
-    if process.returncode is None:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
+    with contextlib.suppress(ChildProcessError):
+        if process.returncode is None and (waited := os.wait4(process.pid, os.WNOHANG))[0]:
+            _, status, usage = waited
             process.returncode = run.status = os.waitstatus_to_exitcode(status)
             run.cpu_seconds = usage.ru_utime + usage.ru_stime
     return process.returncode is not None
 
 
-def too_late(run: Run, begun: float) -> str:
-    """Why a leg must end now, or nothing."""
+def too_late(run: Run, begun: float | None) -> str:
+    """What a leg has taken that must end now, or nothing."""
     if run.seconds > 2 * 60 * run.leg.budget_minutes:
         return f"twice its budget of {run.leg.budget_minutes:g} min"
-    if time.monotonic() - begun > 60 * MOST_MINUTES:
+    if begun is not None and time.monotonic() - begun > 60 * MOST_MINUTES:
         return f"{MOST_MINUTES:g} min of all legs together"
     return ""
 
 
 def run_together(legs: Sequence[Leg], begun: float | None = None) -> list[Run]:
-    """Run legs at the same time, until each has ended or is ended: after twice its budget, or when all legs, the first of which began at
-    `begun`, have taken too long. Its Python processes then print their stacks; what is left after `STACKS_SECONDS` is killed.
+    """Run legs at the same time, until each has ended or is ended: after twice its budget, or when the legs of a gate, the first of which
+    began at `begun`, have taken too long. Python processes then print their stacks; what is left after `Leg.end_seconds` is killed.
     """
     runs = [Run(leg) for leg in legs]
     started = time.monotonic()
@@ -196,19 +192,19 @@ def run_together(legs: Sequence[Leg], begun: float | None = None) -> list[Run]:
             for run, process in list(under_way):
                 run.stall_seconds = max(run.stall_seconds, late)
                 run.seconds = time.monotonic() - started
-                if not run.ended_late and (why := too_late(run, started if begun is None else begun)):
-                    run.ended_late, run.ended_at = why, run.seconds
-                    signal_group(process, signal.SIGABRT)
-                if run.ended_late and run.seconds > run.ended_at + STACKS_SECONDS:
-                    signal_group(process, signal.SIGKILL)
                 if has_ended(run, process):
                     under_way.remove((run, process))
                     signal_group(process, signal.SIGKILL)  # what a leg has left disturbs no other leg
                     finish(run)
+                elif not run.ended_late and (why := too_late(run, begun)):
+                    run.ended_late, run.ended_at = why, run.seconds
+                    signal_group(process, run.leg.end_signal)
+                elif run.ended_late and run.seconds > run.ended_at + run.leg.end_seconds:
+                    signal_group(process, signal.SIGKILL)
     finally:
-        for _, process in under_way:  # we are interrupted
-            signal_group(process, signal.SIGABRT)
-        deadline = time.monotonic() + INTERRUPTED_SECONDS
+        for run, process in under_way:  # we are interrupted
+            signal_group(process, run.leg.end_signal)
+        deadline = time.monotonic() + max((run.leg.end_seconds for run, _ in under_way), default=0.0)
         for run, process in under_way:
             while not has_ended(run, process) and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -232,7 +228,7 @@ def headline(run: Run) -> str:
     if run.outcomes:
         facts.append(f"{len(run.passed_names)} passed, {len(run.failed_names)} failed")
     if run.ended_late:
-        facts.append(f"ended after {run.ended_late}: the stacks are in {run.log}")
+        facts.append(f"ended after {run.ended_late}: see {run.log}")
     elif run.seconds > 60 * run.leg.budget_minutes:
         facts.append(f"over its budget of {run.leg.budget_minutes:g} min")
     if not run.passed and not run.ended_late:
@@ -240,13 +236,21 @@ def headline(run: Run) -> str:
     return "  ".join(facts)
 
 
+def may_have_failed_by_chance(failed: dict[str, Any]) -> bool:
+    """Whether it started programs, and neither broke a promise nor found that what a whole deployment said is not so: such a test waited for
+    too long, or lost a connection.
+    """
+    wrong = failed.get("answers") and failed.get("check")
+    return failed["system"] and not wrong and "BrokenPromise" not in failed["output"]
+
+
 def may_run_again(run: Run) -> list[str]:
     """The failed tests of a leg, if chance may have made all of them fail."""
     failed = run.tests("failed")
-    excused = all(line["system"] and "BrokenPromise" not in line["output"] for line in failed)
-    names = sorted(run.failed_names)
     complete = run.status == 1 and bool(run.tests("session"))
-    return names if failed and excused and complete and len(names) <= MAX_AGAIN else []
+    names = sorted(run.failed_names)
+    excused = complete and len(names) <= MAX_AGAIN and all(map(may_have_failed_by_chance, failed))
+    return names if excused else []
 
 
 def run_again(run: Run, begun: float | None = None) -> list[str]:
@@ -275,10 +279,13 @@ def indented_end(text: str) -> str:
     return "\n".join(f"   | {line[:300]}" for line in lines)
 
 
-def summary(runs: Sequence[Run], flaky: Sequence[str]) -> str:
+def summary(runs: Sequence[Run], flaky: Sequence[str], notes: Sequence[str] = ()) -> str:
     parts = ["== summary ".ljust(100, "="), *map(headline, runs)]
     slowest = sorted(
-        (line["seconds"], line["test"]) for run in runs for line in run.outcomes if line["outcome"] != "cpu"
+        (line["seconds"], line["test"])
+        for run in runs
+        for line in run.outcomes
+        if line["outcome"] not in ("cpu", "begun")
     )[-10:]
     parts += ["-- slowest", *(f"   {seconds:6.1f} s  {test}" for seconds, test in reversed(slowest))]
     reasons = Counter(
@@ -290,9 +297,11 @@ def summary(runs: Sequence[Run], flaky: Sequence[str]) -> str:
             label = "FAILED" if line["test"] not in flaky else "FLAKY (passed alone)"
             label += " (known)" * (line["test"] in KNOWN_FLAKY)
             parts.append(f"-- {label} {line['test']}  ({line['seconds']} s)\n{indented_end(line['output'])}")
-        if not run.passed and not run.tests("failed"):
+        parts += [f"-- FAILED {name}: it had begun when {run.leg.name} ended" for name in run.cut_off]
+        if not run.passed and (run.status != 1 or not run.tests("failed")):
             log = run.log.read_text(errors="replace")
             parts.append(f"-- FAILED {run.leg.name}: the end of {run.log}\n{indented_end(log)}")
+    parts += [f"-- {note}" for note in notes]
     if too_flaky(flaky):
         parts.append(
             f"-- FAILED: {len(unknown(flaky))} flaky tests that ci/flaky.toml does not name, {MAX_FLAKY} are allowed"
@@ -306,33 +315,41 @@ def summary(runs: Sequence[Run], flaky: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
-def without_vllm(legs: Sequence[Leg], words: Sequence[str]) -> list[Leg]:
-    """The legs less those that need vLLM, where it is not installed and nobody asked for them by name."""
+def without_vllm(legs: Sequence[Leg], words: Sequence[str]) -> tuple[list[Leg], list[str]]:
+    """The legs less those that need vLLM, where it is not installed and nobody asked for them by name; and what to say of that."""
     installed = (ROOT / VLLM_PYTHON).parents[1] / ".installed"
     if installed.exists() or "vllm" in {leg.name for leg in legs}:
-        return list(legs)
+        return list(legs), []
     needs_vllm = {leg.name for leg in legs if leg.command[0] == VLLM_PYTHON}
     if needs_vllm and (os.environ.get("CI") or needs_vllm & set(words)):
         raise SystemExit("ci.run: vLLM is not installed; run 'make vllm'")
-    for name in needs_vllm:
-        print(f"{name} is skipped: vLLM is not installed; run 'make vllm'", flush=True)
-    return [leg for leg in legs if leg.name not in needs_vllm]
+    notes = [f"NOT RUN: {name}, for vLLM is not installed; run 'make vllm'" for name in sorted(needs_vllm)]
+    return [leg for leg in legs if leg.name not in needs_vllm], notes
 
 
 def main(words: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the legs end too
-    legs = without_vllm(list(legs_of(words or ["test"])), words)
-    print(f"logs: {FOLDER}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))  # so that the legs end too
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # whatever tests have printed
+    words = words or ["test"]
+    legs, notes = without_vllm(list(legs_of(words)), words)
+    if "gate" in words:
+        notes += chosen().notes
+    print(
+        "\n".join((f"logs: {FOLDER}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", *notes)),
+        flush=True,
+    )
     groups: list[list[Leg]] = []
     for leg in legs:
         if groups and leg.beside == groups[-1][0].name:
             groups[-1].append(leg)
         else:
             groups.append([leg])
-    begun = time.monotonic()
+    begun = time.monotonic() if "gate" in words else None
     runs = [run for group in groups for run in run_together(group, begun)]
     flaky = [name for run in runs if not run.passed for name in run_again(run, begun)]
-    print(summary(runs, flaky), flush=True)
+    print(summary(runs, flaky, notes), flush=True)
     return int(too_flaky(flaky) or not all(run.passed for run in runs))
 
 

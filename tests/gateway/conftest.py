@@ -20,11 +20,17 @@ from mmd_workers.gateway import leave, service
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
+from mmd_workers.warmup import media_steps
 from mmd_workers.wire.server import NatsServer
 
 from .running import Launch, Running, pipeline_config
 
 _names = itertools.count()
+START_POOL = DecodePool.start
+
+
+async def start_at_first_use(_: DecodePool) -> None:
+    """Nothing."""
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +44,6 @@ async def launch(
     nats_server: NatsServer, frontend: HfFrontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Launch]:
     running: list[Running] = []
-    monkeypatch.setattr(service, "PROBE_PROCESSES", 1)
-
-    async def start_at_first_use(_: DecodePool) -> None:
-        """Nothing."""
 
     async def start(
         model: dict | None = None,
@@ -61,9 +63,8 @@ async def launch(
         """`with_decoders`: decode processes start with the gateway, as they do in production, and not with the first medium. Their start takes
         longer than most tests, which have none.
         """
-        if not with_decoders:
-            monkeypatch.setattr(service, "media_steps", lambda *_: {})
-            monkeypatch.setattr(DecodePool, "start", start_at_first_use)
+        monkeypatch.setattr(service, "media_steps", media_steps if with_decoders else lambda *_: {})
+        monkeypatch.setattr(DecodePool, "start", START_POOL if with_decoders else start_at_first_use)
         name = beside.subjects.name if beside is not None else f"gateway{next(_names)}"
         pipeline = pipeline_config(
             name, gateway, model, encoder, engine, heartbeat_timeout_milliseconds, prefill

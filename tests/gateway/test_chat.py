@@ -633,11 +633,14 @@ async def test_the_gateway_opens_no_medium_in_its_own_process(
     assert await gateway.metric("mmd_sandbox_layer_state") >= 1
 
 
-async def test_the_gateway_has_made_its_messages_and_its_tracing_before_it_is_ready(launch: Launch) -> None:
+async def test_the_gateway_has_made_its_messages_and_its_tracing_before_it_is_ready(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
     exposed = (await (await launch(with_decoders=True)).admin.get("/metrics")).text
     phases = re.findall(r'^mmd_startup_seconds\{phase="(\w+)"\}', exposed, re.MULTILINE)
     warm_ups = ["messages", "tracing", "audio", "image", "video"]
     assert phases == ["sandbox", *(f"warm_up_{name}" for name in warm_ups)]
+    assert [line for line in caplog.messages if line.startswith("warm-up of ")] == []  # none failed
 
 
 async def test_timings_and_the_timeline_join_what_every_pod_reported(launch: Launch) -> None:

@@ -213,6 +213,7 @@ async def test_peers_that_send_as_much_as_they_may_and_read_nothing_lose_their_t
     assert kept.metric("mmd_gateway_picker_restarts_total") == 0
 
 
+@pytest.mark.processes
 async def test_a_process_whose_gateway_is_killed_ends_even_while_it_is_stopped(tmp_path: Path):
     program = tmp_path / "gateway.py"
     program.write_text(

@@ -376,6 +376,7 @@ def test_two_deployments_that_share_a_claim_download_once(server: WeightsServer,
     assert CachedFiles.of(tmp_path / folder_of(url)) is not None
 
 
+@pytest.mark.processes
 def test_the_jobs_pod_reports_its_progress_and_why_it_ended(
     server: WeightsServer, model: Path, tmp_path: Path
 ):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.local_deployment import until
 
+pytestmark = pytest.mark.processes
 WORKER = ["worker", "--pool", "decode", "--roles", "decode"]
 
 

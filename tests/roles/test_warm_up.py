@@ -266,6 +266,7 @@ async def test_a_device_that_fails_ends_the_start() -> None:
 # --- whole pods ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("pool", "role", "phases"),
     [

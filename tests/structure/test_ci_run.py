@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ci import run as module
+from ci.drills import Choice
 from ci.legs import PYTEST, Leg
 from ci.run import Run, finish, run_again, run_together, summary
 
@@ -17,7 +20,11 @@ REPOSITORY = Path(__file__).parents[2]
 CASES = """
 import os
 import pathlib
+import time
 import pytest
+
+def test_hangs():
+    time.sleep(900)
 
 def test_passes():
     pass
@@ -39,6 +46,19 @@ def test_skips_then():
         pytest.skip("not now")
     second.touch()
     assert False
+
+@pytest.mark.processes
+@pytest.mark.deployment
+def test_wrong_answer():
+    assert "red" == "blue"
+
+@pytest.mark.processes
+@pytest.mark.deployment
+def test_slow_answer():
+    third = pathlib.Path("third")
+    if not third.exists():
+        third.touch()
+        raise TimeoutError
 
 @pytest.mark.processes
 def test_exits():
@@ -95,34 +115,52 @@ def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases:
     assert "FLAKY (passed alone) cases/test_cases.py::test_by_chance" in summary([run], flaky)
 
 
-@pytest.mark.parametrize("expression", ["chance or pure", "pure", "promise", "chance or promise"])
-def test_neither_pure_tests_nor_broken_promises_run_again(cases: Path, expression: str) -> None:
+def test_a_deployment_that_was_too_slow_has_a_second_chance(cases: Path) -> None:
+    (run,) = run_together([leg_of("slow_answer")])
+    assert run_again(run) == ["cases/test_cases.py::test_slow_answer"]
+
+
+@pytest.mark.parametrize(
+    "expression", ["chance or pure", "pure", "promise", "chance or promise", "wrong_answer"]
+)
+def test_neither_pure_tests_nor_wrong_answers_nor_broken_promises_run_again(
+    cases: Path, expression: str
+) -> None:
     (run,) = run_together([leg_of(expression)])
     assert run_again(run) == []
     assert not run.passed
 
 
 def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes(cases: Path) -> None:
-    hangs = (sys.executable, "-X", "faulthandler", "-c", "import time\ndef stuck(): time.sleep(900)\nstuck()")
-    (run,) = run_together([Leg("hangs", hangs, 0.1)])
+    hangs = leg_of("passes or hangs")
+    (run,) = run_together([replace(hangs, budget_minutes=0.1)])
     assert run.ended_late
     assert not run.passed
-    assert "in stuck" in run.log.read_text()
-    assert "ended after twice its budget" in summary([run], [])
+    assert "in test_hangs" in run.log.read_text()
+    text = summary([run], [])
+    assert "ended after twice its budget" in text
+    assert "-- FAILED cases/test_cases.py::test_hangs: it had begun when cases ended" in text
+    assert "test_passes" not in text.partition("-- FAILED")[2]
+
+
+def test_a_program_that_is_ended_may_remove_what_it_has_made(cases: Path) -> None:
+    program = "trap 'echo removed; exit 1' TERM; while :; do sleep 0.1; done"
+    (run,) = run_together([Leg("made", ("sh", "-c", program), 0.01)])
+    assert run.log.read_text().endswith("removed\n")
 
 
 def test_a_leg_that_still_runs_when_all_have_taken_too_long_is_ended(cases: Path) -> None:
     begun = time.monotonic() - 60 * module.MOST_MINUTES
     (run,) = run_together([Leg("late", ("sleep", "900"), 5)], begun)
     assert not run.passed
-    assert "ended after 85 min of all legs together" in summary([run], [])
+    assert "ended after 80 min of all legs together" in summary([run], [])
 
 
 def test_the_leg_beside_one_that_does_not_end_is_watched_meanwhile(
     cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "STACKS_SECONDS", 10.0)
-    stubborn = Leg("stubborn", ("sh", "-c", "trap '' ABRT; while :; do sleep 1; done"), 0.01)
+    monkeypatch.setattr(Leg, "end_seconds", 10.0)
+    stubborn = Leg("stubborn", ("sh", "-c", "trap '' TERM; while :; do sleep 1; done"), 0.01)
     run_together([stubborn, Leg("other", ("sleep", "3"), 5)])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["other", "stubborn"]
 
@@ -130,7 +168,7 @@ def test_the_leg_beside_one_that_does_not_end_is_watched_meanwhile(
 def test_the_summary_says_what_a_leg_and_its_processes_have_computed(cases: Path) -> None:
     computes = f"{sys.executable} -c 'sum(range(10**8))'"
     (run,) = run_together([Leg("computes", ("sh", "-c", f"{computes}; {computes}"), 5)])
-    assert run.cpu_seconds > 1
+    assert run.cpu_seconds > 0
     assert f"CPU {run.cpu_seconds:.0f} s" in summary([run], [])
 
 
@@ -195,3 +233,37 @@ def test_an_outcome_that_was_cut_off_is_none(cases: Path) -> None:
     finish(run)
     assert [line["test"] for line in run.outcomes] == ["a"]
     assert not run.passed
+
+
+def test_what_is_not_run_is_the_last_thing_said_before_the_failures(cases: Path) -> None:
+    (run,) = run_together([leg_of("passes")])
+    text = summary([run], [], ["NOT RUN: drill-x, whose files changed"])
+    assert "\n-- NOT RUN: drill-x, whose files changed\n" in text
+
+
+@pytest.mark.parametrize(("second", "status"), [("true", 0), ("false", 1)])
+def test_a_run_fails_if_any_leg_does_and_only_a_gate_has_a_limit_for_all(
+    cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], second: str, status: int
+) -> None:
+    legs = [
+        Leg("first", ("true",), 1),
+        Leg("beside", (second,), 1, beside="first"),
+        Leg("last", ("true",), 1),
+    ]
+    together: list[tuple[list[str], bool]] = []
+
+    def recorded(group: list[Leg], begun: float | None = None) -> list[Run]:
+        together.append(([leg.name for leg in group], begun is not None))
+        return run_together(group, begun)
+
+    monkeypatch.setattr(module, "run_together", recorded)
+    monkeypatch.setattr(module, "legs_of", lambda _: legs)
+    monkeypatch.setattr(module, "chosen", lambda: Choice((), ("NOT RUN: drill-x",)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert module.main(["drills"]) == status
+    assert together == [(["first", "beside"], False), (["last"], False)]
+    assert "NOT RUN" not in capsys.readouterr().out
+    together.clear()
+    assert module.main(["gate"]) == status
+    assert together == [(["first", "beside"], True), (["last"], True)]
+    assert capsys.readouterr().out.count("NOT RUN: drill-x") == 2

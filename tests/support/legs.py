@@ -25,6 +25,7 @@ PROGRAMS = frozenset(
 )
 
 CPU = "cpu seconds"
+CHECK = "a check did not hold"
 
 #: What pytest-xdist appends to the node id of a test in a group.
 GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
@@ -71,23 +72,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The report of a test's last phase has what all of it has computed."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report of a test's last phase has what all of it has computed, one of a failure whether a check did not hold."""
     report = yield
     if report.when == "teardown":
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
+    if call.excinfo is not None:
+        report.user_properties.append((CHECK, isinstance(call.excinfo.value, AssertionError)))
     return report
 
 
 class Outcomes:
-    """One line of JSON for each phase of a test that failed, for each test that ended, and for what a test has computed."""
+    """Lines of JSON: that a test began, each phase that failed, how it ended, what it has computed, and the end of the session."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._line(test=GROUP.sub("", nodeid), outcome="begun", seconds=0.0, system=False, output="")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            (seconds,) = (value for name, value in report.user_properties if name == CPU)
+            seconds = dict(report.user_properties)[CPU]
             self._line(
                 test=GROUP.sub("", report.nodeid), outcome="cpu", seconds=seconds, system=False, output=""
             )
@@ -121,6 +129,8 @@ class Outcomes:
             seconds=round(report.duration, 2),
             system="system" in report.keywords,
             output=output,
+            answers="deployment" in report.keywords or "drill" in report.keywords,
+            check=dict(report.user_properties).get(CHECK, False),
         )
 
     def _line(self, **facts: Any) -> None:
