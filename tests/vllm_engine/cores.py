@@ -385,11 +385,14 @@ def assert_empty(core: VllmCore) -> None:
     assert not core._shelf._held
 
 
-def preempt(core: VllmCore, name: str) -> None:
-    """Take all blocks from a sequence, as vLLM does where another needs them."""
+def preempt(core: VllmCore, name: str) -> int:
+    """Take all blocks from a sequence, as vLLM does where another needs them. Returns how many tokens it has made: with one more, it runs
+    again.
+    """
     request = core._sequences[name].request
     core._scheduler.running.remove(request)
     core._scheduler._preempt_request(request, time.monotonic())
+    return int(request.num_output_tokens)
 
 
 def forget(core: VllmCore) -> None:

@@ -115,8 +115,8 @@ class Pod:
             await self.done[f"{name}#0"].wait()
         return self.tokens[f"{name}#0"]
 
-    async def preempt(self, name: str) -> None:
-        await self.runner.call(lambda core: cores.preempt(core, f"{name}#0"))
+    async def preempt(self, name: str) -> int:
+        return await self.runner.call(lambda core: cores.preempt(core, f"{name}#0"))
 
     @property
     def late(self) -> float:
@@ -160,9 +160,10 @@ async def test_a_preempted_prompt_gets_its_features_from_the_store_where_they_ar
     pod: Pod, questions: dict[str, cores.Question]
 ) -> None:
     await pod.place("long")
-    for number in range(1, 3):
-        await pod.until_it_has("long", 3 * number)
-        await pod.preempt("long")
+    made = 0
+    for _ in range(2):
+        await pod.until_it_has("long", made + 1)
+        made = await pod.preempt("long")
     assert await pod.answer("long") == questions["long"].answer(LONG)
     assert pod.source.asked == [ids(questions)[0]], "nothing is encoded twice"
     assert pod.late == 2
