@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ci.drills import drill_of
+from tests.support.waiting import reports_of_waits
 
 OUTCOMES = "MMD_TEST_OUTCOMES"
 
@@ -67,8 +68,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The report of a test's last phase has what all of it has computed."""
+    """The report of a failed phase has the waits that it interrupted, that of a test's last phase what all of it has computed."""
     report = yield
+    if report.failed:
+        report.sections.extend(("Unfinished wait", text) for text in reports_of_waits())
     if report.when == "teardown":
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
     return report
