@@ -18,9 +18,10 @@ from mmd_cli.samples import draw as sample
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.panels import Panel
 from mmd_dashboards.queries import KV_USED, filled
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import KINDS, ask, content, observed_deployment
 from tests.support.prometheus_server import Prometheus as Server
+from tests.support.waiting import wait_until
 
 PANELS = {
     "overview": ("Requests per second", "Time to first token", "Time by phase", "Placed again"),
@@ -86,7 +87,7 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
     time.sleep(6)
     report("encoder killed", ready_encoders=value('max(mmd_gateway_pods{role="encode",state="ready"})'),
         queue_jobs=value("sum(max by (modality) (mmd_encode_queue_jobs))"), pods_down=value("count(up == 0)"))  # fmt: skip
-    deployment.wait_ready(encoder, 120)
+    wait_until(lambda: deployment.is_ready(encoder), f"{encoder.name} is ready", seconds=120)
     report(
         "encoder is back",
         after=time.time() - killed,
@@ -111,10 +112,10 @@ def drill(deployment: Deployment, server: Server, images: Path) -> None:
         cut = time.time()
         time.sleep(8)
         report("NATS gone", pods_without_connection=value(panel("Pods without a connection").queries[0].expr))
-    until(
+    wait_until(
         lambda: value("sum(mmd_nats_connected) == count(mmd_nats_connected)") > 0,
-        60,
         "everybody is connected",
+        seconds=60,
     )
     report("NATS back", after=time.time() - cut, reconnects=value("sum(mmd_nats_reconnects_total)"))
     time.sleep(30)

@@ -28,8 +28,9 @@ from mmd_api.resource import GROUP, PLURAL, VERSION
 from tests.support.control_plane import TOKEN, ControlPlane
 from tests.support.deployments import SPEC
 from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
+from tests.support.standin import Namespace
 from tests.support.unruly_server import UnrulyServer
+from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 600.0
 
@@ -51,7 +52,7 @@ def administrator(plane: ControlPlane) -> client.ApiClient:
             conditions = found.status.conditions or []
             assert any(c.type == "Established" and c.status == "True" for c in conditions)
 
-    eventually(established)
+    eventually(established, 60)
     return api
 
 
@@ -87,7 +88,7 @@ def measure(
     operator = OperatorProcess(door.kubeconfig, namespace.name, folder)
     operator.start()
     try:
-        eventually(lambda: leads(operator))
+        eventually(lambda: leads(operator), 60)
         process = psutil.Process(operator.process.pid)
         before, begun = calls(door), time.perf_counter()
         for number in range(count):

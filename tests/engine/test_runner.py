@@ -12,6 +12,7 @@ from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.runner import MAX_COMMANDS, EngineRunner
 from tests.support.devices import cpu_only
 from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
+from tests.support.waiting import until
 
 
 class Collector:
@@ -27,10 +28,7 @@ class Collector:
         return [t.token_id for output in self.outputs for t in output.tokens if t.sequence_id == name]
 
     async def until(self, condition):
-        async with asyncio.timeout(30):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+        await until(condition, changed=self.changed)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import ssl
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.warmup import media_steps
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 from .running import Launch, Running, pipeline_config
 
@@ -86,14 +86,13 @@ async def launch(
         # Without TLS nobody is trusted: to read the authorities for a client takes 30 ms.
         url = f"{'https' if trusted else 'http'}://127.0.0.1:{settings.http_port}"
         http = httpx.AsyncClient(base_url=url, timeout=30, verify=trusted or False)
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if (await http.get("/readyz")).status_code == 200:
-                        break
-                if task.done():
-                    task.result()
-                await asyncio.sleep(0.02)
+
+        async def is_ready(http: httpx.AsyncClient = http, task: asyncio.Task[None] = task) -> bool:
+            if task.done():
+                task.result()
+            return (await http.get("/readyz")).status_code == 200
+
+        await until(is_ready, "the gateway is ready", retried=(httpx.HTTPError,))
         one = Running(
             url=url,
             nats=nats,

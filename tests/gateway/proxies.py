@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from mmd_workers.gateway.ext_proc_messages import METHOD, SERVICE, ProcessingRequest, ProcessingResponse
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 PATH = f"/{SERVICE}/{METHOD}"
 KEY = "x-gateway-destination-endpoint"
@@ -160,29 +160,29 @@ def refused(answer: Any) -> tuple[int, dict[str, Any]]:
 
 async def until_closed(port: int) -> None:
     """The picker takes no connection any more; no stream is opened to see that."""
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
-                return
-            writer.close()
-            await asyncio.sleep(0.05)
+
+    async def is_closed() -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    await until(is_closed, f"port {port} is closed")
 
 
 async def until_picked(port: int, wanted: Sequence[str]) -> None:
     """The picker answers, and knows these gateways."""
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            async with asking(port) as proxy:
-                try:
-                    await proxy.send(headers(ends=True))
-                    found = await proxy.call.read()
-                except grpc.aio.AioRpcError:
-                    found = grpc.aio.EOF
-                if found is not grpc.aio.EOF:
-                    answer = ProcessingResponse.FromString(found)
-                    asked = answer.HasField("request_headers") and not has_no_choice(answer)
-                    if asked and set(endpoints(answer)) == set(wanted):
-                        return
-            await asyncio.sleep(0.05)
+
+    async def is_picked() -> bool:
+        async with asking(port) as proxy:
+            await proxy.send(headers(ends=True))
+            found = await proxy.call.read()
+            if found is grpc.aio.EOF:
+                return False
+            answer = ProcessingResponse.FromString(found)
+            asked = answer.HasField("request_headers") and not has_no_choice(answer)
+            return asked and set(endpoints(answer)) == set(wanted)
+
+    await until(is_picked, f"the picker at port {port} picks {wanted}", retried=(grpc.aio.AioRpcError,))

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 from .scripted import Script, ScriptedWorker, answer_well
 
@@ -78,21 +78,23 @@ class Running:
         """The gateway has heard of every live worker that is ready."""
         live = [w for w in self.workers if w.state == "ready" and not w.bus.client.is_closed]
         wanted = {role: sum(role in w.roles for w in live) for role in ("encode", "prefill", "decode")}
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                pods = (await self.http.get("/ready")).json()["ready_pods"]
-                if all(pods[role] >= count for role, count in wanted.items()):
-                    return
-                await asyncio.sleep(0.02)
+
+        async def are_known() -> bool:
+            pods = (await self.http.get("/ready")).json()["ready_pods"]
+            assert all(pods[role] >= count for role, count in wanted.items()), f"ready pods: {pods}"
+            return True
+
+        await until(are_known, f"the gateway knows of {wanted}")
 
     async def until_pod(self, name: str, predicate: Callable[[dict], bool]) -> None:
         """The gateway's view of a pod is as `predicate` wants it."""
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                pods = (await self.admin.get("/debug/state")).json()["pods"]
-                if any(predicate(pod) for pod in pods if pod["pod"] == name):
-                    return
-                await asyncio.sleep(0.02)
+
+        async def is_seen() -> bool:
+            pods = (await self.admin.get("/debug/state")).json()["pods"]
+            assert any(predicate(pod) for pod in pods if pod["pod"] == name), f"pods: {pods}"
+            return True
+
+        await until(is_seen, f"the gateway's view of {name}")
 
     async def _values(self, name: str) -> list[float]:
         text = (await self.admin.get("/metrics")).text
@@ -105,14 +107,29 @@ class Running:
         assert values, f"no metric {name}"
         return sum(values)
 
-    async def until_metric(self, name: str, value: float) -> None:
-        """Wait for a value; a metric with labels has none before its first report."""
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not (values := await self._values(name)) or sum(values) != value:
-                await asyncio.sleep(0.02)
+    async def until_metric(self, name: str, wanted: float | Callable[[float], bool]) -> None:
+        """Wait for a value, or for one that meets a condition; a metric with labels has none before its first report."""
+
+        async def is_reached() -> bool:
+            value = await self.metric(name)
+            assert wanted(value) if callable(wanted) else value == wanted, f"{name} is {value:g}"
+            return True
+
+        await until(is_reached, f"{name} {'meets a condition' if callable(wanted) else f'is {wanted:g}'}")
 
 
 Launch = Callable[..., Awaitable[Running]]
+
+
+async def until_status(client: httpx.AsyncClient, path: str, status: int) -> httpx.Response:
+    """The first answer with this status."""
+
+    async def answer() -> httpx.Response:
+        answer = await client.get(path)
+        assert answer.status_code == status, f"{path} answers {answer.status_code}: {answer.text}"
+        return answer
+
+    return await until(answer, f"{path} answers {status}")
 
 
 async def assert_nothing_is_left(gateway: Running) -> None:

@@ -30,7 +30,7 @@ from mmd_workers.wire.messages import (
     TokenLogprob,
 )
 from mmd_workers.wire.peers import Heartbeater
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
 
@@ -107,11 +107,9 @@ class ScriptedWorker:
     def running(self) -> set[tuple[str, int]]:
         return {key for key, task in self._tasks.items() if not task.done()}
 
-    async def until(self, predicate: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-        async with asyncio.timeout(seconds):
-            while not predicate():
-                self.changed.clear()
-                await self.changed.wait()
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait for something that this worker takes, sends or ends."""
+        await until(predicate, changed=self.changed)
 
     async def tokens(
         self,

@@ -11,7 +11,7 @@ import yaml
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import hash_of
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 from .process import BODY
 from .scripted import ScriptedWorker, answer_well
@@ -57,7 +57,4 @@ class Pods:
     """Tokens that no prompt of the quiet tenant exceeds here."""
 
     async def until_taken(self, tenant_name: str, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while Counter(self.taken)[tenant_name] < count:
-                self.changed.clear()
-                await self.changed.wait()
+        await until(lambda: Counter(self.taken)[tenant_name] >= count, changed=self.changed)

@@ -26,7 +26,6 @@ from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.codec import pack, unpack
 from mmd_workers.wire.messages import Sampling, TokenBatch, TokenItem, TokenLogprob
 from tests.support.memory import peak_bytes
-from tests.support.waiting import DEADLINE_SECONDS
 
 from .running import Launch
 from .scripted import answer_well, say_nothing
@@ -77,9 +76,8 @@ async def test_a_request_that_waits_for_memory_takes_no_room_in_the_pools(
         text = (await gateway.admin.get("/metrics")).text
         return sum(float(one.split()[-1]) for one in text.splitlines() if one.startswith(line))
 
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while len(worker.requests) < 16 or await amount("mmd_tenant_requests_running{") < 5:
-            await asyncio.sleep(0.02)
+    await worker.until(lambda: len(worker.requests) >= 16)
+    await gateway.until_metric("mmd_tenant_requests_running", lambda running: running >= 5)
     await asyncio.sleep(0.1)
     assert await amount("mmd_gateway_queue_seconds_count{") == 4
     go.set()

@@ -492,9 +492,11 @@ async def test_series_of_a_tenant_end_with_it(launch: Launch, file: Path) -> Non
     asking = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=BODY, headers=bearer(other)))
     await gateway.workers[0].until(lambda: len(gateway.workers[0].requests) == 2)
     write(file, tenant("search", key))
-    async with asyncio.timeout(30):
-        while await status(gateway, ("x-api-key", other)) != 401:
-            await asyncio.sleep(0.02)
+
+    async def is_refused() -> bool:
+        return await status(gateway, ("x-api-key", other)) == 401
+
+    await until(is_refused)
     assert 'tenant="other"' not in (await gateway.admin.get("/metrics")).text
     go.set()
     assert (await asking).status_code == 200, "a request in flight goes on"
@@ -563,15 +565,9 @@ async def _listening(starting: asyncio.Task[Running]) -> tuple[str, int]:
         await asyncio.sleep(0.02)
         frame = starting.get_stack()[-1]
     port = frame.f_locals["settings"].http_port
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.02)
-            else:
-                writer.close()
-                return "127.0.0.1", port
+    _, writer = await until(lambda: asyncio.open_connection("127.0.0.1", port), retried=(OSError,))
+    writer.close()
+    return "127.0.0.1", port
 
 
 async def test_a_gateway_that_needs_keys_and_is_given_no_file_does_not_start(launch: Launch) -> None:
@@ -651,11 +647,12 @@ async def test_a_tenant_has_as_many_requests_in_a_minute_as_it_may(launch: Launc
     assert 1 <= int(error.value.response.headers["retry-after"]) <= 61
     assert await status(gateway, ("x-api-key", key)) == 200, "the list of models is no request"
     write(file, tenant("search", key, limits={"requestsPerMinute": 3}))
-    async with asyncio.timeout(30):
-        while (
-            await gateway.http.post("/v1/chat/completions", json=BODY, headers=bearer(key))
-        ).status_code != 200:
-            await asyncio.sleep(0.02)
+
+    async def is_answered() -> bool:
+        answer = await gateway.http.post("/v1/chat/completions", json=BODY, headers=bearer(key))
+        return answer.status_code == 200
+
+    await until(is_answered)
     refused = await gateway.http.post("/v1/chat/completions", json=BODY, headers=bearer(key))
     assert refused.status_code == 429, "the requests before the change count"
 

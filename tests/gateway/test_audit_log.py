@@ -20,6 +20,7 @@ from mmd_api.tenants import hash_of, new_key
 from mmd_workers.gateway import audit_log as module
 from mmd_workers.gateway.audit_log import AuditLog
 from mmd_workers.observe.metrics import Metrics
+from tests.support.waiting import until
 
 from .running import Launch, Running
 from .scripted import answer_well, say_nothing
@@ -39,9 +40,13 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
 
     async def read(count: int) -> list[dict[str, Any]]:
         nonlocal written
-        async with asyncio.timeout(30):
-            while (written := written + capfd.readouterr().out).count("\n") < count:
-                await asyncio.sleep(0.02)
+
+        def are_written() -> bool:
+            nonlocal written
+            written += capfd.readouterr().out
+            return written.count("\n") >= count
+
+        await until(are_written, lambda: f"{count} lines; so far {written}")
         *taken, written = written.split("\n", count)
         return [json.loads(line) for line in taken]
 

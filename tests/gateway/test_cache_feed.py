@@ -24,7 +24,7 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import CacheReport, Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory
 from tests.support.cached import held_by
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 POD = "prefill-0"
@@ -93,9 +93,7 @@ class Gateway:
         return held_by(self.index, POD, [*identities(*range(20)), b"a", b"b", b"new"])
 
     async def until(self, held: set[bytes]) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while self.held() != held:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.held() == held)
 
     def asked(self) -> float:
         return value(self.metrics.prefix_snapshots)
@@ -186,9 +184,7 @@ async def test_a_report_that_was_lost_is_missed_though_none_follows_it(
 
         losing.setattr(pod.bus, "publish", lose)
         pod.changes.add(b"b")
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while pod.reports.number == 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: pod.reports.number != 1)
     await gateway.until({b"a", b"b"})
     assert gateway.asked() >= 1
 
@@ -210,9 +206,7 @@ async def test_a_pod_that_is_lost_is_forgotten(begin: Any, pod: Pod) -> None:
     await gateway.until({b"a"})
     await pod.end()
     await gateway.until(set())
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while gateway.index.num_blocks:
-            await asyncio.sleep(0.01)
+    await until(lambda: not gateway.index.num_blocks)
 
 
 async def test_a_pod_of_which_blocks_were_left_out_is_asked_once_there_is_room(begin: Any, pod: Pod) -> None:
@@ -221,26 +215,20 @@ async def test_a_pod_of_which_blocks_were_left_out_is_asked_once_there_is_room(b
     for identity in sorted(everything):
         pod.changes.add(identity)
     await gateway.until(identities(*range(12)))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while value(gateway.metrics.prefix_index_cut) != 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: value(gateway.metrics.prefix_index_cut) == 1)
     assert value(gateway.metrics.prefix_index_limit) == 12
     asked = gateway.asked()
     for identity in identities(*range(10)):
         pod.changes.remove(identity)
     await gateway.until(identities(*range(10, 20)))
     assert gateway.asked() == asked + 1
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while value(gateway.metrics.prefix_index_cut):
-            await asyncio.sleep(0.01)
+    await until(lambda: not value(gateway.metrics.prefix_index_cut))
 
 
 async def test_a_report_of_a_pod_that_nobody_knows_does_not_stay(begin: Any, connect: Connect) -> None:
     gateway, bus = await begin("gateway-0"), await connect("stranger")
     await bus.publish(bus.subjects.prefix_report("stranger"), CacheReport("stranger", "i", 1, 16, [b"a"], []))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while gateway.index.version < 2:  # it came, and went
-            await asyncio.sleep(0.01)
+    await until(lambda: gateway.index.version >= 2)  # it came, and went
     assert gateway.index.pods == []
 
 
@@ -260,16 +248,12 @@ async def test_a_prefill_pod_follows_the_features_of_encoder_pods_alone(
     def known(one: Gateway) -> list[bool]:
         return [one.index.holders(feature_identity(f"f{number}")) != 0 for number in range(3)]
 
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while known(gateway) != [True, True, False] or known(prefill) != [True, False, False]:
-            await asyncio.sleep(0.01)
+    await until(lambda: known(gateway) == [True, True, False] and known(prefill) == [True, False, False])
     found = prefill.index.holders(feature_identity("f0"))
     assert found == 1 << prefill.index.slot("encoder-0")
     assert prefill.index.pods == ["encoder-0"]
     holders[0].changes.remove(feature_identity("f0"))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while known(prefill)[0] or known(gateway)[0]:
-            await asyncio.sleep(0.01)
+    await until(lambda: not known(prefill)[0] and not known(gateway)[0])
     for holder in holders:
         await holder.end()
 
@@ -279,20 +263,13 @@ async def test_who_starts_late_knows_at_once_what_was_reported_before(
 ) -> None:
     monkeypatch.setattr(feed, "CHECK_SECONDS", 3600)
     pod.changes.add(b"a")
-    until_reported = asyncio.timeout(DEADLINE_SECONDS)
-    async with until_reported:
-        while not pod.reports.number:
-            await asyncio.sleep(0.01)
+    await until(lambda: pod.reports.number)
     bus, index = await connect("late"), CacheIndex()
     directory = PeerDirectory(bus, 0.6)
     await directory.start()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not directory.pods(state=None) or not directory.pods(state=None)[0].prefix_number:
-            await asyncio.sleep(0.01)
+    await until(lambda: directory.pods(state=None) and directory.pods(state=None)[0].prefix_number)
     follower = CacheFeed(bus, directory, index, "late", Metrics(), PREFIXES)
     await follower.start()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not index.holders(b"a"):
-            await asyncio.sleep(0.01)
+    await until(lambda: index.holders(b"a"))
     await follower.close()
     await directory.close()

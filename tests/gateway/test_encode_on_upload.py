@@ -13,7 +13,7 @@ from mmd_workers.gateway.hold import MediaHold, RequestReservation
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.wire.stored_files import StoredFile
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 STORED = StoredFile("file-1", "", "ready", 1.0, 2.0, 50)
 
@@ -48,13 +48,10 @@ async def test_bytes_are_let_go_while_requests_wait_for_encoders_and_read_again_
     encoding.add(STORED)
     running = asyncio.create_task(encoding.run())
     try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not (encoded and hold.used_bytes == 0):
-                await asyncio.sleep(0.01)
-            assert encoded == ["page-1"]
-            busy = False
-            while len(encoded) < 2 or hold.used_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: encoded and hold.used_bytes == 0)
+        assert encoded == ["page-1"]
+        busy = False
+        await until(lambda: len(encoded) >= 2 and not hold.used_bytes)
     finally:
         running.cancel()
         await asyncio.wait([running])

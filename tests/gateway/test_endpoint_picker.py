@@ -62,9 +62,7 @@ async def test_a_request_goes_to_the_endpoint_that_is_picked_and_its_body_passes
         for piece in (content[:10], content[10:], b""):
             passed += returned(await proxy.ask(body(piece, ends=not piece)))[0]
         assert (await post(endpoint, passed)).status_code == 200
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while await gateway.metric("mmd_gateway_picks_total") < 2:
-            await asyncio.sleep(0.02)
+    await gateway.until_metric("mmd_gateway_picks_total", lambda picks: picks >= 2)
     await gateway.until_metric("mmd_gateway_picker_requests", 0)
 
 

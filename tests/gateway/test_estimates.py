@@ -9,7 +9,7 @@ import pytest
 from mmd_api.contract.load import PodLoad
 from mmd_workers.gateway import service
 from mmd_workers.wire.messages import GenerateRequest, Phase
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 from .running import Launch, Running
 from .scripted import ScriptedWorker, answer_well
@@ -80,12 +80,12 @@ async def test_a_request_that_is_placed_again_has_an_estimate_and_an_outcome_for
 
 async def until_joined(gateway: Running, request_id: str, pods: set[str]) -> None:
     """The gateway has joined phases of these pods into the request's timeline."""
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
-            if pods <= {phase["pod"] for phase in timeline["phases"]}:
-                return
-            await asyncio.sleep(0.01)
+
+    async def are_joined() -> bool:
+        timeline = (await gateway.admin.get(f"/debug/requests/{request_id}")).json()
+        return pods <= {phase["pod"] for phase in timeline["phases"]}
+
+    await until(are_joined, f"phases of {pods}")
 
 
 async def test_decoders_to_which_kv_travels_faster_come_first_though_answers_end_before_it_is_reported(

@@ -12,7 +12,7 @@ import pytest
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import new_key
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 from .running import Launch, Running, assert_nothing_is_left
 from .tenancy import AUTH, LONG, SHORT, SLOW, Pods, bearer, tenant, write
@@ -35,13 +35,7 @@ def asking(gateway: Running, body: dict, key: str, count: int = 1) -> list[async
 
 
 async def until_queued(gateway: Running, least: int) -> None:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            text = (await gateway.admin.get("/metrics")).text
-            lines = [one for one in text.splitlines() if one.startswith("mmd_tenant_queued_requests{")]
-            if sum(float(line.split()[-1]) for line in lines) >= least:
-                return
-            await asyncio.sleep(0.02)
+    await gateway.until_metric("mmd_tenant_queued_requests", lambda queued: queued >= least)
 
 
 async def fair(launch: Launch, file: Path, *, pods: Pods, **gateway) -> tuple[Running, str, str]:
@@ -165,9 +159,11 @@ async def test_a_body_that_has_not_come_takes_no_place_of_others(launch: Launch,
 
     headers = {**bearer(quiet), "content-type": "application/json"}
     slow = asyncio.create_task(gateway.http.post("/v1/chat/completions", content=body(), headers=headers))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while 'requests_running{tenant="quiet"} 1.0' not in (await gateway.admin.get("/metrics")).text:
-            await asyncio.sleep(0.02)
+
+    async def is_running() -> bool:
+        return 'requests_running{tenant="quiet"} 1.0' in (await gateway.admin.get("/metrics")).text
+
+    await until(is_running)
     pods.go.set()
     assert {answer.status_code for answer in await asyncio.gather(*flooding)} == {200}
     come.set()

@@ -22,7 +22,7 @@ from mmd_workers.wire.server import NatsServer
 from tests.support.waiting import DEADLINE_SECONDS
 
 from .media import png, url
-from .running import Launch, Running, assert_nothing_is_left
+from .running import Launch, Running, assert_nothing_is_left, until_status
 from .scripted import ScriptedWorker, answer_well, forget, half_then, say_nothing
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -393,9 +393,7 @@ async def test_a_gateway_that_drains_because_a_part_of_it_failed_takes_no_more_r
     asking = asyncio.create_task(ask(gateway))
     await worker.until(lambda: bool(worker.requests))
     broken.set()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while (seen := await gateway.http.get("/readyz")).status_code != 503:
-            await asyncio.sleep(0.01)
+    seen = await until_status(gateway.http, "/readyz", 503)
     assert seen.json()["reason"] == "watch-bus has failed"
     go.set()
     assert await asking == TEXT
@@ -514,14 +512,10 @@ async def test_a_gateway_cut_off_from_nats_is_not_ready_until_it_is_connected_ag
     assert (await gateway.http.get("/ready")).status_code == 200
     await asyncio.to_thread(own_nats_server.kill)
     for path in ("/ready", "/readyz"):
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while (seen := await gateway.http.get(path)).status_code != 503:
-                await asyncio.sleep(0.02)
+        seen = await until_status(gateway.http, path, 503)
         assert (seen.json()["ready"], seen.json()["reason"]) == (False, "no connection to NATS")
     await asyncio.to_thread(own_nats_server.start)
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while (await gateway.http.get("/ready")).status_code != 200:
-            await asyncio.sleep(0.02)
+    await until_status(gateway.http, "/ready", 200)
 
 
 async def test_a_draining_gateway_rejects_no_request_and_closes_connections(launch: Launch) -> None:
@@ -536,10 +530,7 @@ async def test_a_draining_gateway_rejects_no_request_and_closes_connections(laun
     asking = asyncio.create_task(ask(gateway))
     await worker.until(lambda: bool(worker.requests))
     gateway.stop.set()
-    async with asyncio.timeout(30):
-        while (await gateway.http.get("/ready")).json()["reason"] != "draining":
-            await asyncio.sleep(0.01)
-    assert (await gateway.http.get("/ready")).status_code == 503
+    assert (await until_status(gateway.http, "/ready", 503)).json()["reason"] == "draining"
     assert (
         await gateway.http.get("/readyz")
     ).status_code == 200  # else nobody could come where no other is Ready

@@ -17,10 +17,10 @@ from mmd_api.spec.gateway import FilesSpec
 from mmd_workers.gateway.files import Files
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.stored_files import StoredFile
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
-from .running import Launch, assert_nothing_is_left
-from .uploads import FILES, bmp, png, stored, upload
+from .running import Launch, assert_nothing_is_left, until_status
+from .uploads import FILES, bmp, png, until_nothing_is_stored, upload
 
 
 def question(file_id: str) -> list[dict]:
@@ -147,11 +147,8 @@ async def test_a_file_expires_and_leaves_nothing(launch: Launch, monkeypatch: py
     more = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}
     made = (await upload(gateway, png(), **more)).json()
     assert made["expires_at"] == made["created_at"] + 1
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while (await gateway.http.get(f"/v1/files/{made['id']}")).status_code == 200:
-            await asyncio.sleep(0.05)
-        while await stored(gateway):
-            await asyncio.sleep(0.05)
+    await until_status(gateway.http, f"/v1/files/{made['id']}", 404)
+    await until_nothing_is_stored(gateway)
 
 
 async def test_a_request_that_has_read_its_file_outlives_it(launch: Launch) -> None:
@@ -162,9 +159,7 @@ async def test_a_request_that_has_read_its_file_outlives_it(launch: Launch) -> N
     asked = asyncio.create_task(
         gateway.openai.chat.completions.create(model="builtin/demo", messages=question(made.id))
     )
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not worker.requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.requests)
     await gateway.openai.files.delete(made.id)
     worker.placing.set()
     assert (await asked).choices[0].message.content == "the red circle"
@@ -199,9 +194,7 @@ async def test_the_upload_of_a_gateway_that_crashed_ends_by_itself(
     assert (await upload(gateway, png())).status_code == 413, "its room is taken"
     assert (await gateway.http.get("/v1/files")).json()["data"] == [], "and it is no file yet"
     assert (await gateway.http.get(f"/v1/files/{entry.file_id}")).status_code == 404
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while await stored(gateway):
-            await asyncio.sleep(0.05)
+    await until_nothing_is_stored(gateway)
     assert (await upload(gateway, png())).status_code == 200
     with pytest.raises(FileNotFoundInStoreError):
         await crashed.finish(entry)

@@ -22,7 +22,7 @@ from mmd_workers.gateway.grammar_trial import MEMORY_BYTES, TooCostlyError, try_
 from mmd_workers.gateway.response_format import GrammarCheck
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.grammar import Grammars
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .running import Launch
 
@@ -77,12 +77,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 @pytest.fixture
 def grammars(frontend: HfFrontend) -> Grammars:
     return Grammars(lambda: frontend.tokenizer, frontend.vocab_size, frontend.eos_token_ids)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def stopped_while_it_compiles(started: list[Process]) -> int:

@@ -13,7 +13,7 @@ import pytest
 from mmd_api.tenants import new_key
 from mmd_workers.gateway import body
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .running import Launch, Running, assert_nothing_is_left
 from .tenancy import AUTH, bearer, tenant, write
@@ -38,10 +38,12 @@ async def until_empty(gateway: Running) -> None:
     assert (await gateway.http.get("/v1/files")).json()["data"] == []
     client = await nats.connect(gateway.nats.url)
     try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            context, name = client.jetstream(), gateway.subjects.file_bytes_stream
-            while (await context.stream_info(name)).state.messages:
-                await asyncio.sleep(0.02)
+        context, name = client.jetstream(), gateway.subjects.file_bytes_stream
+
+        async def is_empty() -> bool:
+            return not (await context.stream_info(name)).state.messages
+
+        await until(is_empty, f"{name} is empty")
     finally:
         await client.close()
     assert (await gateway.http.get("/v1/files")).json()["data"] == []
@@ -240,9 +242,11 @@ async def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(launch: Launc
     head = f"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {FORM['content-type']}\r\ncontent-length: {len(content) + 9}\r\n\r\n"
     writer.write(head.encode() + content)
     await writer.drain()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not await stored(gateway) > 1:
-            await asyncio.sleep(0.02)
+
+    async def is_stored() -> bool:
+        return await stored(gateway) > 1
+
+    await until(is_stored)
     writer.close()
     await until_empty(gateway)
     await assert_nothing_is_left(gateway)

@@ -13,6 +13,7 @@ from mmd_api.contract.subjects import Subjects
 from mmd_api.tenants import hash_of, new_key
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 from .mounted import MountedSecret
 from .process import BODY, MESH, TEXT, running
@@ -62,14 +63,13 @@ async def test_a_key_is_rotated_without_a_restart_and_without_a_refused_request(
                 await asyncio.sleep(0.05)  # not as many as fill the worker's queue before its next heartbeat
 
         async def until_status(key: str, status: int) -> None:
-            async with asyncio.timeout(60):
-                while (await ask(key)).status_code != status:
-                    await asyncio.sleep(0.1)
+            async def is_given() -> bool:
+                return (await ask(key)).status_code == status
+
+            await until(is_given, f"a request is answered with {status}", pause_seconds=0.1)
 
         async def until_asked(number: int) -> None:
-            async with asyncio.timeout(60):
-                while asked < number and not asking.done():
-                    await asyncio.sleep(0.05)
+            await until(lambda: asked >= number or asking.done())
             if asking.done():
                 asking.result()
 

@@ -17,6 +17,7 @@ from mmd_cli.local.pods import free_port
 from mmd_workers.gateway import leave, service
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 
 def text(name: str = "live", **spec) -> str:
@@ -53,7 +54,7 @@ async def gateway(
     stop = asyncio.Event()
     task = asyncio.create_task(service.serve(settings, stop))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30) as client:
-        await until(client, lambda seen: seen["ready"] == 200)
+        await until_seen(client, lambda seen: seen["ready"] == 200)
         yield client, file
     stop.set()
     async with asyncio.timeout(20):
@@ -80,17 +81,14 @@ async def look(client: httpx.AsyncClient) -> dict[str, object]:
     }
 
 
-async def until(client: httpx.AsyncClient, holds) -> dict[str, object]:
-    seen: dict[str, object] = {}
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                seen = await look(client)
-                if holds(seen):
-                    return await look(client)  # again: the first was not read all at once
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.02)
+async def until_seen(client: httpx.AsyncClient, holds) -> dict[str, object]:
+    async def is_seen() -> bool:
+        seen = await look(client)
+        assert holds(seen), seen
+        return True
+
+    await until(is_seen, retried=(httpx.HTTPError,))
+    return await look(client)  # again: the first was not read all at once
 
 
 async def test_limits_promises_page_and_log_level_change_without_a_restart(gateway) -> None:
@@ -111,7 +109,7 @@ async def test_limits_promises_page_and_log_level_change_without_a_restart(gatew
             observability={"logLevel": "Warning"},
         ),
     )
-    seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 3)
+    seen = await until_seen(client, lambda seen: seen["max_concurrent_requests"] == 3)
     assert seen["max_body_bytes"] == 7 << 20
     assert seen["page"] == 404
     assert seen["metrics"]['mmd_slo_target_seconds{signal="ttft"}'] == 0.25
@@ -119,7 +117,7 @@ async def test_limits_promises_page_and_log_level_change_without_a_restart(gatew
     assert seen["metrics"]['mmd_config_reloads_total{result="applied"}'] == 1
     assert logging.getLogger().level == logging.WARNING
     write(file, text())
-    seen = await until(client, lambda seen: seen["page"] == 200)
+    seen = await until_seen(client, lambda seen: seen["page"] == 200)
     assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
     assert 'mmd_slo_target_seconds{signal="ttft"}' not in seen["metrics"]
 
@@ -148,12 +146,12 @@ async def test_a_configuration_that_cannot_be_used_is_rejected_and_the_old_one_s
     with caplog.at_level(logging.ERROR, logger="mmd_workers.live"):
         logging.getLogger().addHandler(caplog.handler)
         write(file, content)
-        seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 1)
+        seen = await until_seen(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 1)
     assert seen["metrics"]['mmd_config_reloads_total{result="rejected"}'] == 1
     assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
     assert any(reason in record.message for record in caplog.records)
     write(file, text(gateway={"maxConcurrentRequests": 5}))
-    seen = await until(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 0)
+    seen = await until_seen(client, lambda seen: seen["metrics"]["mmd_config_rejected_state"] == 0)
     assert seen["max_concurrent_requests"] == 5
 
 
@@ -165,9 +163,7 @@ async def test_a_configuration_for_the_pods_that_replace_this_one_is_no_fault(
     with caplog.at_level(logging.INFO, logger="mmd_workers.live"):
         logging.getLogger().addHandler(caplog.handler)
         write(file, broken(lambda c: c.update(readers=["gateway", "encode"])))
-        async with asyncio.timeout(30):
-            while not any("replace this one" in record.message for record in caplog.records):
-                await asyncio.sleep(0.02)
+        await until(lambda: any("replace this one" in record.message for record in caplog.records))
     seen = await look(client)
     assert seen["metrics"]["mmd_config_rejected_state"] == 0
     assert seen["max_concurrent_requests"] == before["max_concurrent_requests"]
@@ -181,15 +177,17 @@ async def test_names_of_the_model_change_without_a_restart(gateway) -> None:
 
     assert await names() == ["builtin/demo"]
     write(file, text(model={"id": "builtin/demo", "servedName": ["chat", "old"]}))
-    async with asyncio.timeout(30):
-        while await names() != ["chat", "old"]:
-            await asyncio.sleep(0.02)
+
+    async def are_changed() -> bool:
+        return await names() == ["chat", "old"]
+
+    await until(are_changed)
 
 
 async def test_a_change_of_what_is_read_at_start_is_left_to_the_next_start(gateway) -> None:
     client, file = gateway
     write(file, text(model={"id": "builtin/demo", "maxModelLen": 64}, gateway={"maxConcurrentRequests": 4}))
-    seen = await until(client, lambda seen: seen["max_concurrent_requests"] == 4)
+    seen = await until_seen(client, lambda seen: seen["max_concurrent_requests"] == 4)
     assert seen["metrics"]["mmd_config_rejected_state"] == 0
     said = (await client.get("/v1/models")).json()["data"][0]
     assert said["max_model_len"] != 64

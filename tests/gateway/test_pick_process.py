@@ -25,7 +25,7 @@ from mmd_workers.gateway.ext_proc_messages import (
 from mmd_workers.gateway.pick_messages import Report, Setup, View
 from mmd_workers.gateway.pick_process import PickServer
 from mmd_workers.gateway.picks import GatewayLoad
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .proxies import (
     PATH,
@@ -77,9 +77,7 @@ FEW = pick_process.OWN_BYTES + (12 << 20)
 
 
 async def until_streams(server: PickServer, number: int) -> None:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while server.streams != number:
-            await asyncio.sleep(0.01)
+    await until(lambda: server.streams == number)
 
 
 def outcomes(server: PickServer) -> dict[str, int]:
@@ -89,11 +87,13 @@ def outcomes(server: PickServer) -> dict[str, int]:
 async def until_outcomes(server: PickServer, wanted: dict[str, int]) -> None:
     """The server counts when it has ended a stream, which a client may learn before."""
     found: dict[str, int] = {}
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while found != wanted:
-            for outcome, count in outcomes(server).items():
-                found[outcome] = found.get(outcome, 0) + count
-            await asyncio.sleep(0.01)
+
+    def are_counted() -> bool:
+        for outcome, count in outcomes(server).items():
+            found[outcome] = found.get(outcome, 0) + count
+        return found == wanted
+
+    await until(are_counted, lambda: f"outcomes {wanted}, of which were counted {found}")
 
 
 async def still_answers(server: PickServer) -> None:

@@ -27,7 +27,7 @@ from mmd_workers.gateway.picker import EndpointPicker
 from mmd_workers.gateway.picks import GatewayLoad
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import Heartbeat
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .proxies import (
     asking,
@@ -54,11 +54,6 @@ class Kept(EndpointPicker):
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def until(self, predicate: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not predicate():
-                await asyncio.sleep(0.01)
-
 
 @pytest.fixture
 async def keep() -> AsyncIterator[Callable[[], Awaitable[Kept]]]:
@@ -75,7 +70,7 @@ async def keep() -> AsyncIterator[Callable[[], Awaitable[Kept]]]:
 
 async def running(keep: Callable[[], Awaitable[Kept]]) -> Kept:
     kept = await keep()
-    await kept.until(lambda: kept.answers)
+    await until(lambda: kept.answers)
     await until_picked(kept.port, [ONE])
     return kept
 
@@ -95,10 +90,10 @@ async def test_picks_are_counted_and_timed(keep):
     before = kept.metric("mmd_gateway_picks_total", outcome="picked")
     async with asking(kept.port) as proxy:
         endpoints(await proxy.ask(headers()))
-        await kept.until(lambda: kept.streams == 1)
+        await until(lambda: kept.streams == 1)
         assert kept.metric("mmd_gateway_picker_requests") == 1
-    await kept.until(lambda: kept.metric("mmd_gateway_picks_total", outcome="picked") > before)
-    await kept.until(lambda: kept.metric("mmd_gateway_pick_seconds_count") > before)
+    await until(lambda: kept.metric("mmd_gateway_picks_total", outcome="picked") > before)
+    await until(lambda: kept.metric("mmd_gateway_pick_seconds_count") > before)
     assert kept.metric("mmd_gateway_picker_down_state") == 0
     assert kept.fault == ""
 
@@ -109,7 +104,7 @@ async def test_a_process_that_is_killed_is_started_again_and_that_is_reported(
     kept = await running(keep)
     first = kept.pid
     os.kill(first, signal.SIGKILL)
-    await kept.until(lambda: kept.pid not in (0, first) and kept.answers)
+    await until(lambda: kept.pid not in (0, first) and kept.answers)
     assert kept.metric("mmd_gateway_picker_restarts_total") == 1
     assert "exit status -9" in kept.fault
     assert "the endpoint picker has ended" in caplog.text
@@ -121,7 +116,7 @@ async def test_a_process_that_hangs_is_replaced(keep, monkeypatch: pytest.Monkey
     kept = await running(keep)
     first = kept.pid
     os.kill(first, signal.SIGSTOP)
-    await kept.until(lambda: kept.pid not in (0, first) and kept.answers)
+    await until(lambda: kept.pid not in (0, first) and kept.answers)
     assert "reported nothing for 1 s" in kept.fault
 
 
@@ -141,7 +136,7 @@ async def test_a_process_that_writes_no_reports_is_ended(keep, monkeypatch: pyte
     )
     monkeypatch.setattr(picker_module, "PROGRAM", ("-c", program))
     kept = await keep()
-    await kept.until(lambda: bool(kept.fault))
+    await until(lambda: bool(kept.fault))
     assert "no report" in kept.fault
     assert kept.metric("mmd_gateway_picker_down_state") == 1
 
@@ -169,7 +164,7 @@ async def test_what_peers_cause_is_counted_and_not_logged(keep, caplog: pytest.L
         _, writer = await asyncio.open_connection("127.0.0.1", kept.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(1000))
         writer.close()
-    await kept.until(lambda: kept.metric("mmd_gateway_picks_total", outcome="invalid") == 300)
+    await until(lambda: kept.metric("mmd_gateway_picks_total", outcome="invalid") == 300)
     assert [r for r in caplog.records if r.name.startswith("mmd_workers")] == []
     assert Path(f"/proc/{kept.pid}/fd/2").stat().st_size == 0
     assert kept.metric("mmd_gateway_picker_restarts_total") == 0
@@ -196,19 +191,19 @@ async def test_peers_that_send_as_much_as_they_may_and_read_nothing_lose_their_t
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(channel_to(kept.port)) for _ in range(5)]
         flooding = [asyncio.create_task(flood(channel)) for channel in channels for _ in range(90)]
-        await kept.until(lambda: any(lost() for lost in losses))
-        has_passed = False
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not has_passed:
-                async with asking(kept.port) as honest:
-                    with contextlib.suppress(AssertionError, grpc.aio.AioRpcError):  # it is told to retry
-                        endpoints(await honest.ask(headers()))
-                        await honest.send(body(bytes(1 << 20), ends=True))
-                        has_passed = await honest.passed(1 << 20) == (bytes(1 << 20), True)
+        await until(lambda: any(lost() for lost in losses))
+
+        async def passes() -> bool:
+            async with asking(kept.port) as honest:
+                endpoints(await honest.ask(headers()))  # not while it is told to retry
+                await honest.send(body(bytes(1 << 20), ends=True))
+                return await honest.passed(1 << 20) == (bytes(1 << 20), True)
+
+        await until(passes, "an honest request passes", retried=(grpc.aio.AioRpcError,))
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
-    await kept.until(lambda: kept.streams == 0)
+    await until(lambda: kept.streams == 0)
     assert kept.pid == pid
     assert kept.metric("mmd_gateway_picker_restarts_total") == 0
 
@@ -219,10 +214,11 @@ async def test_a_process_whose_gateway_is_killed_ends_even_while_it_is_stopped(t
     program.write_text(
         "import asyncio\n"
         "from tests.gateway.test_picker import Kept\n"
+        "from tests.support.waiting import until\n"
         "async def main():\n"
         "    kept = Kept()\n"
         "    await kept.start()\n"
-        "    await kept.until(lambda: kept.answers)\n"
+        "    await until(lambda: kept.answers)\n"
         "    print(kept.pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
@@ -238,9 +234,7 @@ async def test_a_process_whose_gateway_is_killed_ends_even_while_it_is_stopped(t
     finally:
         gateway.kill()
         await gateway.wait()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while picker.is_running() and picker.status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.05)
+    await until(lambda: not picker.is_running() or picker.status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_between_two_processes_it_stops_at_once(keep, monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +243,7 @@ async def test_between_two_processes_it_stops_at_once(keep, monkeypatch: pytest.
     monkeypatch.setattr(picker_module, "PROGRAM", ("-c", ""))
     monkeypatch.setattr(picker_module, "EXIT_SECONDS", 600.0)
     kept = await keep()
-    await kept.until(lambda: bool(kept.fault))
+    await until(lambda: bool(kept.fault))
     async with asyncio.timeout(DEADLINE_SECONDS):
         await kept.stop()
 
@@ -279,14 +273,14 @@ async def test_a_drain_ends_when_no_stream_is_left(keep):
     async with channel_to(kept.port) as channel:
         held = stream(channel)
         endpoints(await held.ask(headers()))
-        await kept.until(lambda: kept.streams == 1)
+        await until(lambda: kept.streams == 1)
         kept.drain(60.0)
         await until_closed(kept.port)
         assert returned(await held.ask(body(b"more"))) == (b"more", False)
-        await kept.until(lambda: kept.streams == 1)
+        await until(lambda: kept.streams == 1)
         assert returned(await held.ask(body(b"rest", ends=True))) == (b"rest", True)
         assert await held.ends() == grpc.StatusCode.OK
-    await kept.until(lambda: kept.pid == 0)
+    await until(lambda: kept.pid == 0)
     assert kept.metric("mmd_gateway_picker_restarts_total") == 0
 
 

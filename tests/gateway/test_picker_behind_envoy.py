@@ -23,7 +23,7 @@ from mmd_workers.gateway.pick_process import PickServer
 from mmd_workers.gateway.picker import EndpointPicker
 from mmd_workers.gateway.picks import GatewayLoad
 from mmd_workers.observe.metrics import Metrics
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import until
 
 from .envoy_proxy import Envoy, in_front_of
 from .proxies import begun, channel_to, until_picked
@@ -132,13 +132,17 @@ async def test_requests_pass_again_once_a_picker_that_was_killed_is_back(upstrea
             first = picker.pid
             os.kill(first, signal.SIGKILL)
             assert is_whole(await envoy.http.get("/"), b""), "without a body Envoy needs no picker"
-            async with asyncio.timeout(DEADLINE_SECONDS):
-                while picker.pid in (0, first) or not picker.answers:
-                    await asyncio.sleep(0.05)
+            await until(lambda: picker.pid not in (0, first) and picker.answers)
             await until_picked(setup.port, [upstream])
-            async with asyncio.timeout(DEADLINE_SECONDS):  # Envoy may wait a little before it connects again
-                while not is_whole(answer := await envoy.http.post("/", content=BODY), BODY):
-                    assert answer.status_code == 500, "it never sends a part of a body on"
-                    await asyncio.sleep(0.05)
+
+            async def is_passed_on() -> bool:
+                answer = await envoy.http.post("/", content=BODY)
+                if is_whole(answer, BODY):
+                    return True
+                if answer.status_code != 500:
+                    raise RuntimeError("it never sends a part of a body on")
+                return False
+
+            await until(is_passed_on)  # Envoy may wait a little before it connects again
     finally:
         await picker.stop()

@@ -27,6 +27,7 @@ from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, Heartbeat
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 from .process import BODY, MESH, TEXT, running, until_ready
 from .running import pipeline_config
@@ -58,7 +59,7 @@ async def test_it_finishes_what_it_has_on_sigterm_and_exits_well(
         own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, wait_then_answer
     )
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
-    await worker.until(lambda: bool(worker.requests), 30)
+    await worker.until(lambda: bool(worker.requests))
     child.send_signal(signal.SIGTERM)
     await until_ready(client, False, "/ready")
     go.set()
@@ -149,7 +150,7 @@ async def test_it_continues_after_its_nats_server_was_restarted(
     subjects = Subjects("test", "own", MESH)
     worker = await ScriptedWorker.start(own_nats_server.url, subjects, "decode-0", ids, answer)
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
-    await worker.until(lambda: bool(worker.requests), 30)
+    await worker.until(lambda: bool(worker.requests))
     await asyncio.to_thread(own_nats_server.kill)
     await until_ready(client, False)
     await asyncio.to_thread(own_nats_server.start)
@@ -180,9 +181,7 @@ async def test_what_decides_when_a_gateway_leaves_is_told_of_its_clients_and_of_
     await gateway._gateway.directory.start()
     beat = Heartbeat("gateway-1", "gateway", [], "i", "r1", "ready", "127.0.0.1:1", time.time(), PodLoad())
     await bus.publish(bus.subjects.heartbeat("gateway-1"), beat)
-    async with asyncio.timeout(30):
-        while not leave._others._since:
-            await asyncio.sleep(0.01)
+    await until(lambda: leave._others._since)
     with socket.create_server(("127.0.0.1", settings.http_port)) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(listener.getsockname())

@@ -520,12 +520,11 @@ async def two(launch: Launch, script: Any = answer_well) -> tuple[Running, Runni
 
 
 async def until_they_know(gateway: Running, gateways: int) -> None:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            targets = (await gateway.admin.get("/debug/targets")).json()
-            if sum(target["labels"]["component"] == "gateway" for target in targets) >= gateways:
-                return
-            await asyncio.sleep(0.02)
+    async def are_known() -> bool:
+        targets = (await gateway.admin.get("/debug/targets")).json()
+        return sum(target["labels"]["component"] == "gateway" for target in targets) >= gateways
+
+    await until(are_known, f"it knows of {gateways} gateways")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -679,9 +678,7 @@ async def test_a_repeat_holds_no_body_once_the_answer_of_another_gateway_has_beg
     one = asyncio.create_task(first.http.post(CHAT, content=content, headers=headers))
     await worker.until(lambda: bool(worker.requests))
     other = asyncio.create_task(second.http.post(CHAT, content=content, headers=headers))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not await second.metric("mmd_media_held_bytes"):
-            await asyncio.sleep(0.02)
+    await second.until_metric("mmd_media_held_bytes", lambda held: held > 0)
     gate.allow(3)
     await second.until_metric("mmd_media_held_bytes", 0)
     await until_running(second, 1)

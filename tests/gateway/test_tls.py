@@ -30,7 +30,7 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import GenerateRequest
 from mmd_workers.wire.server import NatsServer
 from tests.support.certificates import Authority, key_pem, serial_of
-from tests.support.waiting import is_closed
+from tests.support.waiting import is_closed, until
 
 from .mounted import MountedSecret
 from .process import BODY, MESH, TEXT, running
@@ -127,14 +127,16 @@ async def test_a_certificate_is_rotated_under_a_live_stream_and_a_broken_pair_ch
         )
 
         async def until_shown(pair: dict[str, str]) -> None:
-            async with asyncio.timeout(60):
-                while await shown(client.base_url, authority.trusted()) != serial_of(pair["tls.crt"]):
-                    await asyncio.sleep(0.1)
+            async def is_shown() -> bool:
+                return await shown(client.base_url, authority.trusted()) == serial_of(pair["tls.crt"])
+
+            await until(is_shown, pause_seconds=0.1)
 
         async def until_fault(words: str) -> None:
-            async with asyncio.timeout(60):
-                while words not in (await admin.get("/demand")).json()["tls_fault"]:
-                    await asyncio.sleep(0.1)
+            async def is_reported() -> bool:
+                return words in (await admin.get("/demand")).json()["tls_fault"]
+
+            await until(is_reported, f"a fault with {words!r} is reported")
 
         try:
             async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:

@@ -15,7 +15,7 @@ from mmd_api.contract.subjects import Subjects
 from mmd_api.tenants import new_key
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .process import BODY, MESH, TEXT, running, until_ready
 from .scripted import ScriptedWorker
@@ -24,14 +24,20 @@ from .tenancy import AUTH, LONG, SHORT, SLOW, Pods, bearer, tenant, write
 pytestmark = pytest.mark.processes
 
 
-async def until_refused(client: httpx.AsyncClient, key: str) -> str:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            answer = await client.post("/v1/chat/completions", json=BODY, headers=bearer(key))
-            if answer.status_code == 429:
-                return answer.json()["error"]["message"]
-            assert answer.status_code == 200
-            await asyncio.sleep(0.1)
+async def until_refused(client: httpx.AsyncClient, key: str, words: str = "") -> str:
+    """The message of the first refusal with these words."""
+
+    async def refusal() -> str:
+        answer = await client.post("/v1/chat/completions", json=BODY, headers=bearer(key))
+        if answer.status_code == 200:
+            return ""
+        if answer.status_code != 429:
+            raise RuntimeError(f"neither answered nor refused: {answer.status_code} {answer.text}")
+        message = answer.json()["error"]["message"]
+        assert words in message, message
+        return message
+
+    return await until(refusal, f"a refusal with {words!r}", pause_seconds=0.1)
 
 
 async def slow_worker(nats_url: str, frontend: HfFrontend, pods: Pods) -> ScriptedWorker:
@@ -89,9 +95,7 @@ async def until_they_know_each_other(clients: Sequence[httpx.AsyncClient], key: 
     """`key`: of a tenant with one request a minute, of which each gateway's part is one."""
     for client in clients:
         await until_ready(client, True, "/ready")
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while "of 2 gateways" not in await until_refused(client, key):
-                await asyncio.sleep(0.05)
+        await until_refused(client, key, "of 2 gateways")
 
 
 async def answered(client: httpx.AsyncClient, body: dict, key: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from mmd_cli import gateways, top
 from mmd_cli.local import state
 from mmd_cli.program import build
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 from .running import Launch, Running
 from .scripted import ScriptedWorker, answer_well
@@ -45,9 +45,10 @@ def admin(*gateways: Running) -> list[str]:
 
 
 async def knows_both(one: Running) -> None:
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while len((await one.admin.get("/debug/targets")).json()) < 3:  # with the worker
-            await asyncio.sleep(0.02)
+    async def are_known() -> bool:
+        return len((await one.admin.get("/debug/targets")).json()) >= 3  # with the worker
+
+    await until(are_known)
 
 
 async def two(launch: Launch) -> tuple[Running, Running]:

@@ -8,6 +8,8 @@ import httpx
 import nats
 from PIL import Image
 
+from tests.support.waiting import until
+
 from .running import Running
 
 FILES = {"maxMebibytes": 8, "maxTenantMebibytes": 4, "maxFileMebibytes": 2, "maxFiles": 64}
@@ -30,6 +32,17 @@ async def upload(gateway: Running, data: bytes, name: str = "red.png", **more: s
     return await gateway.http.post(
         "/v1/files", files={"file": (name, data)}, data={"purpose": "user_data", **more}
     )
+
+
+async def until_nothing_is_stored(gateway: Running) -> None:
+    """NATS has no message of a file any more."""
+
+    async def is_empty() -> bool:
+        count = await stored(gateway)
+        assert count == 0, f"{count} messages are stored"
+        return True
+
+    await until(is_empty, "nothing is stored")
 
 
 async def stored(gateway: Running) -> int:

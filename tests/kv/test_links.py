@@ -17,7 +17,7 @@ from mmd_workers.kv import chunks, links, nccl, rendezvous, sentinel
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.sequences.links import KvLinks
 from tests.support.backends import needs_nixl
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, wait_until
 
 from .kv_peer import LAYOUT, Peer, pattern
 
@@ -286,7 +286,7 @@ def test_a_peer_that_is_frozen_when_it_is_called_keeps_no_thread(manager, peer, 
         freeze.join()
     with pytest.raises(LinkError, match="no link to a"):
         own.connect("a", "i0", other.endpoint, 0)
-    until(lambda: not connecting_threads(), NOTICED_SECONDS)
+    wait_until(lambda: not connecting_threads(), "no thread connects", seconds=NOTICED_SECONDS)
     assert own.connecting_seconds == 0
 
 
@@ -320,7 +320,7 @@ def test_a_peer_that_offers_again_and_again_costs_no_other_peer_its_link(manager
     assert len(errors) == 8
     assert not any(isinstance(error, OverloadedError) for error in errors)
     assert not link.dead
-    until(lambda: not connecting_threads(), NOTICED_SECONDS)
+    wait_until(lambda: not connecting_threads(), "no thread connects", seconds=NOTICED_SECONDS)
 
 
 @contextmanager
@@ -367,13 +367,13 @@ def test_a_peer_may_have_only_so_many_attempts_that_were_given_up_and_go_on(mana
     for epoch in range(2):
         with pytest.raises(LinkError, match=r"no link|was lost|gave up"):
             linked(one, two, epoch)
-    until(lambda: one.connecting_seconds > 1)
+    wait_until(lambda: one.connecting_seconds > 1)
     with pytest.raises(OverloadedError, match="2 earlier attempts to link with two have not ended"):
         one.connect("two", "i0", two.endpoint, 2)
     with pytest.raises(LinkError, match="no link to zz"):
         one.connect("zz", "i0", "127.0.0.1:1", 0)
     Lingers.release.set()
-    until(lambda: not connecting_threads())
+    wait_until(lambda: not connecting_threads())
     assert one.connecting_seconds == 0
 
 
@@ -403,10 +403,10 @@ def test_a_process_without_threads_closes_links_and_goes_on_watching_the_others(
     second, _ = linked(own, two)
     with no_threads():
         one.notify_lost("own")
-        until(lambda: first.dead)
-        until(lambda: first._channel._group is None)
+        wait_until(lambda: first.dead)
+        wait_until(lambda: first._channel._group is None)
     two.notify_lost("own")
-    until(lambda: second.dead)
+    wait_until(lambda: second.dead)
 
 
 @only_gloo
@@ -447,7 +447,7 @@ def test_a_link_whose_end_cannot_be_handled_costs_no_other_link_its_watch(manage
     first.kill = fail
     for other in others:
         other.notify_lost("own")
-    until(lambda: second.dead)
+    wait_until(lambda: second.dead)
     assert own.live_links == 0
 
 
@@ -507,7 +507,7 @@ def test_links_made_and_closed_leave_no_descriptor_and_no_thread(manager):
     before = held()
     for epoch in range(3, 13):
         cycle(epoch)
-    until(lambda: held()[0] <= before[0] + 4 and held()[1] <= before[1] + 2)
+    wait_until(lambda: held()[0] <= before[0] + 4 and held()[1] <= before[1] + 2)
 
 
 class Stuck:
@@ -572,13 +572,6 @@ class NeverConnects:
         raise LinkError("released")
 
 
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def never_connects(monkeypatch):
     monkeypatch.setattr(NeverConnects, "release", threading.Event())
@@ -601,9 +594,9 @@ def test_an_initialization_of_nccl_that_outlives_its_attempt_fails_liveness(mana
     with pytest.raises(LinkError, match=r"not linked within|was lost|no link"):
         linked(one, two)
     assert one.live_links == 0  # given up, and yet
-    until(lambda: alive() > 2)
+    wait_until(lambda: alive() > 2)
     never_connects.release.set()
-    until(lambda: alive() == 0)
+    wait_until(lambda: alive() == 0)
 
 
 @only_nccl
@@ -614,7 +607,7 @@ def test_attempts_that_were_given_up_take_room_until_they_have_ended(manager, ne
     with pytest.raises(OverloadedError, match="all 1 KV links are in use"):
         one.connect("two", "i0", two.endpoint, 1)
     never_connects.release.set()
-    until(lambda: not connecting_threads())
+    wait_until(lambda: not connecting_threads())
     with pytest.raises(LinkError, match=r"released|no link"):
         linked(one, two, epoch=1)
 
@@ -645,4 +638,4 @@ def test_nccl_is_not_initialized_for_a_peer_that_never_comes(manager, never_conn
     own, absent = (manager(pod, connect_timeout_seconds=0.5) for pod in ("own", "absent"))
     with pytest.raises(LinkError, match="no link"):
         own.connect("absent", "i0", absent.endpoint, 0)
-    until(lambda: not connecting_threads())
+    wait_until(lambda: not connecting_threads())

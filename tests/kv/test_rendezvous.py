@@ -13,20 +13,13 @@ from torch._C._distributed_c10d import PrefixStore
 from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import rendezvous
 from mmd_workers.kv.rendezvous import _VALUE, MAX_VALUE_BYTES, PairStore, Rendezvous, call
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, wait_until
 
 SOON = 0.3
 
 
 def later(seconds: float = DEADLINE_SECONDS) -> float:
     return time.monotonic() + seconds
-
-
-def until(condition) -> None:
-    end = later()
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def fails(error: Exception):
@@ -125,7 +118,7 @@ def test_of_too_many_an_awaited_one_is_hung_up_on_last(meeting, monkeypatch):
     place = meeting()
     place._awaited["awaited"] += 1
     awaited = call(place.endpoint, "awaited", later())
-    until(lambda: "awaited" in place._callers)
+    wait_until(lambda: "awaited" in place._callers)
     other = call(place.endpoint, "other", later())
     assert other.recv(1) == b""
     place.accept("awaited", later()).close()

@@ -21,6 +21,7 @@ from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import GaveUpError, Supervisor
 from tests.support.clock import FakeClock
 from tests.support.needed import lacking
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.processes]
 SECONDS = 60.0
@@ -102,9 +103,7 @@ async def test_a_process_without_a_waiter_is_ended(server: ForkServer) -> None:
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     said, _ = await ended(await python(server, "import os; print(os.getppid())"))
-    async with asyncio.timeout(SECONDS):
-        while psutil.Process(int(said)).children():
-            await asyncio.sleep(0.02)
+    await until(lambda: not psutil.Process(int(said)).children())
 
 
 async def test_pods_start_again_although_what_forked_them_is_killed() -> None:

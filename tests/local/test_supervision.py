@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from mmd_cli.local.pods import free_port
-from tests.support.local_deployment import ROOT, until
+from tests.support.local_deployment import ROOT
+from tests.support.waiting import wait_until
 
 SECONDS = 240
 
@@ -47,7 +48,7 @@ class Up:
         self.printed = ""
         self._lines: Queue[str] = Queue()
         Thread(target=self._read, daemon=True).start()
-        until(lambda: self.ready, SECONDS, "the gateway is Ready")
+        wait_until(lambda: self.ready, "the gateway is Ready")
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -62,7 +63,8 @@ class Up:
 
     @property
     def ready(self) -> bool:
-        assert self.process.poll() is None, self.output()
+        if self.process.poll() is not None:
+            raise RuntimeError(f"mmd up ended:\n{self.output()}")
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=2).status_code == 200
         return False
@@ -117,8 +119,8 @@ def test_a_killed_nats_server_comes_back_on_its_port_and_requests_are_answered_a
     assert before is not None
     (port,) = {c.laddr.port for c in before.net_connections("inet") if c.status == "LISTEN"}
     before.send_signal(signal.SIGKILL)
-    until(lambda: (now := up.nats()) is not None and now.pid != before.pid, SECONDS, "nats-server runs again")
-    until(lambda: up.ready, SECONDS, "the gateway is Ready again")
+    wait_until(lambda: (now := up.nats()) is not None and now.pid != before.pid, "nats-server runs again")
+    wait_until(lambda: up.ready, "the gateway is Ready again")
     after = up.nats()
     assert after is not None
     assert {c.laddr.port for c in after.net_connections("inet") if c.status == "LISTEN"} == {port}
@@ -135,7 +137,7 @@ def test_mmd_up_exits_and_names_nats_server_when_it_cannot_come_back(up: Up) -> 
     with socket.create_server(("127.0.0.1", port)):  # somebody else takes its port
         status = up.exit_status()
     assert status == 1
-    until(lambda: "did not recover within 5 starts" in up.output(), 60, "the reason is printed")
+    wait_until(lambda: "did not recover within 5 starts" in up.output(), "the reason is printed")
     assert "address already in use" in up.output()
     assert not psutil.pid_exists(server.pid)
 
@@ -146,4 +148,4 @@ def test_mmd_up_exits_and_names_the_pod_that_cannot_come_back(up: Up, tmp_path: 
         shutil.rmtree(config)
     gateway.send_signal(signal.SIGKILL)
     assert up.exit_status() == 1
-    until(lambda: re.search(r"gateway\S* exited 5 times in a row before it became Ready", up.output()) is not None, 60, "the pod and the reason are printed")  # fmt: skip
+    wait_until(lambda: re.search(r"gateway\S* exited 5 times in a row before it became Ready", up.output()) is not None, "the pod and the reason are printed")  # fmt: skip

@@ -20,7 +20,7 @@ from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
 from tests.support.films import film
-from tests.support.waiting import DEADLINE_SECONDS, until
+from tests.support.waiting import until
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 
@@ -208,12 +208,7 @@ async def test_a_decoder_killed_in_the_middle_fails_that_medium_only():
 async def _busy(pids):
     """The process that burns CPU."""
     start = {pid: _cpu_ticks(pid) for pid in pids}
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            for pid in pids:
-                if _cpu_ticks(pid) > start[pid] + 5:
-                    return pid
-            await asyncio.sleep(0.01)
+    return await until(lambda: next((pid for pid in pids if _cpu_ticks(pid) > start[pid] + 5), None))
 
 
 def _cpu_ticks(pid):

@@ -19,10 +19,11 @@ import pytest
 
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import LocalPod
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import load, observed_deployment, scrape
 from tests.support.prometheus_server import Prometheus, hurried
 from tests.support.under_load import AT_ONCE, about_videos, clients, frozen
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -40,17 +41,14 @@ def prometheus(observed: Deployment, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def until_firing(prometheus: Prometheus, alert: str, since: float, seconds: float = 60) -> dict[str, Any]:
-    until(lambda: bool(prometheus.firing(alert, since)), seconds, f"{alert} fires")
-    labels: dict[str, Any] = prometheus.firing(alert, since)[0]
-    return labels
+def until_firing(prometheus: Prometheus, alert: str, since: float) -> dict[str, Any]:
+    return wait_until(lambda: prometheus.firing(alert, since), f"{alert} fires")[0]
 
 
 def until_told(prometheus: Prometheus, alert: str, since: float, **labels: str) -> None:
     """The alert fires with these labels; it may also fire for what an earlier test broke."""
-    until(
+    wait_until(
         lambda: any(labels.items() <= one.items() for one in prometheus.firing(alert, since)),
-        60,
         f"{alert} fires of {labels}",
     )
 
@@ -70,20 +68,20 @@ def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Depl
         asked = [submit(about_videos(1))]
         assert asked[0].result(timeout=60)
         known = 'mmd_encode_work_per_second{modality="video"} > 0'
-        until(lambda: prometheus.query(known) != [], 30, "an encoder that has encoded says how fast it is")
+        wait_until(lambda: prometheus.query(known) != [], "an encoder that has encoded says how fast it is")
 
         def pour(alert: str) -> bool:
             asked.extend(submit(about_videos(VIDEOS_AT_ONCE)) for _ in range(2))
             return bool(prometheus.firing(alert, begun))
 
         with frozen(observed.pid(encoder)):
-            until(lambda: pour("MmdPodNotScraped"), 120, "scrapes without an answer are an alert")
-            until(lambda: pour("MmdBacklogGrows"), 120, "ten seconds of work that becomes more are an alert")
+            wait_until(lambda: pour("MmdPodNotScraped"), "scrapes without an answer are an alert")
+            wait_until(lambda: pour("MmdBacklogGrows"), "ten seconds of work that becomes more are an alert")
             assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} == {"encode"}
             assert prometheus.query('mmd_prefill_waiting_tokens{role="encode"} > 0')
         assert {one["pod"] for one in prometheus.firing("MmdPodNotScraped", begun)} == {encoder.name}
-        until_firing(prometheus, "MmdSloBurnsFast", begun, 90)
-        until_firing(prometheus, "MmdSloBurnsSlow", begun, 90)
+        until_firing(prometheus, "MmdSloBurnsFast", begun)
+        until_firing(prometheus, "MmdSloBurnsSlow", begun)
         assert all(job.result(timeout=150) for job in asked)
     nothing_was_lost(prometheus, begun)
 
@@ -123,7 +121,7 @@ def test_a_message_server_that_is_slow(prometheus: Prometheus, observed: Deploym
 
     with clients(observed) as submit:
         asked = [submit(f"What is {number}?") for number in range(4)]
-        until(stutter, 60, "round trips of a third of a second are an alert")
+        wait_until(stutter, "round trips of a third of a second are an alert")
         assert all(job.result(timeout=150) for job in asked)
     nothing_was_lost(prometheus, begun)
 
@@ -136,7 +134,7 @@ def test_decoders_without_free_kv(prometheus: Prometheus, observed: Deployment) 
             submit(f"Tell story {number}. {LONG_QUESTION * 4}", max_tokens=1000, **STORY)
             for number in range(14)
         ]
-        full = until_firing(prometheus, "MmdKvSaturated", begun, seconds=120)
+        full = until_firing(prometheus, "MmdKvSaturated", begun)
         assert full["pod"] in {pod.name for pod in observed.pods("decode")}
         assert all(job.result(timeout=240) for job in stories)
     nothing_was_lost(prometheus, begun)
@@ -149,11 +147,11 @@ def test_a_drain_without_a_peer_that_takes_over(prometheus: Prometheus, observed
     with clients(observed) as submit:
         with frozen(observed.pid(other)):
             stories = [submit(f"Tell story {number}.", max_tokens=3900, **STORY) for number in range(12)]
-            until(lambda: running(leaving) >= 8, 60, "stories are written there")
+            wait_until(lambda: running(leaving) >= 8, "stories are written there")
             observed.terminate(leaving)
             assert until_firing(prometheus, "MmdDrainTakesLong", begun)["pod"] == leaving.name
         assert all(job.result(timeout=240) for job in stories)
-    observed.wait_ready(leaving, 120)
+    observed.wait_ready(leaving)
     nothing_was_lost(prometheus, begun)
 
 
@@ -170,7 +168,7 @@ def test_a_decoder_that_dies_with_kv_on_its_way_to_it(prometheus: Prometheus, ob
             observed.kill(decoder)
         assert until_firing(prometheus, "MmdTransfersFail", begun)["link"] == "kv"
         assert all(job.result(timeout=150) for job in asked)
-    observed.wait_ready(decoder, 120)
+    observed.wait_ready(decoder)
     nothing_was_lost(prometheus, begun)
 
 
@@ -211,7 +209,7 @@ def test_a_request_that_may_not_be_tried_again(fragile: tuple[Deployment, Promet
     begun = time.time()
     with clients(deployment) as submit:
         stories = [submit(f"Tell story {number}.", max_tokens=1000, **STORY) for number in range(8)]
-        until(lambda: sum(map(running, decoders)) == len(stories), 60, "stories are written")
+        wait_until(lambda: sum(map(running, decoders)) == len(stories), "stories are written")
         for decoder in decoders:
             deployment.kill(decoder)
         until_told(prometheus, "MmdRequestsLost", begun, code="peer_lost")
@@ -262,7 +260,7 @@ def kv_that_does_not_come(
                 until_the_end.push(attempt.pop_all())
                 return True
 
-        until(freeze_in_time, 60, "the prefill pod hangs after decoders have made room")
+        wait_until(freeze_in_time, "the prefill pod hangs after decoders have made room")
         yield asked
 
 

@@ -23,9 +23,10 @@ from mmd_cli.samples import draw
 from mmd_dashboards import grafana
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.queries import OURS, ROLLOUT, STARTED, filled
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import ask, content, load
 from tests.support.prometheus_server import Prometheus
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -73,7 +74,7 @@ def test_the_numbers_are_those_of_the_requests_that_were_made(
     served = 'sum(mmd_requests_total{code="ok"})'
     before = prometheus.value(served)
     load(observed, 8, 60_000)
-    until(lambda: prometheus.value(served) == before + 8, 60, "eight more requests")
+    wait_until(lambda: prometheus.value(served) == before + 8, "eight more requests")
 
 
 def test_the_slowest_requests_can_be_found_by_their_trace(prometheus: Prometheus) -> None:
@@ -89,7 +90,7 @@ def test_rules_are_loaded_and_nothing_is_wrong_while_all_is_well(prometheus: Pro
     assert sum(len(group["rules"]) for group in rules) > 20
     assert [rule["name"] for group in rules for rule in group["rules"] if rule["health"] == "err"] == []
     assert prometheus.query('ALERTS{alertstate="firing"}') == []
-    until(lambda: bool(prometheus.query("mmd:kv_used:ratio")), 60, "recording rules are evaluated")
+    wait_until(lambda: bool(prometheus.query("mmd:kv_used:ratio")), "recording rules are evaluated")
 
 
 def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, observed: Deployment) -> None:
@@ -121,23 +122,22 @@ def test_trouble_shows_where_the_dashboards_say_it_does(prometheus: Prometheus, 
         asked += [threads.submit(keep_asking, about_a_video) for _ in range(16)]
         try:
             with no_medium_decoded(observed, encoder):
-                until(in_their_hands, 60, "both have work in their hands")
+                wait_until(in_their_hands, "both have work in their hands")
                 observed.kill(decoder)
                 observed.kill(encoder)
-            until(
+            wait_until(
                 lambda: bool(prometheus.query('ALERTS{alertname="MmdPodNotScraped"}')),
-                60,
                 "pods that do not answer are news",
             )
-            observed.wait_ready(encoder, 120)
-            observed.wait_ready(decoder, 120)
+            observed.wait_ready(encoder)
+            observed.wait_ready(decoder)
             redelivered = "sum(mmd_encode_redeliveries_total)"
-            until(lambda: prometheus.value(redelivered) > 0, 60, "what it had in hand is begun anew")
+            wait_until(lambda: prometheus.value(redelivered) > 0, "what it had in hand is begun anew")
         finally:
             enough.set()
         assert all(job.result(timeout=150) for job in asked)
     observed.restart_nats()
-    until(lambda: prometheus.value("sum(mmd_nats_reconnects_total)") > 0, 60, "connections were made anew")
+    wait_until(lambda: prometheus.value("sum(mmd_nats_reconnects_total)") > 0, "connections were made anew")
     whole = draw("image", 70_000, "image/jpeg")
     half = replace(whole, bytes=whole.bytes[: len(whole.bytes) * 2 // 3])
     with pytest.raises(openai.APIStatusError):

@@ -9,8 +9,9 @@ import pytest
 
 from mmd_cli.samples import draw
 from mmd_workers.observe.metrics import Metrics
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import ask, content, load, scrape
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -90,4 +91,4 @@ def test_a_prompt_that_comes_again_is_counted_as_cached(observed: Deployment) ->
     ask(observed, what)
     before = cached()
     ask(observed, what)
-    until(lambda: cached() > before, 60, "blocks of the first prompt were found again")
+    wait_until(lambda: cached() > before, "blocks of the first prompt were found again")

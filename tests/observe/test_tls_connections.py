@@ -20,7 +20,7 @@ from mmd_workers.observe import server as module
 from mmd_workers.observe import tls
 from mmd_workers.observe.server import HttpServer
 from tests.support.certificates import Authority
-from tests.support.waiting import is_closed
+from tests.support.waiting import is_closed, until
 
 LIMIT = 3
 ADDRESS = "127.0.0.1"
@@ -179,9 +179,7 @@ async def test_what_a_client_sends_before_its_turn_is_not_kept(
     waiting: list[Callable[[], None]] = []
     monkeypatch.setattr(serving.server._handshakes, "add", waiting.append)
     _, writer = await serving.plain()
-    async with asyncio.timeout(30):
-        while not waiting:
-            await asyncio.sleep(0.01)
+    await until(lambda: waiting)
     (connection,) = serving.server._connections._open
     assert not connection._raw.is_reading()
     writer.transport.abort()

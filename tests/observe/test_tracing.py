@@ -11,16 +11,19 @@ import pytest
 from mmd_cli.samples import draw
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.messages import Phase
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import ask, content, load
 from tests.support.otlp_collector import Collector, Span
+from tests.support.waiting import wait_until
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"}
 
 
 def spans_of(collector: Collector, trace_id: str, names: set[str]) -> dict[str, Span]:
-    until(lambda: names <= {span.name for span in collector.of(trace_id)}, 60, f"spans {names} were exported")
+    wait_until(
+        lambda: names <= {span.name for span in collector.of(trace_id)}, f"spans {names} were exported"
+    )
     return {span.name: span for span in collector.of(trace_id)}
 
 
@@ -105,7 +108,7 @@ class TestServed:
         collector.broken = True
         try:
             load(observed, 8, 91_000)
-            until(lambda: collector.refused > 0, 60, "exports were refused")
+            wait_until(lambda: collector.refused > 0, "exports were refused")
             load(observed, 8, 92_000)
         finally:
             collector.broken = False

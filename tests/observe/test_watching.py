@@ -18,9 +18,10 @@ from mmd_cli.gateways import GatewaySnapshot, Snapshot
 from mmd_cli.program import build
 from mmd_cli.samples import draw
 from mmd_workers.gateway.timeline import KEPT_REQUESTS
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.observed_fixture import ask, content, load
 from tests.support.prometheus_server import RULES, Prometheus, program
+from tests.support.waiting import wait_until
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -206,10 +207,11 @@ class TestServed:
 
         def told() -> bool:  # pods tell their load a few times a second
             seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
-            assert seen["requests"]["running"] == 1, "the stream ended before its pod was seen at work"
+            if seen["requests"]["running"] != 1:
+                raise RuntimeError("the stream ended before its pod was seen at work")
             return sum(pod["running"] for pod in seen["pods"]) == 1
 
-        until(told, 60, "top shows the sequence in its pod")
+        wait_until(told, "top shows the sequence in its pod")
         stream.response.close()
         screen = mmd("top", "--once", "--url", observed.local.admin_url, "--seconds", "0.3")
         assert all(name[:40] in screen for name in shown)
@@ -261,9 +263,8 @@ class TestServed:
         with Prometheus.of_gateway(tmp_path, observed.local.admin_url) as server:
             server.until_scraped(len(observed.local.pods))
             load(observed, 12, 97_000)
-            until(
+            wait_until(
                 lambda: server.value('sum(increase(mmd_requests_total{code="ok"}[1m]))') > 5,
-                20,
                 "requests are seen",
             )
             page = tmp_path / "report.html"

@@ -13,7 +13,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
 from mmd_cli.samples import Sample, draw
-from tests.support.local_deployment import Deployment, content, until
+from tests.support.local_deployment import Deployment, content
+from tests.support.waiting import wait_until
 
 from .browser import Seen
 
@@ -138,11 +139,12 @@ def test_the_answer_streams_and_stop_frees_the_request_everywhere(page: Page, ob
     expect(stage(page, "decode")).to_have_attribute("data-state", "working")
     expect(page.locator("#pods")).to_contain_text(re.compile("1 of 32"))
     early = len(page.locator("#answer").inner_text())
-    until(lambda: len(page.locator("#answer").inner_text()) > early + 40, 60, "the answer grows")
+    wait_until(lambda: len(page.locator("#answer").inner_text()) > early + 40, "the answer grows")
     stop.click()
     expect(page.get_by_text("Stopped.")).to_be_visible()
     expect(page.get_by_role("log")).to_have_attribute("aria-busy", "false")
-    until(lambda: running(observed) == 0, 10, "a stopped request holds nothing")
+    # Much sooner than a lease would end.
+    wait_until(lambda: running(observed) == 0, "a stopped request holds nothing", seconds=10)
     page.unroute("**/v1/chat/completions")
     ask(page, "What is 2?")
     until_done(page)

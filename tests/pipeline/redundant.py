@@ -19,14 +19,14 @@ from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
 from tests.support import oracle
 from tests.support.held import load_of
-from tests.support.local_deployment import Deployment, content, until
+from tests.support.local_deployment import Deployment, content
 from tests.support.promises import BrokenPromiseError, promise
+from tests.support.waiting import wait_until
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 MODEL = "builtin/demo"
 TOKENS = 16
 LONG_TOKENS = 600
-RESTORE_SECONDS = 180.0
 CPU = {"replicas": 2, "gpus": 0}
 SPEC = {
     "model": {"id": MODEL, "dtype": "Float32"},
@@ -155,16 +155,9 @@ def at_work(deployment: Deployment, component: str, figure: str) -> list[LocalPo
     return [pod for pod in deployment.pods(component) if load_of(deployment, pod).get(figure)]
 
 
-def busy(deployment: Deployment, component: str, figure: str, seconds: float = 30.0) -> LocalPod:
+def busy(deployment: Deployment, component: str, figure: str) -> LocalPod:
     """The first pod of a component that reports to be at work."""
-    found: list[LocalPod] = []
-
-    def look() -> bool:
-        found[:] = at_work(deployment, component, figure)
-        return bool(found)
-
-    until(look, seconds, f"a pod of {component} has {figure}")
-    return found[0]
+    return wait_until(lambda: at_work(deployment, component, figure), f"a pod of {component} has {figure}")[0]
 
 
 def send(deployment: Deployment, pod: LocalPod, number: signal.Signals) -> None:

@@ -19,7 +19,7 @@ from tests.support.engines import needs_vllm
 from tests.support.local_deployment import Deployment, write
 
 from .random_media import CPU, KV, TOKENS, content, png
-from .redundant import RESTORE_SECONDS, busy, text_of
+from .redundant import busy, text_of
 
 pytestmark = [needs_vllm, pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(900)]
 LONG_TOKENS = 400
@@ -92,7 +92,7 @@ def test_a_stream_of_an_adapter_continues_when_its_decode_pod_is_killed(
     pod = busy(deployment, "decode", "decode_running")
     deployment.kill(pod)
     assert text + "".join(answer) == expected
-    deployment.wait_ready(pod, RESTORE_SECONDS)
+    deployment.wait_ready(pod)
 
 
 # --- what does not fit --------------------------------------------------------------------------------------------

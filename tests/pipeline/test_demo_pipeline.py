@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -28,8 +27,8 @@ from mmd_workers.media.probe import probe
 from tests.support import oracle
 from tests.support.films import film
 from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment, content, until
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.local_deployment import Deployment, content
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
@@ -178,11 +177,13 @@ def test_a_prompt_finds_its_prefix_where_its_own_salt_has_been_and_nowhere_else(
 
     salts = ("", "one", "other")
     assert [cached(salt) for salt in salts] == [0, 0, 0]
-    deadline = time.monotonic() + DEADLINE_SECONDS  # until routers know, and the pod that has it is free
-    again = [0]
-    while min(again) < 100:
-        assert time.monotonic() < deadline, again
+
+    def found() -> list[int]:
         again = [cached(salt) for salt in salts]
+        assert min(again) >= 100, again
+        return again
+
+    again = wait_until(found, "routers know where it is, and that pod is free")
     assert again == [again[0]] * 3
 
 
@@ -295,9 +296,10 @@ def test_a_client_that_leaves_frees_its_memory_everywhere(demo: Deployment) -> N
 
     stream = ask_long(demo, stream=True)
     next(iter(stream))
-    until(lambda: bool(busy()), 60, "the request is at work")
+    wait_until(lambda: bool(busy()), "the request is at work")
     stream.response.close()
-    until(lambda: not busy(), 10, "nothing is held for a client that is gone")
+    # Much sooner than a lease would end.
+    wait_until(lambda: not busy(), "nothing is held for a client that is gone", seconds=10)
 
 
 def ask_long(demo: Deployment, **options: Any) -> Any:
@@ -328,7 +330,7 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
             phase["name"] for phase in timeline["phases"]
         }
 
-    until(complete, 60, "all phases were reported")
+    wait_until(complete, "all phases were reported")
     spans = [(phase["start"], phase["end"]) for phase in timeline["phases"]]
     assert all(timeline["arrived"] - 0.1 <= start <= end for start, end in spans)
     moved = [phase for phase in timeline["phases"] if phase["name"].endswith("_transfer")]

@@ -16,7 +16,8 @@ from mmd_cli.samples import Sample, draw
 from mmd_workers.gateway.fallback import unread
 from tests.support.failing_tower import with_little_memory
 from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment, content, until, write
+from tests.support.local_deployment import Deployment, content, write
+from tests.support.waiting import wait_until
 
 from .redundant import MODEL, SPEC, TOKENS
 
@@ -59,9 +60,8 @@ def set_policy(deployment: Deployment, policy: str) -> None:
         media["failurePolicy"] = policy
         file.write_text(json.dumps(config))
         changed = len(deployment.pods("gateway"))
-    until(
+    wait_until(
         lambda: sum("applied changed settings" in line for _, line in list(deployment.lines)) >= changed,
-        30,
         "every gateway has the policy",
     )
 

@@ -25,14 +25,14 @@ from mmd_cli.samples import Sample, draw
 from tests.support import oracle
 from tests.support.engines import ENGINES
 from tests.support.held import WORKERS, assert_nothing_held, held, load_of, scrape, workers
-from tests.support.local_deployment import Deployment, content, until, write
+from tests.support.local_deployment import Deployment, content, write
 from tests.support.promises import BrokenPromiseError, promise
+from tests.support.waiting import wait_until
 
 from .redundant import (
     DEMO,
     LONG_TOKENS,
     MODEL,
-    RESTORE_SECONDS,
     SPEC,
     TOKENS,
     ask,
@@ -87,7 +87,7 @@ def whole(deployment: Deployment) -> Iterator[Deployment]:
 
 def restore(deployment: Deployment) -> None:
     for pod in workers(deployment):
-        deployment.wait_ready(pod, RESTORE_SECONDS)
+        deployment.wait_ready(pod)
 
 
 # --- what is asked -------------------------------------------------------------------------------------------------------
@@ -184,11 +184,10 @@ def test_a_drained_worker_finishes_or_hands_over_what_it_has(
         pod = busy(whole, component, figure)
         whole.terminate(pod)
         under_way.enough()
-        until(
+        wait_until(
             lambda: bool(
                 [1 for name, line in whole.lines if name == pod.name and "exited with code" in line]
             ),
-            60,
             "the pod has left",
         )
     assert [line for name, line in whole.lines if name == pod.name and "exited with code 0" in line]
@@ -231,7 +230,12 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(whole: Deployment
                 lambda numbered: leave_after(numbered[1], 0.05 + 0.05 * numbered[0]), enumerate(leaving)
             )
         )
-    until(lambda: not held(whole), 30, "nothing is held for clients that are gone")
+    # Sooner than a lease would end.
+    wait_until(
+        lambda: not held(whole),
+        lambda: f"nothing is held for clients that are gone: {held(whole)}",
+        seconds=30,
+    )
 
 
 # --- poison --------------------------------------------------------------------------------------------------------------
@@ -274,7 +278,7 @@ def test_the_jobs_of_a_hung_encoder_go_to_another(whole: Deployment) -> None:
         send(whole, pod, signal.SIGSTOP)
         try:
             under_way.enough()
-            until(lambda: under_way.answered, 60, "the other encoder has done it all")
+            wait_until(lambda: under_way.answered, "the other encoder has done it all")
         finally:
             send(whole, pod, signal.SIGCONT)
 
@@ -286,17 +290,17 @@ def test_decoders_free_the_leases_of_a_hung_prefill_worker(whole: Deployment) ->
 
     with load(whole, 18, 13) as under_way:
         # Requests reach prefill one after another, so the moment for both is looked for, not waited for in turn.
-        until(
+        wait_until(
             lambda: reserved() and bool(at_work(whole, "prefill", "prefill_waiting_requests")),
-            30,
             "a prefill worker is busy while blocks are reserved for a handover",
         )
         pod = (at_work(whole, "prefill", "prefill_waiting_requests") or whole.pods("prefill"))[0]
         send(whole, pod, signal.SIGSTOP)
         try:
             under_way.enough()
-            until(lambda: under_way.answered, 90, "the other prefill worker has done it all")
-            until(lambda: not reserved(), 30, "no lease outlives its owner's heartbeats")
+            wait_until(lambda: under_way.answered, "the other prefill worker has done it all")
+            # Sooner than a lease would end.
+            wait_until(lambda: not reserved(), "no lease outlives its owner's heartbeats", seconds=30)
         finally:
             send(whole, pod, signal.SIGCONT)
 

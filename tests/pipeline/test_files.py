@@ -20,7 +20,8 @@ from mmd_cli.samples import draw
 from mmd_workers.media.document import render
 from tests.support import oracle
 from tests.support.held import assert_nothing_held, scrape
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
+from tests.support.waiting import wait_until
 
 from .redundant import DEMO, MODEL, SPEC, TOKENS
 
@@ -125,7 +126,7 @@ def test_a_file_is_encoded_on_upload_and_its_first_question_finds_its_feature(de
     (encoder,) = deployment.pods("encoder")
     before = tower_seconds(encoder)
     made = client.files.create(file=("sample.png", sample.bytes), purpose="vision")
-    until(lambda: tower_seconds(encoder) > before, 60, "the file is encoded")
+    wait_until(lambda: tower_seconds(encoder) > before, "the file is encoded")
     encoded = tower_seconds(encoder)
     expected = oracle.answer(DEMO, [(sample.kind, sample.bytes), "what is it?"], TOKENS)
     assert answer(client, by_id(made.id)) == expected
@@ -141,6 +142,6 @@ def test_gateways_that_crash_and_a_bus_that_restarts_lose_no_file(deployment: De
         deployment.crash_gateway(gateway)
         deployment.wait_ready(gateway)
     deployment.restart_nats()
-    until(lambda: listed(client) == [made.id], 60, "the file is there")
+    wait_until(lambda: listed(client) == [made.id], "the file is there")
     for _ in range(2):
         assert client.files.content(made.id).content == data

@@ -15,9 +15,10 @@ from mmd_cli.samples import Sample, draw
 from tests.support import oracle
 from tests.support.engines import ENGINES
 from tests.support.held import assert_nothing_held, load_of, scrape
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
 from tests.support.local_deployment import content as content_of
 from tests.support.under_load import frozen
+from tests.support.waiting import wait_until
 
 from .redundant import DEMO, MODEL, SPEC, TOKENS
 
@@ -66,14 +67,15 @@ def test_small_media_need_no_encoder_pod_and_others_wait_for_one(deployment: Dep
     (prefill,), (encoder,) = deployment.pods("prefill"), deployment.pods("encoder")
     with ThreadPoolExecutor(1) as thread:
         with frozen(deployment.pid(encoder)):
-            until(lambda: (deployment.ready_pods() or {}).get("encode") == 0, 30, "the encoder pod is missed")
+            wait_until(
+                lambda: (deployment.ready_pods() or {}).get("encode") == 0, "the encoder pod is missed"
+            )
             answered(deployment, draw("image", 7001))
             small = encoded(prefill)
             assert small > 0
             large = thread.submit(answered, deployment, draw("audio", 7002))
-            until(
+            wait_until(
                 lambda: load_of(deployment, prefill)["prefill_blocked_tokens"] > 0,
-                30,
                 "sound waits for an encoder",
             )
         large.result(timeout=120)

@@ -11,10 +11,12 @@ from mmd_cli.samples import draw
 from tests.support import oracle
 from tests.support.engines import ENGINES
 from tests.support.held import assert_nothing_held, scrape, workers
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
 from tests.support.local_deployment import content as content_of
+from tests.support.promises import promise
+from tests.support.waiting import wait_until
 
-from .redundant import DEMO, MODEL, RESTORE_SECONDS, SPEC, busy, text_of
+from .redundant import DEMO, MODEL, SPEC, busy, text_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("local-prompts"), pytest.mark.timeout(600)]
 
@@ -45,7 +47,7 @@ def deployment(
 def whole(deployment: Deployment) -> Iterator[Deployment]:
     def restore() -> None:
         for pod in workers(deployment):
-            deployment.wait_ready(pod, RESTORE_SECONDS)
+            deployment.wait_ready(pod)
 
     restore()
     yield deployment
@@ -104,8 +106,8 @@ def test_another_question_about_an_image_goes_to_the_decode_pod_that_has_its_kv(
     def answered(question: str) -> None:
         text = f"{BEFORE} {question}"
         expected = oracle.answer(DEMO, [("image", sample.bytes), text], ANSWER_TOKENS)
-        answer = ask(whole, [image, {"type": "text", "text": text}])
-        assert answer.choices[0].message.content == expected
+        answer = ask(whole, [image, {"type": "text", "text": text}]).choices[0].message.content
+        promise(answer == expected, f"{question!r} was answered {answer!r}, not {expected!r}")
 
     answered("What shape is it?")
     assert since(whole, before) == {"handed over": 1}
@@ -116,7 +118,7 @@ def test_another_question_about_an_image_goes_to_the_decode_pod_that_has_its_kv(
         answered(next(questions))
         return "accepted" in since(whole, before)
 
-    until(computed_there, 30, "a decode pod computed the rest of a prompt")
+    wait_until(computed_there, "a decode pod computed the rest of a prompt")
     assert "returned" not in since(whole, before)
 
 

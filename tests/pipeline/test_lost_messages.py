@@ -24,8 +24,9 @@ from mmd_cli.samples import draw
 from mmd_workers.wire import messages
 from mmd_workers.wire.server import NatsServer
 from tests.support.held import held, workers
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
 from tests.support.promises import promise
+from tests.support.waiting import wait_until
 
 from . import redundant
 from .lossy_proxy import MESSAGES, LossyProxy, Match
@@ -138,8 +139,8 @@ def ask_again_after_a_restart(deployment: Deployment) -> None:
     sample = draw("image", next(_seeds))
     redundant.assert_answered(deployment, sample)
     deployment.kill(prefill)
-    until(lambda: not deployment.is_ready(prefill), 30, "the prefill worker is gone")
-    deployment.wait_ready(prefill, redundant.RESTORE_SECONDS)
+    wait_until(lambda: not deployment.is_ready(prefill), "the prefill worker is gone")
+    deployment.wait_ready(prefill)
     redundant.assert_answered(deployment, sample)
 
 
@@ -232,7 +233,9 @@ def test_a_lost_message_costs_no_request_and_nothing_stays_held(
 ) -> None:
     proxy.arm(match)
     provoke(deployment, proxy, kind)
-    until(lambda: not held(deployment), FREE_SECONDS, f"nothing held: {held(deployment)}")
+    wait_until(
+        lambda: not held(deployment), lambda: f"nothing held: {held(deployment)}", seconds=FREE_SECONDS
+    )
 
 
 @pytest.mark.parametrize(("kind", "match"), WORST_CASES)
@@ -248,4 +251,6 @@ def test_a_message_server_killed_at_that_message_costs_no_request_and_nothing_st
         assert proxy.struck.wait(150), f"no {kind.__name__} was sent"
         deployment.restart_nats()
         asking.result()
-    until(lambda: not held(deployment), FREE_SECONDS, f"nothing held: {held(deployment)}")
+    wait_until(
+        lambda: not held(deployment), lambda: f"nothing held: {held(deployment)}", seconds=FREE_SECONDS
+    )

@@ -11,7 +11,7 @@ from tests.support.backends import needs_nixl
 from tests.support.held import scrape
 from tests.support.local_deployment import Deployment, write
 
-from .redundant import LONG_TOKENS, RESTORE_SECONDS, SPEC, busy, expected, load, stream_long, text_of
+from .redundant import LONG_TOKENS, SPEC, busy, expected, load, stream_long, text_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nixl"), pytest.mark.timeout(900)]
 ONE = {"replicas": 1}
@@ -43,6 +43,6 @@ def test_a_stream_continues_when_its_decode_pod_is_killed(deployment: Deployment
     killed = busy(deployment, "decode", "decode_running")
     deployment.kill(killed)
     assert text + "".join(text_of(chunk) for chunk in stream) == expected(sample, LONG_TOKENS)
-    deployment.wait_ready(killed, RESTORE_SECONDS)
+    deployment.wait_ready(killed)
     with load(deployment, 6, 2):  # it is linked again, at the next epoch or as another incarnation
         pass

@@ -13,7 +13,8 @@ import pytest
 from mmd_cli.local.pods import LocalPod
 from tests.support.engines import ENGINES
 from tests.support.held import scrape
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
@@ -80,7 +81,7 @@ def settle(deployment: Deployment, least: float = 0) -> None:
             seen, since = now, time.monotonic()
         return time.monotonic() - since > SETTLED_SECONDS
 
-    until(settled, 60, "the indexes of prefixes have settled")
+    wait_until(settled, "the indexes of prefixes have settled")
 
 
 def test_a_long_prompt_goes_to_the_pod_that_has_it_until_it_is_evicted_there(deployment: Deployment) -> None:

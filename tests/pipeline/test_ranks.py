@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import needs_vllm
-from tests.support.local_deployment import Deployment, until, write
+from tests.support.local_deployment import Deployment, write
 from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 from .random_media import KV, content, png
-from .redundant import RESTORE_SECONDS, busy, text_of
+from .redundant import busy, text_of
 
 pytestmark = [needs_vllm, pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(600)]
 SPEC = {
@@ -57,9 +58,9 @@ def test_a_stream_continues_when_a_rank_of_its_pod_is_killed(checkpoint: Path, t
         assert len(mine) == 2
         os.kill(mine[1], signal.SIGKILL)
         assert text + "".join(answer) == undisturbed
-        until(lambda: deployment.pid(pod) not in (before, None), 30, f"{pod.name} starts again")
+        wait_until(lambda: deployment.pid(pod) not in (before, None), f"{pod.name} starts again")
         assert deployment.logged(
             "rank 1 of vLLM was killed (SIGKILL), perhaps for its memory; the pod restarts"
         )
         assert not any(Path(f"/proc/{rank}").exists() for rank in mine)
-        deployment.wait_ready(pod, RESTORE_SECONDS)
+        deployment.wait_ready(pod)

@@ -19,9 +19,10 @@ from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.program import build
 from mmd_cli.samples import draw
-from tests.support.local_deployment import Deployment, content, until, write
+from tests.support.local_deployment import Deployment, content, write
 from tests.support.promises import promise
 from tests.support.under_load import frozen
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("secrets"), pytest.mark.timeout(600)]
 
@@ -102,11 +103,10 @@ def with_a_wrong_password(deployment: Deployment, component: str) -> None:
     supervisor = deployment.local.supervisor
     deployment._loop.call_soon_threadsafe(Supervisor.start, supervisor, stranger)
     try:
-        until(
+        wait_until(
             lambda: any(
                 pod == stranger.name and "cannot serve" in line for pod, line in list(deployment.lines)
             ),
-            120,
             "the server refused the stranger",
         )
     finally:
@@ -170,8 +170,8 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
         with_a_wrong_password(deployment, "gateway")
         answers += [story.result() for story in stories]
     for pod in (prefill, decode, encoder):
-        deployment.wait_ready(pod, 180)
-    until(lambda: ask(deployment).startswith("200"), 120, "the deployment serves again")
+        deployment.wait_ready(pod)
+    wait_until(lambda: ask(deployment).startswith("200"), "the deployment serves again")
     with frozen(deployment.pid(prefill)):
         answers.append(ask(deployment))  # until its deadline
     answers.append(ask_about_an_image(deployment))

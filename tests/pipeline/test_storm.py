@@ -7,15 +7,14 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from tenacity import RetryError, Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 
 from mmd_cli.samples import as_another_file
 from tests.support import oracle
 from tests.support.local_deployment import Deployment, write
+from tests.support.waiting import wait_until
 
 from .random_media import KV, TOKENS, content, mp4
 
@@ -35,13 +34,6 @@ ENCODER = {
 }
 AT_ONCE = 6
 DISTINCT = 8
-
-
-def until(check: Any, deployment: Deployment, seconds: float) -> None:
-    try:
-        Retrying(retry=retry_if_not_result(bool), stop=stop_after_delay(seconds), wait=wait_fixed(0.2))(check)
-    except RetryError:
-        pytest.fail("\n".join(f"{pod} {line}" for pod, line in deployment.lines))
 
 
 def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Path, tmp_path: Path):
@@ -65,6 +57,9 @@ def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Pat
             )
             return str(answer.choices[0].message.content)
 
+        def log() -> str:
+            return "\n".join(f"{pod} {line}" for pod, line in list(deployment.lines))
+
         def storm(first: int) -> None:
             for number in itertools.count(first, AT_ONCE):
                 if enough.is_set():
@@ -74,14 +69,17 @@ def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Pat
         with ThreadPoolExecutor(AT_ONCE) as threads:
             asked = [threads.submit(storm, first) for first in range(AT_ONCE)]
             try:
-                until(lambda: works(deployment, 1) or any(a.done() for a in asked), deployment, 90)
+                wait_until(
+                    lambda: works(deployment, 1) or any(a.done() for a in asked),
+                    lambda: f"a second encoder works:\n{log()}",
+                )
                 grown = works(deployment, 1)
             finally:
                 enough.set()
             for future in asked:
                 future.result(60)
         assert grown, said(deployment)
-        until(lambda: len(deployment.pods("encoder")) == 1, deployment, 75)
+        wait_until(lambda: len(deployment.pods("encoder")) == 1, lambda: f"one encoder is left:\n{log()}")
         answers[-1] = ask(-1)
         lines = said(deployment)
         assert any("encoder scales from 1 to 2 replicas (LoadRose)" in line for line in lines), lines

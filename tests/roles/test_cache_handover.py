@@ -228,7 +228,7 @@ class Fleet:
                     stdout=log,
                     stderr=log,
                 )
-        await until(lambda: set(names) <= {beat.pod for beat in self.directory.pods("encode")}, 300)
+        await until(lambda: set(names) <= {beat.pod for beat in self.directory.pods("encode")})
 
     def log_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -362,7 +362,7 @@ async def test_an_encoder_that_is_killed_while_it_hands_over_costs_no_request(
         before = [await pods.ask(source, ref) for ref in pods.refs]
         await pods.start("encoder-0")
         pods.pods["encoder-1"].send_signal(signal.SIGTERM)
-        await until(lambda: "draining" in pods.log_of("encoder-1"), 60)
+        await until(lambda: "draining" in pods.log_of("encoder-1"))
         pods.pods["encoder-1"].kill()
         pods.holders[:] = ["encoder-1", "encoder-0"]
         after = [await pods.ask(source, ref) for ref in pods.refs]

@@ -18,6 +18,7 @@ from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import GenerateRequest, RequestFailed, Sampling
 from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of
+from tests.support.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 SPEC = {"model": {"id": "builtin/demo"}, "decode": {"replicas": 1, "gpus": 0}}
@@ -54,8 +55,11 @@ async def test_a_sequence_stops_in_the_engine_at_its_deadline_and_frees_everythi
         async with asyncio.timeout(60):
             failed = await heard.get()
             assert (failed.request_id, failed.code, failed.retryable) == ("late", "deadline_exceeded", False)
-            while await sequences_in(host) != 1:
-                await asyncio.sleep(0.02)
+
+        async def is_left() -> bool:
+            return await sequences_in(host) == 1
+
+        await until(is_left, "one sequence is left")
         assert sequences.book.all() == ["early#0"]
     finally:
         watching.cancel()

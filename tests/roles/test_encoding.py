@@ -459,9 +459,11 @@ async def test_a_medium_that_fails_on_every_encoder_becomes_a_client_error_and_a
         Pod(await connect("e-1"), towers[1], alive) as b,
     ):
         await until(lambda: failures and len(a.sent) + len(b.sent) >= 7)
-        async with asyncio.timeout(30):
-            while (await queue.depth())["image"].jobs:
-                await asyncio.sleep(0.02)
+
+        async def is_empty() -> bool:
+            return not (await queue.depth())["image"].jobs
+
+        await until(is_empty)
     (failure,) = failures
     assert (failure.job_id, failure.code, failure.retryable) == ("job-3", "unprocessable_medium", False)
     assert "3 encoders failed" in failure.message
@@ -514,7 +516,7 @@ async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiv
             soon = time.time() + 5
             await queue.publish(replace(job(2), deadline=soon))
             await until(lambda: len(pod.service._jobs) == 2)
-            await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon, 30)
+            await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon)
         finally:
             release.set()
     jobs = pod.encoding.metrics.encode_jobs
@@ -542,9 +544,11 @@ async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_
 
         pod = Pod(await connect(f"e-{deaths}"), Tower(fatal), alive)
         async with pod:
-            async with asyncio.timeout(60):
-                while not died.is_set() and (len(sent) + len(pod.sent) < 5 or not failures):
-                    await asyncio.sleep(0.02)
+            await until(
+                lambda died=died, sent=sent, pod=pod: (
+                    died.is_set() or (len(sent) + len(pod.sent) >= 5 and failures)
+                )
+            )
             deaths += died.is_set()
             for task in pod.service._jobs:
                 task.cancel()  # no acknowledgement, no give-back
@@ -603,13 +607,13 @@ async def test_a_hanging_processor_counts_as_no_progress(monkeypatch: pytest.Mon
         age = role_in(worker_of_an_encoder(), encoding).progress()["processor"].age_seconds
         encoded = asyncio.create_task(encoding.encode(7))
         try:
-            await until(entered.is_set, 60)
-            await until(lambda: age() > 3, 60)
+            await until(entered.is_set)
+            await until(lambda: age() > 3)
         finally:
             release.set()
         (outcome,) = await encoded
         assert not isinstance(outcome, BaseException)
-        await until(lambda: age() < 3, 60)
+        await until(lambda: age() < 3)
 
 
 async def test_a_medium_that_hangs_in_one_processor_counts_while_others_pass_it_in_another() -> None:
@@ -625,7 +629,7 @@ async def test_a_medium_that_hangs_in_one_processor_counts_while_others_pass_it_
     async with Encoding(HangsOnSeven(), processors=2) as encoding:
         stuck = asyncio.create_task(encoding.encode(7))
         try:
-            await until(entered.is_set, 60)
+            await until(entered.is_set)
             begun = time.monotonic()
             for outcome in await encoding.encode(*range(4)):
                 assert not isinstance(outcome, BaseException)

@@ -15,6 +15,7 @@ from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
 from mmd_workers import group as group_module
 from mmd_workers.group import NO_MESSAGE, NO_REASON, Follower, Leader
 from mmd_workers.settings import Group
+from tests.support.waiting import until
 
 from .group_pods import SECONDS, place, settings
 
@@ -90,8 +91,7 @@ def test_a_leader_ends_after_the_connection_to_a_follower_has_been_closed():
         async with started() as group:
             await group.followers[0].close("no such weights")
             await group.lost.get()
-            while len(group.leader._tasks) > 1:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(group.leader._tasks) <= 1)
             await group.leader.close("follower 1 of the group ended: no such weights")
             assert await group.followers[1].ended() == "follower 1 of the group ended: no such weights"
 
@@ -163,8 +163,7 @@ async def test_a_rank_joins_once():
     async with asyncio.timeout(SECONDS):
         gathering = asyncio.create_task(leader.gather(SECONDS))
         joining = asyncio.create_task(first.join(SECONDS))
-        while not leader._followers:
-            await asyncio.sleep(0.01)
+        await until(lambda: leader._followers)
         with pytest.raises(RevisionMismatchError, match="follower 1 has joined the group of 3 before"):
             await again.join(SECONDS)
         gathering.cancel()
@@ -245,8 +244,7 @@ async def one_of_two_joined(
     async with asyncio.timeout(SECONDS):
         gathering = asyncio.create_task(leader.gather(SECONDS))
         joining = asyncio.create_task(follower.join(SECONDS))
-        while not leader._followers:
-            await asyncio.sleep(0.01)
+        await until(lambda: leader._followers)
         yield leader, follower, gathering, joining
 
 

@@ -27,6 +27,7 @@ from mmd_workers.vllm_engine.follower import FollowerProcess
 from mmd_workers.vllm_engine.host import VllmHost
 from mmd_workers.vllm_engine.reasons import weight
 from mmd_workers.vllm_engine.together import MemberEndedError, StuckError, until_ended
+from tests.support.waiting import until
 
 from .group_pods import SECONDS, place, settings
 
@@ -157,8 +158,7 @@ async def test_the_reason_of_the_leader_wins_over_the_lost_connection_of_a_follo
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with running(failing(GONE), monkeypatch) as group:
-        while not group.lost:  # it learns of the failure at once
-            await asyncio.sleep(0.01)
+        await until(lambda: group.lost)  # it learns of the failure at once
         await group.leader.close("vLLM cannot start: no kernel")
         with pytest.raises(
             EngineDeadError, match="the leader of the group ended: vLLM cannot start: no kernel"
@@ -168,8 +168,7 @@ async def test_the_reason_of_the_leader_wins_over_the_lost_connection_of_a_follo
 
 async def test_a_follower_waits_for_a_leader_that_waits_for_its_own_failure(monkeypatch: pytest.MonkeyPatch):
     async with running(failing(GONE), monkeypatch) as group:
-        while not group.lost:
-            await asyncio.sleep(0.01)
+        await until(lambda: group.lost)
         await asyncio.sleep(together.OWN_FAILURE_SECONDS + 0.5)
         await group.leader.close(CAUSE)
         with pytest.raises(EngineDeadError, match=f"the leader of the group ended: {CAUSE}"):

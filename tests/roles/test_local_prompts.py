@@ -21,6 +21,7 @@ from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.native import NativeEngine
 from mmd_workers.wire.bus import Bus
 from tests.support.engine_oracle import generate, llama, make_engine
+from tests.support.waiting import until
 
 from .media_model import FIRST, NEW_TOKENS, SECOND, TOKENS, MediaModel, request_of
 
@@ -39,7 +40,6 @@ class Pod:
         self.book = SequenceBook(bus, "d-0", metrics, Tracing("t", "t", "t", None))
         self.handovers = 0
         self.tokens: dict[str, list[int]] = {}
-        self.changed = asyncio.Event()
         self.service = PromptService(
             bus, "d-0", self.engine, self.book, lambda: self.handovers, MOST, metrics
         )
@@ -49,18 +49,11 @@ class Pod:
             self.service.on_admitted(sequence, cached)
         for token in output.tokens:
             self._token(token)
-        self.changed.set()
         self.runner.taken()
 
     def _token(self, token: SampledToken) -> None:
         self.tokens.setdefault(token.sequence_id, []).append(token.token_id)
         self.service.on_token(token)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(25):
-            while not condition():
-                self.changed.clear()
-                await asyncio.wait({asyncio.ensure_future(self.changed.wait())}, timeout=0.05)
 
     async def blocks_in_use(self) -> int:
         stats = await self.runner.call(lambda engine: engine.stats())
@@ -81,7 +74,7 @@ async def cache(pod: Pod) -> None:
     await pod.engine.add("before#0", request, stop_after_prefill=False)
     for number, (start, length) in enumerate((FIRST, SECOND)):
         await pod.engine.fill("before#0", number, pod.model.feature(start, length))
-    await pod.until(lambda: len(pod.tokens.get("before#0", ())) == NEW_TOKENS)
+    await until(lambda: len(pod.tokens.get("before#0", ())) == NEW_TOKENS)
 
 
 def failures(pod: Pod) -> dict[str, tuple[str, bool]]:
@@ -104,7 +97,7 @@ def outcomes(pod: Pod) -> dict[str, float]:
 
 async def test_a_prompt_is_answered_like_generate_with_its_phases(pod: Pod) -> None:
     assert (await pod.service._place(request_of("r", media=False))).accepted
-    await pod.until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
+    await until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
     assert pod.tokens["r#0"] == generate(llama(), TOKENS, NEW_TOKENS)
     tracked = pod.book.get("r#0")
     assert tracked is not None
@@ -118,7 +111,7 @@ async def test_a_prompt_waits_here_until_figures_of_the_engine_show_it(pod: Pod)
     assert (await pod.service._place(request_of("r", media=False))).accepted
     assert pod.service.waiting(time.time() + 60) == [len(TOKENS)]
     prompt = pod.service._prompts["r#0"]
-    await pod.until(lambda: prompt.added > 0)
+    await until(lambda: prompt.added > 0)
     assert pod.service.waiting(prompt.added) == [len(TOKENS)]
     assert pod.service.waiting(prompt.added + 0.001) == []
 
@@ -131,21 +124,21 @@ async def test_a_prompt_waits_here_without_what_the_router_knows_to_be_cached(po
 
 async def test_a_prompt_that_has_its_first_token_waits_no_longer(pod: Pod) -> None:
     assert (await pod.service._place(request_of("r", media=False))).accepted
-    await pod.until(lambda: bool(pod.tokens.get("r#0")))
+    await until(lambda: bool(pod.tokens.get("r#0")))
     assert pod.service.waiting(0.0) == []
 
 
 async def test_a_prompt_whose_media_are_cached_is_answered_like_generate(pod: Pod) -> None:
     await cache(pod)
     assert (await pod.service._place(request_of("r"))).accepted
-    await pod.until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
+    await until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
     assert pod.tokens["r#0"] == generate(llama(), TOKENS, NEW_TOKENS)
     assert failures(pod) == {}
 
 
 async def test_a_prompt_whose_media_are_not_cached_goes_back_to_its_gateway(pod: Pod) -> None:
     assert (await pod.service._place(request_of("r"))).accepted
-    await pod.until(lambda: bool(failures(pod)))
+    await until(lambda: bool(failures(pod)))
     assert failures(pod) == {"r#0": (OverloadedError.code, True)}
     assert outcomes(pod) == {"accepted": 1, "returned": 1}
     assert await pod.blocks_in_use() == 0
@@ -162,7 +155,7 @@ async def test_a_prompt_whose_media_are_evicted_before_it_is_admitted_goes_back(
 
     pod.model.lower = evicted_first  # type: ignore[method-assign]
     assert (await pod.service._place(request_of("r"))).accepted
-    await pod.until(lambda: bool(failures(pod)))
+    await until(lambda: bool(failures(pod)))
     assert failures(pod) == {"r#0": (OverloadedError.code, True)}
     assert await pod.blocks_in_use() == 0
     assert outcomes(pod) == {"accepted": 1, "returned": 1}
@@ -171,13 +164,13 @@ async def test_a_prompt_whose_media_are_evicted_before_it_is_admitted_goes_back(
 async def test_a_prompt_that_is_short_of_media_twice_is_returned_once(pod: Pod) -> None:
     await cache(pod)
     assert (await pod.service._place(request_of("r", 200))).accepted
-    await pod.until(lambda: bool(pod.tokens.get("r#0")))
+    await until(lambda: bool(pod.tokens.get("r#0")))
     for _ in range(
         2
     ):  # as an engine reports it again, with what else it has lost, before the request is back
         pod.service.on_admitted("r#0", 0)
-    await pod.until(lambda: bool(failures(pod)))
-    await pod.until(lambda: not pod.service._returns)
+    await until(lambda: bool(failures(pod)))
+    await until(lambda: not pod.service._returns)
     assert outcomes(pod) == {"accepted": 1, "returned": 1}
 
 
@@ -197,7 +190,7 @@ async def test_a_cancelled_prompt_leaves_nothing(pod: Pod) -> None:
 async def test_a_pod_takes_a_placement_once_although_it_is_repeated(pod: Pod) -> None:
     request = request_of("r", media=False)
     assert all([(await pod.service._place(request)).accepted for _ in range(3)])
-    await pod.until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
+    await until(lambda: len(pod.tokens.get("r#0", ())) == NEW_TOKENS)
     await asyncio.sleep(0.1)
     assert len(pod.tokens["r#0"]) == NEW_TOKENS
 

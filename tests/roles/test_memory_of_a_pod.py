@@ -14,11 +14,9 @@ import pytest
 
 from mmd_workers.memory import MEBIBYTE
 from mmd_workers.wire.server import NatsServer
-from tests.support.local_deployment import until
+from tests.support.waiting import wait_until
 
 from .worker_process import environment_of
-
-READY_SECONDS = 240.0
 
 
 @pytest.mark.parametrize(
@@ -45,14 +43,12 @@ def test_the_pool_of_a_pod_that_encodes_leaves_memory_for_its_tower(
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
     def ready() -> bool:
-        assert process.poll() is None, log.read_text()
-        try:
-            return _get(f"{url}/readyz") != ""
-        except urllib.error.URLError:
-            return False
+        if process.poll() is not None:
+            raise RuntimeError(f"it ended before it was ready:\n{log.read_text()}")
+        return _get(f"{url}/readyz") != ""
 
     try:
-        until(ready, READY_SECONDS, "it is ready")
+        wait_until(ready, "it is ready", retried=(urllib.error.URLError,))
         phases = json.loads(_get(f"{url}/state"))["startup_seconds"]
     finally:
         process.terminate()

@@ -252,10 +252,7 @@ async def test_a_reader_that_ends_by_an_unexpected_error_frees_what_was_to_come_
     chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
     subject = offering.prefill.subjects.kv_chunk("decode-0")
     await offering.prefill.request(subject, chunk, Acknowledged, timeout=30)
-    end = time.monotonic() + 30
-    while (offering.service.inbound or offering.engine.reserved) and time.monotonic() < end:
-        await asyncio.sleep(0.01)
-    assert (offering.service.inbound, offering.engine.reserved) == (0, [])
+    await until(lambda: (offering.service.inbound, offering.engine.reserved) == (0, []))
     with pytest.raises(LinkError, match="offer again"):
         await offering.prefill.request(
             subject, replace(chunk, sequence=1, start=4, first_tag=1), Acknowledged, timeout=30

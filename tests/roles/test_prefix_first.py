@@ -233,9 +233,7 @@ async def test_media_that_turn_out_to_be_needed_one_after_the_other_all_come(pod
     for number in range(2):
         tracked.absent = {number}
         pod.service.on_admitted("r#0", 0)
-        async with asyncio.timeout(25):
-            while len(asked) <= number:
-                await asyncio.sleep(0)
+        await until(lambda number=number: len(asked) > number)
     tasks = set(pod.service._late)
     for ref in asked:
         ((start, length),) = ref.ranges
@@ -264,13 +262,9 @@ async def test_a_handover_that_takes_long_holds_no_room_for_features(connect: Co
     pod = Pod(await connect("p-0"), sender=handover)
     pod.runner.start()
     assert (await pod.service._place(replace(request_of("r"), decode_pods=["d-0"]))).accepted
-    async with asyncio.timeout(25):
-        while not pod.tokens.get("r#0"):
-            await asyncio.sleep(0.01)
-        while any(entry.users for entry in pod.store._entries.values()):
-            await asyncio.sleep(0.01)
-        assert pod.service.active == 1, "it has not been handed over"
-        handover.taken.set()
-        while pod.service.active:
-            await asyncio.sleep(0.01)
+    await until(lambda: pod.tokens.get("r#0"))
+    await until(lambda: not any(entry.users for entry in pod.store._entries.values()))
+    assert pod.service.active == 1, "it has not been handed over"
+    handover.taken.set()
+    await until(lambda: not pod.service.active)
     assert await pod.runner.stop(10)

@@ -31,7 +31,7 @@ from mmd_workers.wire.messages import (
     TokenBatch,
     TokenItem,
 )
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 NO_TRACING = Tracing("test", "test", "test", None)
 
@@ -284,9 +284,7 @@ async def test_an_unconfirmed_end_is_forgotten_even_without_a_server(
         raise AssertionError
 
     reporting = asyncio.create_task(book.report_forever(alive, unwanted))
-    async with asyncio.timeout(30):
-        while book.unconfirmed:
-            await asyncio.sleep(0.02)
+    await until(lambda: not book.unconfirmed)
     reporting.cancel()
 
 

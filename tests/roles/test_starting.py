@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_deployment import until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 WORKER = ["worker", "--pool", "decode", "--roles", "decode"]
@@ -21,11 +21,12 @@ def test_a_pod_that_is_still_importing_exits_on_sigterm(command: list[str]) -> N
     process = subprocess.Popen([sys.executable, "-m", "mmd_cli", *command], stderr=subprocess.DEVNULL)
 
     def may_be_asked() -> bool:
-        assert process.poll() is None, "it ended, or had all it needs, before it could be asked"
+        if process.poll() is not None:
+            raise RuntimeError("it ended, or had all it needs, before it could be asked")
         return catches(process.pid, signal.SIGTERM)
 
     try:
-        until(may_be_asked, 60, "it has a handler")
+        wait_until(may_be_asked, "it has a handler")
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:

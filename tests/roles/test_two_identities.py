@@ -22,7 +22,7 @@ from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.status import PinnedRevision
 from mmd_cli.local.pods import free_port
 from mmd_workers.wire.server import NatsServer
-from tests.support.local_deployment import until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 DEMO = Path(str(resources.files("mmd_workers.model"))) / "demo"
@@ -102,15 +102,13 @@ class Process:
     log: Path
 
     def ready(self) -> Process:
-        until(self.is_ready, 240, f"{self.log.stem} is ready")
+        wait_until(self.is_ready, f"{self.log.stem} is ready", retried=(httpx.HTTPError,))
         return self
 
     def is_ready(self) -> bool:
-        assert self.child.poll() is None, self.log.read_text()
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=10).status_code == 200
-        except httpx.HTTPError:
-            return False
+        if self.child.poll() is not None:
+            raise RuntimeError(f"it ended:\n{self.log.read_text()}")
+        return httpx.get(f"{self.url}/readyz", timeout=10).status_code == 200
 
     def identity(self) -> str:
         return str(httpx.get(f"{self.url}/state", timeout=10).json()["identity"])

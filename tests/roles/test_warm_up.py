@@ -43,7 +43,7 @@ from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import MESSAGES, GenerateRequest, KvCommit, Sampling, TokenBatch
 from mmd_workers.wire.server import NatsServer
-from tests.support.local_deployment import until
+from tests.support.waiting import wait_until
 
 from .worker_process import environment_of
 
@@ -51,7 +51,6 @@ Connect = Callable[[str], Awaitable[Bus]]
 CPU = torch.device("cpu")
 DEMO = ModelSpec(id="builtin/demo")
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
-READY_SECONDS = 240.0
 
 
 def startup() -> Startup:
@@ -287,14 +286,12 @@ def test_a_ready_worker_shows_how_it_started_and_has_counted_nothing(
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def ready() -> bool:
-        assert process.poll() is None, "it ended before it was ready"
-        try:
-            return _get(f"{url}/readyz") != ""
-        except urllib.error.URLError:
-            return False
+        if process.poll() is not None:
+            raise RuntimeError("it ended before it was ready")
+        return _get(f"{url}/readyz") != ""
 
     try:
-        until(ready, READY_SECONDS, "it is ready")
+        wait_until(ready, "it is ready", retried=(urllib.error.URLError,))
         state, exposed = json.loads(_get(f"{url}/state")), _get(f"{url}/metrics")
     finally:
         process.terminate()

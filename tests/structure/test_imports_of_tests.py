@@ -50,7 +50,7 @@ def test_nobody_edits_the_path_on_which_modules_are_found() -> None:
 @pytest.mark.parametrize(
     ("line", "allowed"),
     [
-        ("from tests.support.local_deployment import until", True),
+        ("from tests.support.waiting import until", True),
         ("from .fleet import Fleet", True),
         ("from tests.apiserver.fleet import Fleet", True),
         ("from ..roles.worker_process import environment_of", False),

@@ -10,7 +10,8 @@ import openai
 
 from mmd_cli.samples import Sample
 from tests.support import oracle
-from tests.support.local_deployment import ROOT, Deployment, content, until
+from tests.support.local_deployment import ROOT, Deployment, content
+from tests.support.waiting import wait_until
 
 CPU = {"replicas": 1, "gpus": 0}
 SPEC = {
@@ -52,13 +53,14 @@ class Askers:
     def all_are_answered_twice(self) -> None:
         """Wait until everybody has had two more answers."""
         goals = [len(answers) + 2 for answers in self.answers]
-        until(
+        wait_until(
             lambda: (
                 all(len(a) >= goal for a, goal in zip(self.answers, goals, strict=True))
                 or any(task.done() for task in self._tasks)
             ),
-            120,
-            f"everybody is answered twice more; so far {[len(a) for a in self.answers]}, {self.errors}",
+            lambda: (
+                f"everybody is answered twice more; so far {[len(a) for a in self.answers]}, {self.errors}"
+            ),
         )
 
     def check(self) -> None:

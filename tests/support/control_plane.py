@@ -15,16 +15,15 @@ from pathlib import Path
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from tenacity import Retrying, retry_if_not_result, stop_after_delay, wait_fixed
 
 from mmd_cli.local.pods import free_port
 from tests.support.needed import lacking
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED_BUILD = REPOSITORY.parent / "shared" / "k8s"
 CACHED_BUILD = REPOSITORY / ".cache" / "kubernetes"
 TOKEN = "test"
-START_SECONDS = 90
 CONTROLLERS = ("clusterrole-aggregation-controller", "namespace-controller")
 """Of kube-controller-manager, those whose work no test plays."""
 
@@ -195,9 +194,7 @@ class ControlPlane:
                     raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
             return condition()
 
-        Retrying(retry=retry_if_not_result(bool), stop=stop_after_delay(START_SECONDS), wait=wait_fixed(0.2))(
-            ready
-        )
+        wait_until(ready, "the API server is ready", pause_seconds=0.2)
 
 
 def answers(url: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from kubernetes import client
 
-from tests.support.standin import eventually
+from tests.support.waiting import eventually
 
 HERE = Path(__file__).parent
 GROUP_SETS = yaml.safe_load((HERE / "leaderworkersets.yaml").read_text())

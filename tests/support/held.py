@@ -10,8 +10,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_cli.local.pods import LocalPod
-from tests.support.local_deployment import Deployment, until
+from tests.support.local_deployment import Deployment
 from tests.support.promises import promise
+from tests.support.waiting import wait_until
 
 WORKERS = ("encoder", "prefill", "decode")
 GATEWAY_FIGURES = (
@@ -97,5 +98,5 @@ def assert_nothing_held(deployment: Deployment) -> None:
 
     # Longer than a lease: a word that got lost with a message server costs its blocks until then.
     with suppress(AssertionError):
-        until(nothing, 75, "nothing is held")
+        wait_until(nothing, "nothing is held", seconds=75)
     promise(not found, f"still held: {found}")

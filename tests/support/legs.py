@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ci.drills import drill_of, stale
+from tests.support.waiting import reports_of_waits
 
 OUTCOMES = "MMD_TEST_OUTCOMES"
 
@@ -75,8 +76,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The report of a test's last phase has what all of it has computed, one of a failure whether a check did not hold."""
+    """The report of a failed phase has the waits that it interrupted and whether a check did not hold, that of a test's last phase what all of
+    it has computed.
+    """
     report = yield
+    if report.failed:
+        report.sections.extend(("Unfinished wait", text) for text in reports_of_waits())
     if report.when == "teardown":
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
     if call.excinfo is not None:

@@ -35,6 +35,7 @@ from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets
 from mmd_cli.samples import Sample
 from mmd_operator.resources.nats import PASSWORD_PREFIX
 from mmd_workers.wire.server import START_SECONDS
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
@@ -170,11 +171,11 @@ class Deployment:
     def crash_gateway(self, gateway: LocalPod | None = None) -> None:
         """Kill a gateway, the next one if none is named, and wait until its successor knows as many ready pods as all did."""
         gateway = gateway or next(self._turns)
-        until(lambda: bool(self.ready_pods()), 60, "every gateway knows the same pods")
+        wait_until(lambda: bool(self.ready_pods()), "every gateway knows the same pods")
         before, ready = self.pid(gateway), self.ready_pods()
         self.kill(gateway)
-        until(lambda: self.pid(gateway) not in (None, before), 60, f"{gateway.name} has started again")
-        until(lambda: self.ready_pods() == ready, 60, "every gateway knows all pods")
+        wait_until(lambda: self.pid(gateway) not in (None, before), f"{gateway.name} has started again")
+        wait_until(lambda: self.ready_pods() == ready, "every gateway knows all pods")
 
     def ready_pods(self) -> dict[str, int] | None:
         """How many pods each gateway knows, by role; None while one does not answer, or they differ."""
@@ -264,9 +265,9 @@ class Deployment:
         except httpx.HTTPError:
             return False
 
-    def wait_ready(self, pod: LocalPod, seconds: float = 60.0) -> None:
+    def wait_ready(self, pod: LocalPod) -> None:
         """Until the pod is routable again."""
-        until(lambda: self.is_ready(pod), seconds, f"{pod.name} is ready")
+        wait_until(lambda: self.is_ready(pod), f"{pod.name} is ready")
 
     def logged(self, text: str) -> list[str]:
         """Log lines that contain a text."""
@@ -284,14 +285,6 @@ def content(sample: Sample) -> list[dict[str, Any]]:
         media_part(sample.kind, sample.bytes, sample.mime),
         {"type": "text", "text": sample.question},
     ]
-
-
-def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll a condition of another process until it holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 def write(path: Path, spec: dict[str, Any], name: str = "test") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from mmd_operator.resources.naming import RevisionScope
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration
 from mmd_operator.resources.nats_cluster import ALIVE, ROUTES_KEY, configuration, environment, route
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import wait_until
 
 SERVERS = 3
 HEALTHY_SECONDS = 60.0
@@ -95,15 +95,19 @@ class NatsMember(NatsServer):
         except httpx.HTTPError:
             return False
 
-    def until_healthy(self, seconds: float = HEALTHY_SECONDS) -> None:
-        """Until it would be Ready, as a rolling update waits before it goes on."""
-        end = time.monotonic() + seconds
-        while not self.is_healthy():
-            assert time.monotonic() < end, (
-                f"not healthy (alive: {self.is_healthy(ALIVE)}): {self.printed[-10:]}"
-            )
-            assert not self.crashed, self.printed
-            time.sleep(0.05)
+    def until_healthy(self, seconds: float | None = None) -> None:
+        """Until it would be Ready, as a rolling update waits before it goes on. `seconds`: the deadline of a program that starts it."""
+
+        def is_ready() -> bool:
+            if self.crashed:
+                raise RuntimeError(f"nats-server crashed: {self.printed}")
+            return self.is_healthy()
+
+        wait_until(
+            is_ready,
+            lambda: f"healthy (alive: {self.is_healthy(ALIVE)}): {self.printed[-10:]}",
+            seconds=seconds,
+        )
 
 
 def _on_loopback(scope: RevisionScope, port: int, monitor: int) -> str:

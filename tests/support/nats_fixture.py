@@ -16,6 +16,7 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.messages import Acknowledged
 from mmd_workers.wire.server import NatsServer
+from tests.support.waiting import until
 
 _counter = itertools.count()
 
@@ -66,9 +67,7 @@ def cut_off(own_nats_server: NatsServer) -> Callable[[Bus], Awaitable[None]]:
 
     async def fill(bus: Bus) -> None:
         await asyncio.to_thread(own_nats_server.kill)
-        async with asyncio.timeout(30):
-            while bus.is_connected:
-                await asyncio.sleep(0.01)
+        await until(lambda: not bus.is_connected)
         for num_bytes in (900_000, 10_000, 0):
             while True:
                 try:

@@ -16,6 +16,7 @@ from mmd_workers.wire.messages import (
     SequenceReport,
     TokenBatch,
 )
+from tests.support.waiting import until
 
 PROMPT = [5, 9, 11, 7, 6] * 12
 SECONDS = 200
@@ -66,8 +67,10 @@ class Client:
         assert placed.accepted, placed
 
     async def until_tokens(self, name: str, count: int) -> list[int]:
-        while len(self.tokens.get(name, ())) < count:
-            assert not self.failures
-            self.changed.clear()
-            await self.changed.wait()
+        def are_there() -> bool:
+            if self.failures:
+                raise RuntimeError(f"requests failed: {self.failures}")
+            return len(self.tokens.get(name, ())) >= count
+
+        await until(are_there, lambda: f"{count} tokens of {name}", changed=self.changed)
         return [token for _, token in sorted(self.tokens[name].items())]

@@ -17,8 +17,8 @@ import yaml
 
 from mmd_cli.local.pods import free_port
 from mmd_cli.prometheus import configuration
-from tests.support.local_deployment import until
 from tests.support.needed import lacking
+from tests.support.waiting import wait_until
 
 RULES = Path(__file__).resolve().parents[2] / "charts" / "multimodal-operator" / "alerts" / "rules.yaml"
 PAGE = RULES.parents[3] / "docs" / "observe.md"
@@ -122,13 +122,10 @@ class Prometheus:
         return cls(folder, configuration(admin_url, rules, scrape_seconds=1))
 
     def __enter__(self) -> Prometheus:
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{self.url}/-/ready", timeout=2).status_code == 200
-            except httpx.HTTPError:
-                return False
+        def is_ready() -> bool:
+            return httpx.get(f"{self.url}/-/ready", timeout=2).status_code == 200
 
-        until(answers, 30, "Prometheus is ready")
+        wait_until(is_ready, "Prometheus is ready", retried=(httpx.HTTPError,))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,8 +162,7 @@ class Prometheus:
     def until_scraped(self, pods: int) -> None:
         """Every pod has been scraped since now."""
         begun = time.time()
-        until(
+        wait_until(
             lambda: len(self.query(f"timestamp(up{{deployment!=''}} == 1) > {begun}")) >= pods,
-            30,
             "pods are scraped",
         )

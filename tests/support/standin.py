@@ -9,25 +9,14 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from kubernetes import client
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL
+from tests.support.waiting import eventually
 
 T = TypeVar("T")
 WAIT_SECONDS = 45
-
-
-def eventually(check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
-    """The answer of a check, as soon as it holds; else its last complaint. What is not there yet (a LookupError) does not hold yet."""
-    try:
-        return Retrying(
-            retry=retry_if_exception_type((AssertionError, LookupError)),
-            stop=stop_after_delay(seconds),
-            wait=wait_fixed(0.1),
-        )(check)
-    except RetryError as error:
-        raise error.last_attempt.exception() from None  # type: ignore[misc]
+"""How long a test follows the status of a deployment."""
 
 
 def _without_addresses(item: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +302,7 @@ class Namespace:
             if error.status != 404:
                 raise
 
-    def settled(self, check: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
+    def settled(self, check: Callable[[], T], seconds: float | None = None) -> T:
         """`eventually`, while controllers and kubelet do their work."""
 
         def step() -> T:

@@ -24,6 +24,7 @@ from mmd_workers.vllm_engine.host import VllmEngine
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest
 from tests.support import model_zoo as zoo
+from tests.support.waiting import until
 
 from . import cores
 
@@ -105,10 +106,7 @@ class Pod:
         assert (await self.service._place(request)).accepted
 
     async def until_it_has(self, name: str, tokens: int) -> None:
-        async with asyncio.timeout(SECONDS):
-            while len(self.tokens.get(f"{name}#0", ())) < tokens:
-                self.grown.clear()
-                await self.grown.wait()
+        await until(lambda: len(self.tokens.get(f"{name}#0", ())) >= tokens, changed=self.grown)
 
     async def answer(self, name: str) -> list[int]:
         async with asyncio.timeout(SECONDS):

@@ -25,6 +25,7 @@ from mmd_workers.wire.peers import PeerDirectory
 from mmd_workers.wire.server import NatsServer
 from tests.support.placing import PROMPT, Client
 from tests.support.processes import children
+from tests.support.waiting import until
 
 from . import cores
 
@@ -86,11 +87,14 @@ class Replica:
         await directory.start()
         client = Client(bus)
         await client.start()
-        async with asyncio.timeout(READY_SECONDS):
-            while not any(peer.state == "ready" for peer in peers(directory)):
-                for pod in (self.leader, self.follower):
-                    assert pod.process.poll() is None, pod.said()[-4000:]
-                await asyncio.sleep(0.1)
+
+        def is_ready() -> bool:
+            for pod in (self.leader, self.follower):
+                if pod.process.poll() is not None:
+                    raise RuntimeError(f"a pod ended:\n{pod.said()[-4000:]}")
+            return any(peer.state == "ready" for peer in peers(directory))
+
+        await until(is_ready, "the replica is ready")
         return client, directory
 
 
@@ -108,9 +112,7 @@ def identity_of_a_process(folder: Path) -> str:
 
 
 async def said(pod: Pod, words: str) -> None:
-    async with asyncio.timeout(READY_SECONDS):
-        while words not in pod.said():
-            await asyncio.sleep(0.1)
+    await until(lambda: words in pod.said())
 
 
 def peers(directory: PeerDirectory) -> list:
@@ -221,10 +223,8 @@ async def test_the_death_of_either_process_ends_both_with_a_reason(
             assert "the leader of the group ended: its process ended without a reason" in pods.follower.said()
         else:
             os.kill(pods.follower.ranks()[0], signal.SIGKILL)
-            async with asyncio.timeout(30):
-                while not client.failures:  # at once, and not at a timeout of vLLM
-                    client.changed.clear()
-                    await client.changed.wait()
+            async with asyncio.timeout(30):  # at once, and not at a timeout of vLLM
+                await until(lambda: client.failures, changed=client.changed)
             assert client.failures[0].retryable, "the gateway places it elsewhere"
             assert pods.leader.ended() == 1
             assert "follower 1 of the group ended: rank 1 of vLLM was killed" in pods.leader.said()
@@ -239,9 +239,7 @@ async def test_a_death_while_the_stages_start_ends_both_with_a_reason(
     """Their ranks would wait for one another for many minutes."""
     with replica(llava, nats_server, tmp_path, tensor=1, stages=2) as pods:
         of = pods.follower if victim == "follower" else pods.leader
-        async with asyncio.timeout(READY_SECONDS):
-            while not of.ranks():
-                await asyncio.sleep(0.05)
+        await until(lambda: of.ranks())
         os.kill(of.process.pid if victim == "follower" else of.ranks()[0], signal.SIGKILL)
         assert pods.leader.ended() == 1, pods.leader.said()[-3000:]
         pods.follower.ended()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from mmd_workers.vllm_engine.host import VllmEngine, VllmHost
 from tests.support import engine_oracle
 from tests.support import model_zoo as zoo
 from tests.support.prometheus_server import Prometheus
+from tests.support.waiting import wait_until
 
 from . import cores
 from .cores import BLOCK, CHUNK, CPU, text_request
@@ -415,10 +415,7 @@ scrape_configs:
 
     def look() -> dict[str, float]:
         with Prometheus(folder, config) as prometheus:
-            end = time.monotonic() + 30
-            while not prometheus.query("up == 1"):
-                assert time.monotonic() < end
-                time.sleep(0.2)
+            wait_until(lambda: prometheus.query("up == 1"), "the pod is scraped")
             rows = prometheus.query('sum by (__name__) ({job="pod"})')
             (series,) = prometheus.query('count({job="pod"})')
             found = {row["metric"]["__name__"]: float(row["value"][1]) for row in rows}

@@ -28,7 +28,7 @@ from mmd_workers.wire.messages import (
     FeatureRef,
     TensorHeader,
 )
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 MIB = 1 << 20
 POD = "prefill-0"
@@ -66,9 +66,7 @@ class Pod:
         self.arrived.set()
 
     async def room_is_free(self):
-        async with asyncio.timeout(30):
-            while self.receiver.reserved_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.receiver.reserved_bytes)
 
 
 @pytest.fixture
@@ -141,9 +139,7 @@ async def test_a_transfer_takes_no_longer_for_the_clock_of_its_sender_nor_for_wh
     pod.verdict = "wait"
     begun = time.monotonic()
     sending = asyncio.create_task(sender.send(job(), [tensor(MIB)], timings={"encoded": time.time() - 3600}))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while pod.asked < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: pod.asked >= 3)
     pod.verdict = None
     waited = time.monotonic() - begun
     assert await sending == "sent"
@@ -353,9 +349,7 @@ async def test_a_cancelled_feature_ends_its_transfer_and_refuses_the_next_offer(
 async def test_a_cancelled_sender_stops_and_the_room_is_freed(pod, sender):
     pod.receiver._receive = lambda *args: asyncio.sleep(0)  # no credit ever
     sending = asyncio.create_task(sender.send(job(), [tensor(32 * MIB)]))
-    async with asyncio.timeout(30):
-        while not pod.receiver.reserved_bytes:
-            await asyncio.sleep(0.01)
+    await until(lambda: pod.receiver.reserved_bytes)
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sending
@@ -387,9 +381,7 @@ async def test_the_sender_never_exceeds_its_credit_on_the_wire(connect, sender):
     await spy.flush()
     assert await sender.send(job(), [tensor(20 * MIB)]) == "sent"
     await spy.flush()
-    async with asyncio.timeout(30):
-        while credited < 20 * MIB:
-            await asyncio.sleep(0.01)
+    await until(lambda: credited >= 20 * MIB)
     assert chunks == 40
     assert largest <= MIB
     assert window // 2 < worst <= window

@@ -21,6 +21,7 @@ from mmd_workers.wire.login import Login
 from mmd_workers.wire.stored_files import FileBytes, FileLog, StoredFile, StoreLimits
 from mmd_workers.wire.tenant_tokens import RecordedTokens, TokenRecords
 from tests.support.nats_cluster import NatsCluster, NatsMember
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -155,9 +156,9 @@ async def test_a_cluster_without_a_majority_is_reported_and_serves_again_with_on
 
 async def patiently(call):  # type: ignore[no-untyped-def]
     """As gateways do: again while a leader is elected."""
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                return await call()
-            except PeerLostError:
-                await asyncio.sleep(0.05)
+
+    async def answer():  # type: ignore[no-untyped-def]
+        return (await call(),)
+
+    (value,) = await until(answer, retried=(PeerLostError,))
+    return value
