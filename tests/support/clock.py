@@ -38,6 +38,11 @@ class FakeClock:
     def unix(self) -> float:
         return self._unix + self._now
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for time to pass."""
+        return self._next() is not None
+
     async def sleep(self, seconds: float) -> None:
         if seconds <= 0:
             await asyncio.sleep(0)
