@@ -1,4 +1,4 @@
-"""A worker that speaks the real protocol on the real bus and answers as a test scripts it, misbehaving on demand."""
+"""A worker that speaks the real protocol on a bus and answers as a test scripts it, misbehaving on demand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Role
 from mmd_api.contract.subjects import Subjects
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import (
     Cancel,
@@ -60,6 +61,8 @@ class ScriptedWorker:
     max_model_len: int = 0
     prefix_number: int = 0
     encodes_small_media: bool = False
+    period_seconds: float = 0.1  # of its heartbeats and reports
+    clock: Clock = SYSTEM_CLOCK  # likewise
     requests: list[GenerateRequest] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     receipts: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -73,14 +76,18 @@ class ScriptedWorker:
     async def start(
         cls, url: str, subjects: Subjects, pod: str, answer: list[int], script: Script, **more
     ) -> ScriptedWorker:
-        bus = await Bus.connect(url, pod, subjects)
-        worker = cls(bus, pod, answer, script, **more)
+        return await cls.on(await Bus.connect(url, pod, subjects), answer, script, **more)
+
+    @classmethod
+    async def on(cls, bus: Bus, answer: list[int], script: Script, **more) -> ScriptedWorker:
+        """Start the pod that is named as its bus."""
+        worker = cls(bus, bus.client_name, answer, script, **more)
         worker._subscriptions = [
-            await bus.serve(subjects.prefill(pod), GenerateRequest, worker._take),
-            await bus.subscribe(subjects.cancel, Cancel, worker._cancel),
+            await bus.serve(bus.subjects.prefill(worker.pod), GenerateRequest, worker._take),
+            await bus.subscribe(bus.subjects.cancel, Cancel, worker._cancel),
         ]
         await bus.flush()
-        worker._heartbeater = Heartbeater(bus, worker._beat, 0.1)
+        worker._heartbeater = Heartbeater(bus, worker._beat, worker.period_seconds, worker.clock)
         await worker._heartbeater.start()
         worker._reporter = asyncio.create_task(worker._report_forever())
         return worker
@@ -166,7 +173,7 @@ class ScriptedWorker:
     async def _report_forever(self) -> None:
         """What it still plays, it reports to hold."""
         while True:
-            await asyncio.sleep(0.1)
+            await self.clock.sleep(self.period_seconds)
             gateways = {
                 r.gateway: [q for q in self.requests if q.gateway == r.gateway] for r in self.requests
             }
@@ -236,7 +243,7 @@ async def answer_well(worker: ScriptedWorker, request: GenerateRequest) -> None:
 
 
 async def say_nothing(worker: ScriptedWorker, request: GenerateRequest) -> None:
-    await asyncio.sleep(3600)
+    await worker.clock.sleep(3600)
 
 
 async def forget(worker: ScriptedWorker, request: GenerateRequest) -> None:

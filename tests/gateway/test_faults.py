@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
-from collections.abc import Awaitable
 from dataclasses import asdict, replace
 
 import httpx
@@ -21,9 +19,8 @@ from mmd_workers.wire.messages import GenerateRequest, HeldSequence, KvCommit, P
 from mmd_workers.wire.server import NatsServer
 from tests.support.waiting import DEADLINE_SECONDS
 
-from .media import png, url
 from .running import Launch, Running, assert_nothing_is_left, until_status
-from .scripted import ScriptedWorker, answer_well, forget, half_then, say_nothing
+from .scripted import ScriptedWorker, answer_well, half_then, say_nothing
 
 HELLO = [{"role": "user", "content": "hello"}]
 MODEL = "builtin/demo"
@@ -35,14 +32,6 @@ async def ask(gateway: Running, **options) -> str:
         model=MODEL, messages=HELLO, **{"temperature": 0, **options}
     )
     return answer.choices[0].message.content
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "GAP_SECONDS", 0.3)
-    monkeypatch.setattr(lifecycle, "UNREPORTED_SECONDS", 0.2)
-    monkeypatch.setattr(lifecycle, "HANDOVER_SECONDS", 0.2)
-    monkeypatch.setattr(lifecycle, "TICK_SECONDS", 0.05)
 
 
 async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launch) -> None:
@@ -70,17 +59,6 @@ async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launc
     assert second.requests[0].output_token_ids == first.answer[: len(first.answer) // 2]
     assert second.requests[0].attempt == 1
     assert second.requests[0].sampling == first.requests[0].sampling
-    await assert_nothing_is_left(gateway)
-
-
-async def test_a_stream_that_its_pod_reports_but_sends_no_token_of_continues_in_another_attempt(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifecycle, "SILENCE_SECONDS", 0.5)
-    gateway = await launch()
-    worker = await gateway.worker(TEXT, half_then(say_nothing))
-    assert await ask(gateway) == TEXT
-    assert [request.attempt for request in worker.requests] == [0, 1]
     await assert_nothing_is_left(gateway)
 
 
@@ -112,45 +90,6 @@ async def test_tokens_sent_twice_and_out_of_order_come_out_once_and_in_order(lau
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_token_lost_on_the_wire_is_made_again(launch: Launch, impatient: None) -> None:
-    gateway = await launch()
-
-    async def lose_one(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        count = len(worker.answer)
-        first = 0 if request.attempt == 0 else len(request.output_token_ids)
-        await worker.tokens(request, [i for i in range(first, count) if request.attempt or i != 3])
-
-    worker = await gateway.worker(TEXT, lose_one)
-    assert await ask(gateway) == TEXT
-    assert worker.requests[1].output_token_ids == worker.answer[:3]
-    assert worker.cancels[0].attempt == 0
-
-
-@pytest.mark.parametrize(
-    "load", [PodLoad(), PodLoad(decode_running=3, prefill_waiting_requests=2)], ids=["idle", "busy"]
-)
-async def test_a_request_that_no_pod_reports_is_placed_again(
-    launch: Launch, impatient: None, load: PodLoad
-) -> None:
-    gateway = await launch()
-    worker = await gateway.worker(TEXT, half_then(forget), load=load)
-    async with asyncio.timeout(20):
-        assert await ask(gateway) == TEXT
-    assert len(worker.requests) == 2
-
-
-async def test_a_request_that_its_pod_reports_is_waited_for(launch: Launch, impatient: None) -> None:
-    gateway = await launch()
-
-    async def take_time(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        await asyncio.sleep(3)
-        await answer_well(worker, request)
-
-    worker = await gateway.worker(TEXT, half_then(take_time))
-    assert await ask(gateway) == TEXT
-    assert len(worker.requests) == 1
-
-
 async def test_the_receipt_of_a_report_lists_received_tokens_and_unwanted_sequences(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(TEXT, half_then(say_nothing))
@@ -176,25 +115,6 @@ async def test_the_receipt_of_a_report_lists_received_tokens_and_unwanted_sequen
     assert worker.receipts[(request.request_id, 0)] == -1
 
 
-async def test_a_request_with_a_medium_is_missed_as_soon_when_all_its_tokens_were_lost(
-    launch: Launch, impatient: None
-) -> None:
-    gateway = await launch()
-
-    async def lose_all(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        await (answer_well if request.attempt else forget)(worker, request)
-
-    worker = await gateway.worker(TEXT, lose_all)
-    picture = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
-    async with asyncio.timeout(20):
-        answer = await gateway.openai.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}]
-        )
-    assert answer.choices[0].message.content == TEXT
-    assert len(worker.requests) == 2
-    await assert_nothing_is_left(gateway)
-
-
 async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) -> None:
     gateway = await launch()
 
@@ -207,30 +127,6 @@ async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) ->
     assert {r.attempt for r in first.requests + second.requests} == {0, 1}
     assert first.requests
     assert second.requests, "the pod that failed is avoided"
-
-
-async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_reports(
-    launch: Launch, impatient: None
-) -> None:
-    gateway = await launch()
-
-    async def hand_over(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        if request.attempt:
-            await answer_well(worker, request)
-        else:
-            await worker.tokens(request, [0])
-            await decoder.die()
-
-    decoder = await gateway.worker(TEXT, say_nothing, pod="d0", roles=["decode"])
-    prefill = await gateway.worker(TEXT, hand_over, pod="p0", roles=["prefill"])
-    other = await ScriptedWorker.start(
-        gateway.nats.url, gateway.subjects, "d1", prefill.answer, say_nothing, roles=["decode"]
-    )
-    gateway.workers.append(other)
-    assert await ask(gateway) == TEXT
-    assert set(prefill.requests[0].decode_pods) <= {"d0", "d1"}
-    assert prefill.requests[1].decode_pods == ["d1"]
-    assert prefill.requests[1].output_token_ids == prefill.answer[:1]
 
 
 async def test_an_error_that_no_retry_can_help_reaches_the_client_as_it_is(launch: Launch) -> None:
@@ -575,31 +471,6 @@ async def test_a_preempted_sequence_continues_without_using_up_its_retries(launc
     assert await ask(gateway) == TEXT
     assert [len(request.output_token_ids) for request in worker.requests] == [0, 2, 4, 6]
     await assert_nothing_is_left(gateway)
-
-
-async def test_a_sequence_preempted_repeatedly_waits_longer_each_time(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = await launch(maxRetries=0)
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    def noted(seconds: float, *more: object) -> Awaitable[object]:
-        if sys._getframe(1).f_code.co_name == "_until_finished":
-            pauses.append(seconds)
-        return sleep(seconds, *more)
-
-    async def yield_then_answer(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        if request.attempt < 5:
-            await worker.fail(request, "preempted", "no KV block left", retryable=True)
-        else:
-            await answer_well(worker, request)
-
-    monkeypatch.setattr(asyncio, "sleep", noted)
-    await gateway.worker(TEXT, yield_then_answer)
-    assert await ask(gateway) == TEXT
-    assert len(pauses) == 5
-    assert pauses[4] > 4 * pauses[0]
 
 
 async def test_a_prompt_larger_than_one_message_reaches_its_worker(

@@ -1,14 +1,14 @@
-"""The sender of KV on a real bus, with links that nobody uses."""
+"""The sender of KV, with links that nobody uses."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
@@ -16,6 +16,7 @@ from mmd_workers.prefill.handover import KvSender
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import GenerateRequest, KvRelease, Sampling
 
+LEASE_SECONDS = 5.0
 Connect = Callable[[str], Awaitable[Bus]]
 
 
@@ -41,15 +42,16 @@ class NoLinks:
         return cast(PairLink, HeldLink())
 
 
-def sender_of(bus: Bus, there: dict[str, str] | None = None) -> KvSender:
+def sender_of(bus: Bus, there: dict[str, str] | None = None, clock: Clock = SYSTEM_CLOCK) -> KvSender:
     decoders = {"decode-0": "i1"} if there is None else there
     layout = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
     engine, links = cast(Any, SimpleNamespace(kv_layout=layout)), cast(LinkManager, NoLinks())
-    return KvSender(*(bus, "prefill-0", "i1", engine, links, 5.0, lambda: decoders, Metrics()))
+    parts = (bus, "prefill-0", "i1", engine, links, LEASE_SECONDS, lambda: decoders, Metrics())
+    return KvSender(*parts, clock=clock)
 
 
-def request(seconds: float) -> GenerateRequest:
-    now = time.time()
+def request(seconds: float, clock: Clock = SYSTEM_CLOCK) -> GenerateRequest:
+    now = clock.unix()
     return GenerateRequest("r", 0, "gateway-0", [1] * 8, [], Sampling(4), ["decode-0"], now + seconds, now)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mmd_api.contract.errors import (
     OverloadedError,
     PeerLostError,
 )
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.decode import service
 from mmd_workers.decode.service import DecodeService
 from mmd_workers.kv.links import LinkManager
@@ -28,7 +30,17 @@ from mmd_workers.prefill import handover
 from mmd_workers.prefill.handover import Finished, KvSender, Ranges, prefix_of
 from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import Acknowledged, GenerateRequest, KvChunk, PhaseReport, Sampling
+from mmd_workers.wire.messages import (
+    Acknowledged,
+    GenerateRequest,
+    KvChunk,
+    KvCommit,
+    KvOffer,
+    PhaseReport,
+    Sampling,
+)
+from tests.support.clock import FakeClock
+from tests.support.memory_bus import MemoryNet
 from tests.support.waiting import DEADLINE_SECONDS, until
 
 Connect = Callable[[str], Awaitable[Bus]]
@@ -36,14 +48,17 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32"
 BLOCK_TOKENS = 4
 CHUNK_SECONDS = 0.4
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 class BusyEngine:
-    """An engine that runs a command after a step of so many seconds; `log` has the commands in order."""
+    """An engine that runs a command after a step of so many seconds; `asked` and `log` have the commands in order, before and after."""
 
     kv_layout = LAYOUT
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self.asked: list[str] = []
         self.log: list[str] = []
         self.cached_tokens = 0
         self.offered: list[bytes] = []
@@ -70,7 +85,8 @@ class BusyEngine:
         await self._run("abort")
 
     async def _run(self, command: str) -> None:
-        await asyncio.sleep(self.step_seconds.get(command.split(maxsplit=1)[0], self.step_seconds[""]))
+        self.asked.append(command)
+        await self._clock.sleep(self.step_seconds.get(command.split(maxsplit=1)[0], self.step_seconds[""]))
         self.log.append(command)
 
 
@@ -82,8 +98,9 @@ async def pair(
     max_links: int = 64,
     others: dict[str, str] | None = None,
     lease_seconds: float = 60.0,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[tuple[KvSender, list[LinkManager]]]:
-    """The sender of prefill-0, the only peer of decode-0, which has this engine; and the links of both."""
+    """The sender of prefill-0, on this clock, the only peer of decode-0, which has this engine; and the links of both."""
     decode, prefill = await connect("decode-0"), await connect("prefill-0")
     links = [
         LinkManager("Gloo", pod, "i1", "127.0.0.1", CPU, chunk_seconds, max_links=max_links)
@@ -107,7 +124,8 @@ async def pair(
             lambda: {"decode-0": "i1", **(others or {})},
             Metrics(),
             BLOCK_TOKENS,
-        )
+        ),
+        clock=clock,
     )
     try:
         yield sender, links
@@ -120,6 +138,23 @@ async def pair(
 def request(seconds: float = 60.0) -> GenerateRequest:
     now = time.time()
     return GenerateRequest("r", 0, "gateway-0", [1] * 12, [], Sampling(4), ["decode-0"], now + seconds, now)
+
+
+class Memory:
+    """A clock that stands still unless the test moves it, and buses in memory on which requests time out by it. The links are real."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.net = MemoryNet(self.clock)
+
+    async def connect(self, name: str) -> Bus:
+        return self.net.bus(name)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Let the clock run along with the links until the condition holds."""
+        while not condition():
+            await asyncio.sleep(0.01)
+            await self.clock.let_pass(0.01)
 
 
 def three_ranges() -> Ranges:
@@ -143,6 +178,16 @@ async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link
         assert [manager.live_links for manager in links] == [1, 1]
 
 
+async def note(memory: Memory, subject: str, kind: type[T], messages: list[T]) -> None:
+    """List the messages for decode-0."""
+
+    async def receive(message: T) -> None:
+        messages.append(message)
+
+    bus = await memory.connect("spy")
+    await bus.subscribe(getattr(bus.subjects, subject)("decode-0"), kind, receive)
+
+
 async def test_a_transfer_is_reported_when_it_has_ended_and_not_when_the_answer_has(connect: Connect) -> None:
     gateway, reports = await connect("gateway-0"), asyncio.Queue[PhaseReport]()
     await gateway.subscribe(gateway.subjects.phases("gateway-0"), PhaseReport, reports.put)
@@ -156,48 +201,53 @@ async def test_a_transfer_is_reported_when_it_has_ended_and_not_when_the_answer_
         assert phase.detail["wire_seconds"] > 0
 
 
-async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "OFFER_SECONDS", 0.2)
-    engine = BusyEngine(0.7)
-    async with pair(connect, engine) as (sender, _):
-        reservation = await sender.reserve(request(seconds=10.0))
+async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation() -> None:
+    memory, offers = Memory(), list[KvOffer]()
+    engine = BusyEngine(2.5 * handover.OFFER_SECONDS, memory.clock)
+    async with pair(memory.connect, engine, clock=memory.clock) as (sender, _):
+        await note(memory, "kv_offer", KvOffer, offers)
+        reserving = asyncio.create_task(sender.reserve(request(seconds=600.0)))
+        await until(lambda: engine.asked)
+        await memory.clock.let_pass(2.5 * handover.OFFER_SECONDS)
+        reservation = await reserving
         assert reservation.grant.granted
-        assert engine.log == ["reserve"]
+        assert (engine.log, len(offers)) == (["reserve"], 3)
         await reservation.link
 
 
-async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has_room(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "OFFER_SECONDS", 0.3)
-    engine, idle = BusyEngine(30.0), BusyEngine(0.0)
-    async with pair(connect, engine, others={"decode-1": "i1"}) as (sender, _):
-        bus = await connect("decode-1")
+async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has_room() -> None:
+    memory = Memory()
+    engine, idle = BusyEngine(3600.0, memory.clock), BusyEngine(0.0)
+    async with pair(memory.connect, engine, others={"decode-1": "i1"}, clock=memory.clock) as (sender, _):
+        bus = await memory.connect("decode-1")
         links = LinkManager("Gloo", "decode-1", "i1", "127.0.0.1", CPU, CHUNK_SECONDS)
         book = SequenceBook(bus, "decode-1", Metrics(), Tracing("test", "test", "test", None))
         parts: tuple[Any, ...] = (bus, "decode-1", idle, links, book, Metrics())
         await cast(Any, DecodeService)(*parts).start()
-        await bus.flush()
-        async with asyncio.timeout(10):
-            reservation = await sender.reserve(request())
+        reserving = asyncio.create_task(sender.reserve(request(seconds=600.0)))
+        await until(lambda: engine.asked)
+        await memory.clock.let_pass(handover.OFFER_SECONDS)
+        reservation = await reserving
         assert (reservation.pod, engine.log, idle.log) == ("decode-1", [], ["reserve"])
         await reservation.link
         links.close()
 
 
-async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
-    engine = BusyEngine(0.0)
-    async with pair(connect, engine) as (sender, _):
-        wanted = request()
+async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing() -> None:
+    memory, commits = Memory(), list[KvCommit]()
+    engine = BusyEngine(0.0, memory.clock)
+    async with pair(memory.connect, engine, 60.0, clock=memory.clock) as (sender, _):
+        await note(memory, "kv_commit", KvCommit, commits)
+        wanted = request(seconds=600.0)
         reservation = await sender.reserve(wanted)
-        engine.step_seconds["attach"] = 1.5
-        await sender.hand_over(wanted, "r#0", reservation, three_ranges())
+        engine.step_seconds["attach"] = 30.0
+        handing = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, three_ranges()))
+        await memory.until(lambda: engine.asked[-1] == "attach")
+        await memory.clock.let_pass(30.0)
+        await handing
         assert engine.log == HANDED_OVER
+        most = 30.0 / handover.REPLY_SECONDS
+        assert most * 0.8 < len(commits) < most
 
 
 @pytest.mark.parametrize(
@@ -241,27 +291,29 @@ async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, chunk_seconds: float
 ) -> None:
     """The decoder may start to receive, and so the deadline may start, at any moment in between."""
-    waits: list[float] = []
+    clock, announced = FakeClock(), list[float]()
     refused: list[MmdError] = [DeadlineError("lost"), OverloadedError("full"), PeerLostError("not there yet")]
 
     async def refuse(*_: object, timeout: float) -> Acknowledged:
-        waits.append(timeout)
+        announced.append(clock.now())
         if not refused:
             return Acknowledged()
-        raise refused.pop(0)
+        if isinstance(error := refused.pop(0), DeadlineError):
+            await clock.sleep(timeout)
+        raise error
 
-    async def note(seconds: float) -> None:
-        waits[-1] += seconds
-
-    async with pair(connect, BusyEngine(0.0), chunk_seconds) as (sender, links):
+    async with pair(connect, BusyEngine(0.0), chunk_seconds, clock=clock) as (sender, links):
         wanted = request()
         link = await (await sender.reserve(wanted)).link
+        chunk = KvChunk("prefill-0", link.epoch, "lease", 0, 0, 4, 0)
         monkeypatch.setattr(sender._bus, "request", refuse)
-        monkeypatch.setattr(handover.asyncio, "sleep", note)
-        await sender._announce(link, "decode-0", KvChunk("prefill-0", link.epoch, "lease", 0, 0, 4, 0))
+        announcing = asyncio.create_task(sender._announce(link, "decode-0", chunk))
+        await clock.until(announcing.done)
+        await announcing
         monkeypatch.undo()
-    assert len(waits) == 4
-    assert max(waits) <= links[0].chunk_timeout_seconds / 2
+    waits = [later - earlier for earlier, later in pairwise(announced)]
+    assert len(waits) == 3
+    assert 0 < max(waits) <= links[0].chunk_timeout_seconds / 2
 
 
 async def test_a_link_over_which_a_hand_over_comes_is_not_evicted_between_two_chunks(

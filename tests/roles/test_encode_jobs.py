@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,8 @@ from mmd_workers.wire.messages import (
     Sampling,
 )
 from mmd_workers.wire.server import NatsServer
+from tests.support.clock import FakeClock
+from tests.support.memory_bus import MemoryNet
 from tests.support.waiting import DEADLINE_SECONDS, until
 
 NO_TRACING = Tracing("test", "test", "test", None)
@@ -554,30 +557,29 @@ async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect)
     running.cancel()
 
 
-async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "_CONFIRM_SECONDS", 0.3)
-    bus = await connect("prefill-0")
-    queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
-    await queue.ensure()
-    heard: list[EncodeFailed] = []
+async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue() -> None:
+    clock = FakeClock()
+    bus, heard, settled = MemoryNet(clock).bus("encoder-0"), list[float](), list[bytes]()
 
     async def confirm_late(failed: EncodeFailed) -> Acknowledged:
-        heard.append(failed)
+        heard.append(clock.now())
         if len(heard) <= jobs._REPORTS:
-            await asyncio.sleep(1)
+            await asyncio.Event().wait()
         return Acknowledged()
 
+    async def settle(_reply: str, verb: bytes, timeout: float) -> None:
+        settled.append(verb)
+
+    bus.client.request = settle  # type: ignore[assignment, method-assign]
     await bus.serve(bus.subjects.encode_failed("prefill-0"), EncodeFailed, confirm_late)
-    await queue.publish(job_for("prefill-0"))
-    (delivery,) = await queue.pull(["image"], 1, wait=5)
+    delivery = Delivery(bus, pulled(), job_for("prefill-0"), QueueLimits())
     failed = EncodeFailed(REF.feature_id, delivery.job.job_id, "bad_media", "broken", retryable=False)
-    await jobs.report_failure(bus, delivery, failed, "broken")
-    assert await jobs_left(queue) == 1
-    (again,) = await queue.pull(["image"], 1, wait=10)
-    await jobs.report_failure(bus, again, failed, "broken")
-    await until_done(queue)
+    for _ in range(2):
+        reporting = asyncio.create_task(jobs.report_failure(bus, delivery, failed, "broken", clock))
+        await clock.until(reporting.done)
+    assert [verb[:5] for verb in settled] == [b"-NAK ", b"+TERM"]
+    pauses = [later - earlier for earlier, later in pairwise(heard)]
+    assert pauses == [jobs._CONFIRM_SECONDS + jobs._POLL_SECONDS] * jobs._REPORTS
 
 
 def pulled() -> Any:

@@ -3,133 +3,176 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from collections.abc import Coroutine
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import pytest
 
-from mmd_api.contract.errors import OverloadedError
+from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_workers.kv.links import PairLink
-from mmd_workers.prefill import handover
-from mmd_workers.prefill.handover import Finished, KvReservation, Ranges
+from mmd_workers.prefill.handover import (
+    LONGEST_STEP_SECONDS,
+    OFFER_SECONDS,
+    REPLY_SECONDS,
+    RETRY_SECONDS,
+    Finished,
+    KvReservation,
+    Ranges,
+)
 from mmd_workers.wire.messages import (
     Acknowledged,
+    GenerateRequest,
     KvCommit,
     KvCommitted,
     KvGrant,
     KvOffer,
     KvRelease,
 )
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.clock import FakeClock
+from tests.support.memory_bus import MemoryNet
 
-from .kv_sender import Connect, HeldLink, released, request, sender_of
+from .kv_sender import LEASE_SECONDS, HeldLink, request, sender_of
 
-pytest_plugins = ["tests.support.nats_fixture"]
+T = TypeVar("T")
 
 
-async def test_a_lease_is_given_back_until_the_decoder_confirms_it(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
-    bus = await connect("prefill-0")
-    heard: list[KvRelease] = []
-    confirmed = asyncio.Event()
+class Prefill:
+    """The sender of prefill-0 and the bus of decode-0, on one clock and in memory."""
 
-    async def confirm_the_second(release: KvRelease) -> Acknowledged:
-        heard.append(release)
-        if len(heard) == 1:
+    def __init__(self, there: dict[str, str] | None = None) -> None:
+        self.clock = FakeClock()
+        net = MemoryNet(self.clock)
+        self.decode = net.bus("decode-0")
+        self.sender = sender_of(net.bus("prefill-0"), there, self.clock)
+
+    def request(self, seconds: float = 600.0) -> GenerateRequest:
+        return request(seconds, self.clock)
+
+    async def end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Let time pass until it has ended; what it returns."""
+        task = asyncio.create_task(work)
+        await self.clock.until(task.done)
+        return await task
+
+
+class Deaf:
+    """Answers no message before the last one of `count`; `heard` has each with its moment."""
+
+    def __init__(self, prefill: Prefill, count: int, answer: object) -> None:
+        self.heard: list[tuple[object, float]] = []
+        self._prefill, self._count, self._answer = prefill, count, answer
+
+    async def __call__(self, message: object) -> object:
+        self.heard.append((message, self._prefill.clock.now()))
+        if len(self.heard) < self._count:
             await asyncio.Event().wait()
-        confirmed.set()
-        return Acknowledged()
+        return self._answer
 
-    await bus.serve(bus.subjects.kv_release("decode-0"), KvRelease, confirm_the_second)
-    sender = sender_of(bus)
-    sender._release(request(60), "decode-0", "lease-1")
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        await confirmed.wait()
-        await asyncio.gather(*sender._releases)
-    assert heard == [KvRelease("r", 0, "lease-1")] * 2
+    def pauses(self) -> list[float]:
+        return [later - earlier for (_, earlier), (_, later) in pairwise(self.heard)]
 
 
-async def test_a_commit_whose_answer_is_lost_is_repeated(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "REPLY_SECONDS", 0.2)
-    bus = await connect("prefill-0")
-    heard: list[KvCommit] = []
+async def test_a_lease_is_given_back_until_the_decoder_confirms_it() -> None:
+    prefill = Prefill()
+    subject, decoder = prefill.decode.subjects.kv_release("decode-0"), Deaf(prefill, 3, Acknowledged())
+    await prefill.decode.serve(subject, KvRelease, decoder)
+    prefill.sender._release(prefill.request(), "decode-0", "lease-1")
+    await prefill.clock.until(lambda: not prefill.sender._releases)
+    assert [release for release, _ in decoder.heard] == [KvRelease("r", 0, "lease-1")] * 3
+    assert all(REPLY_SECONDS < pause <= REPLY_SECONDS + RETRY_SECONDS[1] for pause in decoder.pauses())
 
-    async def answer_the_second(commit: KvCommit) -> KvCommitted:
-        heard.append(commit)
-        if len(heard) == 1:
-            await asyncio.Event().wait()
-        return KvCommitted(commit.lease_id, ok=True)
 
-    await bus.serve(bus.subjects.kv_commit("decode-0"), KvCommit, answer_the_second)
+async def test_a_lease_that_has_ended_is_not_given_back_any_more() -> None:
+    prefill = Prefill()
+    subject, decoder = prefill.decode.subjects.kv_release("decode-0"), Deaf(prefill, 100, Acknowledged())
+    await prefill.decode.serve(subject, KvRelease, decoder)
+    begin = prefill.clock.now()
+    prefill.sender._release(prefill.request(), "decode-0", "lease-1")
+    await prefill.clock.until(lambda: not prefill.sender._releases)
+    assert LEASE_SECONDS <= prefill.clock.now() - begin < LEASE_SECONDS + REPLY_SECONDS + RETRY_SECONDS[1]
+
+
+async def test_a_commit_whose_answer_is_lost_is_repeated() -> None:
+    prefill = Prefill()
+    subject = prefill.decode.subjects.kv_commit("decode-0")
+    decoder = Deaf(prefill, 2, KvCommitted("lease-1", ok=True))
+    await prefill.decode.serve(subject, KvCommit, decoder)
     reservation = KvReservation("decode-0", KvGrant("r", granted=True, lease_id="lease-1"), cast(Any, None))
-    await sender_of(bus)._commit(request(60), reservation, Finished([1], 8), 0)
-    assert len(heard) == 2
+    await prefill.end(prefill.sender._commit(prefill.request(), reservation, Finished([1], 8), 0))
+    (pause,) = decoder.pauses()
+    assert REPLY_SECONDS < pause <= REPLY_SECONDS + RETRY_SECONDS[0]
 
 
-async def test_a_cancellation_that_meets_a_range_is_not_lost(connect: Connect) -> None:
-    bus = await connect("prefill-0")
-    heard, _ = await released(bus)
-    sender = sender_of(bus)
+async def test_a_commit_is_repeated_for_the_longest_step_of_an_engine() -> None:
+    prefill = Prefill()
+    subject, decoder = prefill.decode.subjects.kv_commit("decode-0"), Deaf(prefill, 10_000, Acknowledged())
+    await prefill.decode.serve(subject, KvCommit, decoder)
+    reservation = KvReservation("decode-0", KvGrant("r", granted=True, lease_id="lease-1"), cast(Any, None))
+    begin = prefill.clock.now()
+    with pytest.raises(DeadlineError, match="no reply on "):
+        await prefill.end(prefill.sender._commit(prefill.request(), reservation, Finished([1], 8), 0))
+    assert 0 < prefill.clock.now() - begin - LONGEST_STEP_SECONDS < REPLY_SECONDS + RETRY_SECONDS[1]
+
+
+async def test_a_cancellation_that_meets_a_range_is_not_lost() -> None:
+    prefill, ranges = Prefill(), Ranges()
+    subject, decoder = prefill.decode.subjects.kv_release("decode-0"), Deaf(prefill, 1, Acknowledged())
+    await prefill.decode.serve(subject, KvRelease, decoder)
     link = asyncio.create_task(asyncio.sleep(0, cast(PairLink, HeldLink())))
-    grant = KvGrant("r", granted=True, lease_id="lease-1")
-    ranges = Ranges()
-    handing = asyncio.create_task(
-        sender.hand_over(request(600), "r#0", KvReservation("decode-0", grant, link), ranges)
-    )
-    await asyncio.sleep(0.05)
+    reservation = KvReservation("decode-0", KvGrant("r", granted=True, lease_id="lease-1"), link)
+    handing = asyncio.create_task(prefill.sender.hand_over(prefill.request(), "r#0", reservation, ranges))
+    await prefill.clock.let_pass(1.0)
     ranges.changed.set()
     await asyncio.sleep(0)  # the waiter has its result, and nobody has looked at it yet
     handing.cancel()
-    done, _ = await asyncio.wait([handing], timeout=DEADLINE_SECONDS)
-    assert done, "it waits for the rest of a prompt that nobody runs"
+    await prefill.clock.let_pass(0.0)
+    assert handing.done(), "it waits for the rest of a prompt that nobody runs"
     assert handing.cancelled()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        assert (await heard.get()).lease_id == "lease-1"
+    assert [release for release, _ in decoder.heard] == [KvRelease("r", 0, "lease-1")]
 
 
-async def test_blocks_of_an_offer_whose_answer_was_lost_are_given_back(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mmd_workers.prefill.handover.OFFER_SECONDS", 0.2)
-    bus = await connect("prefill-0")
-    heard, _ = await released(bus)
-    offers: asyncio.Queue[KvOffer] = asyncio.Queue()
-    await bus.subscribe(bus.subjects.kv_offer("decode-0"), KvOffer, offers.put)  # takes it and never answers
-    await bus.flush()
+async def test_blocks_of_an_offer_whose_answer_was_lost_are_given_back() -> None:
+    prefill = Prefill()
+    subjects, offered = prefill.decode.subjects, Deaf(prefill, 10_000, Acknowledged())
+    released = Deaf(prefill, 1, Acknowledged())
+    await prefill.decode.serve(subjects.kv_offer("decode-0"), KvOffer, offered)
+    await prefill.decode.serve(subjects.kv_release("decode-0"), KvRelease, released)
     with pytest.raises(OverloadedError, match="no decode pod accepted the sequence"):
-        await sender_of(bus).reserve(request(0.3))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        assert await heard.get() == KvRelease("r", 0)
-    assert (await offers.get()).request_id == "r"
+        await prefill.end(prefill.sender.reserve(prefill.request(seconds=12.0)))
+    await prefill.clock.until(lambda: not prefill.sender._releases)
+    assert [release for release, _ in released.heard] == [KvRelease("r", 0)]
+    assert offered.pauses() == [OFFER_SECONDS] * 2
 
 
 @pytest.mark.parametrize("named", ["is full", "is gone"])
-async def test_a_waiting_prefill_takes_a_decoder_that_appears(connect: Connect, named: str) -> None:
-    bus = await connect("prefill-0")
-    asked = asyncio.Event()
+async def test_a_waiting_prefill_takes_a_decoder_that_appears(named: str) -> None:
+    there = {"decode-0": "i1"}
+    prefill = Prefill(there)
+    subjects, asked = prefill.decode.subjects, 0
 
     async def refuse(offer: KvOffer) -> KvGrant:
-        asked.set()
+        nonlocal asked
+        asked += 1
         return KvGrant(offer.request_id, granted=False, reason="no room", code="overloaded")
 
     async def grant(offer: KvOffer) -> KvGrant:
         return KvGrant(offer.request_id, granted=True, lease_id="lease-1")
 
-    await bus.serve(bus.subjects.kv_offer("decode-0"), KvOffer, refuse)
-    await bus.serve(bus.subjects.kv_offer("decode-1"), KvOffer, grant)
-    there = {"decode-0": "i1"}
-    reserving = asyncio.create_task(sender_of(bus, there).reserve(request(30)))
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        await asked.wait()
-        there["decode-1"] = "i1"
-        if named == "is gone":
-            del there["decode-0"]
-        assert (await reserving).pod == "decode-1"
+    await prefill.decode.serve(subjects.kv_offer("decode-0"), KvOffer, refuse)
+    await prefill.decode.serve(subjects.kv_offer("decode-1"), KvOffer, grant)
+    reserving = asyncio.create_task(prefill.sender.reserve(prefill.request(seconds=30.0)))
+    await prefill.clock.until(lambda: asked == 10)
+    there["decode-1"] = "i1"
+    if named == "is gone":
+        del there["decode-0"]
+    await prefill.clock.until(reserving.done, RETRY_SECONDS[1])
+    assert (await reserving).pod == "decode-1"
 
 
-async def test_a_prefill_without_any_decoder_gives_up_at_once(connect: Connect) -> None:
+async def test_a_prefill_without_any_decoder_gives_up_at_once() -> None:
+    prefill = Prefill({})
+    begin = prefill.clock.now()
     with pytest.raises(OverloadedError, match="decode-0 lost and no other pod is ready"):
-        await sender_of(await connect("prefill-0"), {}).reserve(request(600))
+        await prefill.end(prefill.sender.reserve(prefill.request()))
+    assert prefill.clock.now() == begin

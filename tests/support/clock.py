@@ -5,53 +5,108 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-SETTLING_TURNS = 20
-"""Turns of the event loop in which tasks that wait for no time come to rest. They must do no real input or output."""
+
+@dataclass
+class _Alarm:
+    """What happens at a moment, unless nobody waits for it any more."""
+
+    ring: Callable[[], object]
+    awaited: bool = True
 
 
 class FakeClock:
-    """Time jumps to the next sleeper once everything else is at rest."""
+    """Time jumps to the next moment that somebody waits for, once no task of the event loop can run. Those who wait for the same moment
+    wake in the order in which they began to.
+
+    Real input and output is not waited for: before a test lets time pass, it awaits the event that real input or output brings.
+    """
 
     def __init__(self) -> None:
         self._now = 1000.0
+        self._unix = time.time() - self._now
         self._number = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._alarms: list[tuple[float, int, _Alarm]] = []
 
     def now(self) -> float:
         return self._now
 
+    def unix(self) -> float:
+        return self._unix + self._now
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for time to pass."""
+        return self._next() is not None
+
     async def sleep(self, seconds: float) -> None:
-        until: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._number), until))
-        await until
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        alarm = self._alarm(seconds, lambda: over.done() or over.set_result(None))
+        try:
+            await over
+        finally:
+            alarm.awaited = False
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None if seconds > 0 else 0) as limit:
+            alarm = self._alarm(seconds, lambda: limit.expired() or limit.reschedule(loop.time()))
+            try:
+                yield
+            finally:
+                alarm.awaited = False
 
     async def until(self, condition: Callable[[], object], seconds: float = 1e6) -> None:
         """Let time pass until the condition holds; fails if it does not within so many seconds of this clock."""
         end = self._now + seconds
-        while not await self._settled(condition):
-            if not self._sleepers:
+        while not await self._at_rest(condition):
+            when = self._next()
+            if when is None:
                 await asyncio.sleep(0.001)  # something real is under way, a thread for one
                 continue
-            when, _, sleeper = self._sleepers[0]
-            if not sleeper.done() and when > end:
+            if when > end:
                 raise AssertionError(f"the condition does not hold after {seconds:g} s")
-            heapq.heappop(self._sleepers)
-            if sleeper.done():  # cancelled
-                continue
-            self._now = max(self._now, when)
-            sleeper.set_result(None)
+            self._ring()
 
     async def let_pass(self, seconds: float) -> None:
-        """Let at least so many seconds pass, up to the next moment that somebody waits for."""
+        """Let so many seconds pass, with all that happens in them."""
         end = self._now + seconds
-        await self.until(lambda: self._now >= end)
+        await self._at_rest()
+        while (when := self._next()) is not None and when <= end:
+            self._ring()
+            await self._at_rest()
+        self._now = end
+
+    def _alarm(self, seconds: float, ring: Callable[[], object]) -> _Alarm:
+        alarm = _Alarm(ring)
+        heapq.heappush(self._alarms, (self._now + seconds, next(self._number), alarm))
+        return alarm
+
+    def _next(self) -> float | None:
+        """The next moment that somebody waits for."""
+        while self._alarms and not self._alarms[0][2].awaited:
+            heapq.heappop(self._alarms)
+        return self._alarms[0][0] if self._alarms else None
+
+    def _ring(self) -> None:
+        when, _, alarm = heapq.heappop(self._alarms)
+        self._now = max(self._now, when)
+        alarm.ring()
 
     @staticmethod
-    async def _settled(condition: Callable[[], object]) -> bool:
-        for _ in range(SETTLING_TURNS):
-            if condition():
-                return True
+    async def _at_rest(condition: Callable[[], object] = lambda: False) -> bool:
+        """Run the tasks of this event loop until none can run, or the condition holds; returns whether it does."""
+        ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+        while not condition():
             await asyncio.sleep(0)
-        return bool(condition())
+            if not ready:
+                return bool(condition())
+        return True

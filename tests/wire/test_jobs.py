@@ -11,6 +11,7 @@ from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import jobs
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, check_fits, round_work
 from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
+from tests.support.clock import FakeClock
 from tests.support.waiting import DEADLINE_SECONDS, until
 
 SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
@@ -39,14 +40,34 @@ async def test_a_job_is_delivered_once_and_leaves_when_acknowledged(queue):
     assert await queue.pull(MODALITIES, batch=4, wait=0.1) == []
 
 
-async def test_a_waiting_pull_receives_a_new_job_at_once(queue, monkeypatch):
-    monkeypatch.setattr(jobs, "_POLL_SECONDS", 60.0)  # looking again by itself would be too late
-    waits = asyncio.create_task(queue.pull(MODALITIES, batch=1, wait=60))
-    await asyncio.sleep(0.3)
+async def test_a_waiting_pull_receives_a_new_job_at_once(queue, connect):
+    clock = FakeClock()
+    waiting = EncodeQueue(await connect("waiting"), SHORT, clock)
+    waits = asyncio.create_task(waiting.pull(MODALITIES, batch=1, wait=60))
+    await until(lambda: clock.is_awaited)
+    looks = waiting._turn
     await queue.publish(job("a"))
-    async with asyncio.timeout(20):
+    await until(lambda: waiting._turn > looks)  # its clock stands still: it does not look again by itself
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not waits.done():
+            await asyncio.sleep(0.01)
+            await clock.let_pass(jobs._SOON_SECONDS)  # the signal was here before the stream had the job
         (delivery,) = await waits
     await delivery.ack()
+
+
+async def test_a_pull_looks_again_where_no_signal_comes_and_ends_at_its_time(queue, connect):
+    clock = FakeClock()
+    waiting = EncodeQueue(await connect("waiting"), SHORT, clock)
+    begin = clock.now()
+    waits = asyncio.create_task(waiting.pull(MODALITIES, batch=1, wait=1.0))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not waits.done():
+            await until(lambda: clock.is_awaited or waits.done())
+            if not waits.done():
+                await clock.let_pass(jobs._POLL_SECONDS)
+    assert await waits == []
+    assert (clock.now() - begin, waiting._turn) == (1.0, 1 + 1.0 / jobs._POLL_SECONDS)
 
 
 @pytest.mark.parametrize("turns", range(5))

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.contract.load import PodLoad
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.messages import Heartbeat
 from mmd_workers.wire.peers import MAX_PODS, Heartbeater, PeerDirectory, PeerTable, sent_now
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.clock import FakeClock
+from tests.support.memory_bus import MemoryNet
+from tests.support.waiting import DEADLINE_SECONDS, until
 
 BEAT = Heartbeat("d-0", "decode", ["decode"], "i1", "r1", "ready", "127.0.0.1:1", 100.0, PodLoad())
 
@@ -83,16 +86,36 @@ def test_the_number_of_pods_is_bounded():
 
 
 class Process:
-    """A pod that beats on the real bus."""
+    """A pod that beats, on the real bus unless there is a clock."""
 
-    def __init__(self, bus, pod: str, **fields) -> None:
+    def __init__(self, bus, pod: str, clock: Clock = SYSTEM_CLOCK, **fields) -> None:
         self.now = replace(BEAT, pod=pod, **fields)
-        self.heartbeater = Heartbeater(bus, self.make, period=0.05)
+        self.heartbeater = Heartbeater(bus, self.make, 0.05 if clock is SYSTEM_CLOCK else PERIOD, clock)
         self.sent = 100.0
 
     def make(self) -> Heartbeat:
         self.sent += 1
         return replace(self.now, sent=self.sent)
+
+
+PERIOD, TIMEOUT = 0.5, 2.5
+
+
+class Watched:
+    """A directory, and one pod that it lists, on one clock and on buses in memory."""
+
+    def __init__(self, **fields) -> None:
+        self.clock = FakeClock()
+        net = MemoryNet(self.clock)
+        self.directory = PeerDirectory(net.bus("gateway"), TIMEOUT, self.clock)
+        self.pod = Process(net.bus("d-0"), "d-0", self.clock, **fields)
+        self.events: list[tuple[str, float]] = []
+        self.directory.on_event(lambda event: self.events.append((event.kind, self.clock.now())))
+
+    async def start(self) -> None:
+        await self.directory.start()
+        await self.pod.heartbeater.start()
+        await self.clock.until(lambda: self.events)
 
 
 async def test_pods_appear_with_their_roles_and_leave_as_drained(connect):
@@ -116,38 +139,36 @@ async def test_pods_appear_with_their_roles_and_leave_as_drained(connect):
     await directory.close()
 
 
-async def test_a_pod_that_dies_without_a_word_is_lost(connect):
-    directory = PeerDirectory(await connect("gateway"), timeout_seconds=0.4)
-    lost: asyncio.Queue[str] = asyncio.Queue()
-    directory.on_event(lambda event: lost.put_nowait(event.heartbeat.pod) if event.kind == "lost" else None)
-    await directory.start()
-    pod = Process(await connect("a"), "d-0")
-    await pod.heartbeater.start()
-    await directory.wait_for(lambda d: d.get("d-0") is not None, timeout=DEADLINE_SECONDS)
-    await pod.heartbeater.close(announce=False)
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        assert await lost.get() == "d-0"
-    assert directory.get("d-0") is None
-    await directory.close()
+async def test_a_pod_that_dies_without_a_word_is_lost_after_the_timeout():
+    watched = Watched()
+    await watched.start()
+    await watched.clock.let_pass(60.0)
+    assert [kind for kind, _ in watched.events] == ["appeared"]
+    await watched.pod.heartbeater.close(announce=False)
+    last = watched.clock.now()
+    await watched.clock.until(lambda: watched.directory.get("d-0") is None)
+    kind, lost = watched.events[-1]
+    assert kind == "lost"
+    assert TIMEOUT - PERIOD < lost - last <= TIMEOUT * 9 / 8
+    await watched.directory.close()
 
 
-async def test_waiting_for_pods_that_never_come_names_who_is_there(connect):
-    directory = PeerDirectory(await connect("gateway"), timeout_seconds=1.0)
-    await directory.start()
-    pod = Process(await connect("a"), "d-0", state="loading")
-    await pod.heartbeater.start()
-    await directory.wait_for(lambda d: d.get("d-0") is not None, timeout=DEADLINE_SECONDS)
-    with pytest.raises(DeadlineError, match="d-0=loading"):
-        await directory.wait_for(lambda d: bool(d.pods()), timeout=0.2)
-    await pod.heartbeater.close()
-    await directory.close()
+async def test_waiting_for_pods_that_never_come_names_who_is_there():
+    watched = Watched(state="loading")
+    await watched.start()
+    begin = watched.clock.now()
+    waiting = asyncio.create_task(watched.directory.wait_for(lambda d: bool(d.pods()), timeout=30.0))
+    await watched.clock.until(waiting.done)
+    with pytest.raises(DeadlineError, match=r"within 30\.0 s; present: d-0=loading"):
+        await waiting
+    assert watched.clock.now() == begin + 30.0
+    await watched.pod.heartbeater.close()
+    await watched.directory.close()
 
 
 async def test_a_server_restart_loses_no_peer(own_nats_server, connect):
-    bus = await connect("gateway")
-    directory = PeerDirectory(
-        bus, timeout_seconds=3.0
-    )  # of busy heartbeats, which must not be late after the restart
+    bus, clock = await connect("gateway"), FakeClock()
+    directory = PeerDirectory(bus, TIMEOUT, clock)
     events: list[str] = []
     directory.on_event(lambda event: events.append(event.kind))
     await directory.start()
@@ -155,10 +176,12 @@ async def test_a_server_restart_loses_no_peer(own_nats_server, connect):
     await pod.heartbeater.start()
     await directory.wait_for(lambda d: d.get("d-0") is not None, timeout=DEADLINE_SECONDS)
     await asyncio.to_thread(own_nats_server.kill)
-    await asyncio.sleep(3.5)  # longer than the time-out
+    await until(lambda: not bus.is_connected)
+    await clock.let_pass(2 * TIMEOUT)
     await asyncio.to_thread(own_nats_server.start)
     before = pod.sent
     await directory.wait_for(lambda d: d.get("d-0").sent > before + 3, timeout=DEADLINE_SECONDS)
+    await clock.let_pass(TIMEOUT)
     assert events == ["appeared"]
     await pod.heartbeater.close()
     await directory.close()
@@ -211,20 +234,14 @@ async def test_heartbeats_that_always_fail_count_as_no_progress(connect, caplog)
     await pod.heartbeater.close(announce=False)
 
 
-async def test_losses_are_still_noticed_after_a_tick_that_failed(connect, caplog):
-    directory = PeerDirectory(await connect("gateway"), timeout_seconds=0.4)
-    lost = asyncio.Event()
-    directory.on_event(lambda event: lost.set() if event.kind == "lost" else None)
-    await directory.start()
-    pod = Process(await connect("a"), "d-0")
-    await pod.heartbeater.start()
-    await directory.wait_for(lambda d: d.get("d-0") is not None, timeout=30)
-    directory._table.tick = raising_once(directory._table.tick)
-    await pod.heartbeater.close(announce=False)
-    async with asyncio.timeout(30):
-        await lost.wait()
+async def test_losses_are_still_noticed_after_a_tick_that_failed(caplog):
+    watched = Watched()
+    await watched.start()
+    watched.directory._table.tick = raising_once(watched.directory._table.tick)
+    await watched.pod.heartbeater.close(announce=False)
+    await watched.clock.until(lambda: watched.directory.get("d-0") is None, 2 * TIMEOUT)
     assert "KeyError" in caplog.text
-    await directory.close()
+    await watched.directory.close()
 
 
 def test_a_clock_that_is_set_back_makes_no_heartbeat_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,9 @@ class LocalScaler:
             deleting=pod.name in self._leaving,
             drain_requested=pod.name in self._drain_requested_at,
             drain_requested_at=self._drain_requested_at.get(pod.name),
-            waiting_since=time.time() - (time.monotonic() - child.started) if child.started else None,
+            waiting_since=time.time() - (self._supervisor.clock.now() - child.started)
+            if child.started
+            else None,
         )
 
     def _make(self, pool: PoolName, decision: Decision, actions: ScaleActions) -> None:

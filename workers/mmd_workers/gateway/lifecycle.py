@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.contract.pools import ROLES, Role
 from mmd_workers.backoff import Backoff
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.gateway.admission import Admission
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import (
@@ -161,8 +161,10 @@ class Dispatcher:
         gateway: str,
         max_retries: int,
         metrics: Metrics,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._bus = bus
+        self._clock = clock
         self._directory = directory
         self._router = router
         self._gateway = gateway
@@ -240,7 +242,7 @@ class Dispatcher:
         while sequence.task is not None and not sequence.task.done():
             sequence.task.cancel()  # again, if need be: the NATS client may swallow one in a request that is just answered
             await asyncio.wait([sequence.task], timeout=0.1)
-        sequence.attempt.ended = sequence.attempt.ended or time.time()
+        sequence.attempt.ended = sequence.attempt.ended or self._clock.unix()
         sequence.leave_pods()
         self._metrics.duplicates.inc(sequence.state.duplicates)
         if not sequence.state.finished:
@@ -249,7 +251,7 @@ class Dispatcher:
     # --- events ---------------------------------------------------------------------------------------------
 
     async def _on_tokens(self, batch: TokenBatch) -> None:
-        now = time.time()
+        now = self._clock.unix()
         for item in batch.items:
             sequence = self._live.get(item.request_id)
             if sequence is None or sequence.error is not None:
@@ -305,12 +307,12 @@ class Dispatcher:
         if sequence is None or sequence.error is not None or not sequence.state.is_current(held.attempt):
             return -1
         if held.open:
-            sequence.held_at = time.time()
+            sequence.held_at = self._clock.unix()
             sequence.state.held_by(pod)
         return sequence.state.num_tokens
 
     async def _reconnected(self) -> None:
-        self._connected_at = time.time()
+        self._connected_at = self._clock.unix()
 
     async def _on_phases(self, report: PhaseReport) -> None:
         self.timelines.report(report)
@@ -328,10 +330,10 @@ class Dispatcher:
             if not (isinstance(tokens, int) and isinstance(num_bytes, int) and isinstance(seconds, float)):
                 continue
             if phase.name == "embedding_transfer":
-                self._router.embeddings_moved(report.pod, tokens, num_bytes, seconds, time.monotonic())
+                self._router.embeddings_moved(report.pod, tokens, num_bytes, seconds, self._clock.now())
             elif phase.name == "kv_transfer" and (attempt := self.timelines.attempt_of(report)) is not None:
                 self._router.kv_moved(
-                    attempt.prefill_pod, report.pod, tokens, num_bytes, seconds, time.monotonic()
+                    attempt.prefill_pod, report.pod, tokens, num_bytes, seconds, self._clock.now()
                 )
 
     def _on_peer(self, event: PeerEvent) -> None:
@@ -348,7 +350,7 @@ class Dispatcher:
 
     async def _drive(self, sequence: ServedSequence) -> None:
         try:
-            async with asyncio.timeout(max(0.0, sequence.state.spec.deadline - time.time())):
+            async with self._clock.timeout(max(0.0, sequence.state.spec.deadline - self._clock.unix())):
                 if sequence.admission is not None:
                     await sequence.admission.wait()
                 await self._until_finished(sequence)
@@ -395,7 +397,7 @@ class Dispatcher:
             ):  # a decode pod may have less in its prefix cache than the router knows
                 sequence.route = replace(sequence.route, prefill_only=True)
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
-            await asyncio.sleep(pauses.next())
+            await self._clock.sleep(pauses.next())
 
     async def _fall_back(self, sequence: ServedSequence, failed: RequestFailed) -> None:
         """Go on with another prompt, which has less of the medium that has failed.
@@ -413,7 +415,7 @@ class Dispatcher:
     def _suspect(self, route: RouteRequest, lost: Lost) -> None:
         """For some minutes only encoder pods get these media: one that ends its process must not end another that holds prompts."""
         for need in route.features:
-            self._suspects[need.feature_id] = time.monotonic() + SUSPECT_SECONDS
+            self._suspects[need.feature_id] = self._clock.now() + SUSPECT_SECONDS
             self._suspects.move_to_end(need.feature_id)
         while len(self._suspects) > MOST_SUSPECTS:
             self._suspects.popitem(last=False)
@@ -427,7 +429,7 @@ class Dispatcher:
 
     def is_suspected(self, feature_id: str) -> bool:
         """Whether only encoder pods get this medium now."""
-        return self._suspects.get(feature_id, 0.0) > time.monotonic()
+        return self._suspects.get(feature_id, 0.0) > self._clock.now()
 
     async def _place(self, sequence: ServedSequence, avoid: frozenset[str]) -> None:
         state = sequence.state
@@ -438,7 +440,7 @@ class Dispatcher:
             route = replace(sequence.route, avoid=avoid | refused.keys() | unreachable)
             if any(self.is_suspected(need.feature_id) for need in route.features):
                 route = replace(route, encoders_only=True)
-            outcome = self._router.route(route, self._directory.pods(state=None), time.monotonic())
+            outcome = self._router.route(route, self._directory.pods(state=None), self._clock.now())
             if isinstance(outcome, NothingRoutable):
                 sequence.waits_for_role = outcome.missing_role
                 await self._pods_or(TICK_SECONDS)
@@ -472,7 +474,7 @@ class Dispatcher:
                 raise
             if placed.accepted:
                 self._router.confirm(outcome, self._directory.get)
-                sequence.held_at = time.time()
+                sequence.held_at = self._clock.unix()
                 return
             self._router.take_back(outcome)
             sequence.attempt.lost = f"{pod} refused: {placed.code} {placed.message}"
@@ -545,10 +547,10 @@ class Dispatcher:
                 wanted_room = failed.code == OverloadedError.code
                 by_media = failed.code == UnprocessableMediumError.code
                 return Lost("gave_up", why, failed.pod, wanted_room, by_media)
-            if (lost := self._stuck(sequence, time.time())) is not None:
+            if (lost := self._stuck(sequence, self._clock.unix())) is not None:
                 return lost
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
+                async with self._clock.timeout(TICK_SECONDS):
                     await sequence.signal.wait()
 
     def _stuck(self, sequence: ServedSequence, now: float) -> Lost | None:
@@ -579,14 +581,14 @@ class Dispatcher:
     async def _pods_or(self, seconds: float) -> None:
         """Wait until a pod appears, goes or changes state, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 await self._pods_changed.wait()
 
     def _note_attempt(self, sequence: ServedSequence, request: GenerateRequest, placement: Placement) -> None:
         sequence.lost_pods.clear()
         sequence.gap_since = None
         sequence.held_at = sequence.looked_at = 0.0
-        sequence.placed_at = time.time()
+        sequence.placed_at = self._clock.unix()
         _, number = split_sequence_id(request.request_id)
         sequence.placement = placement
         estimated = {"ttft": placement.estimated_ttft_seconds, **placement.terms.seconds}

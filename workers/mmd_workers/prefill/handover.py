@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.backoff import Backoff
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.engine.blocks import leading_identities, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
@@ -110,11 +110,13 @@ class KvSender:
         metrics: Metrics,
         block_tokens: int = 0,
         wire_format: KvWireFormat = "Model",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`incarnations()`: of the decode pods that are ready now, by name. `block_tokens`: of the blocks that decoders have cached; 0:
         they cache none. `wire_format`: of the KV that is sent.
         """
         self._bus = bus
+        self._clock = clock
         self._pod = pod
         self._incarnation = incarnation
         self._engine = engine
@@ -155,7 +157,7 @@ class KvSender:
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         unable: dict[str, MmdError] = {}
         prefix = prefix_of(request, self._block_tokens) if self._block_tokens else []
-        while time.time() < request.deadline:
+        while self._clock.unix() < request.deadline:
             there = self._incarnations()
             if not there:
                 reason = f"{', '.join(request.decode_pods)} lost and no other pod is ready"
@@ -193,7 +195,7 @@ class KvSender:
                 differ = all(isinstance(error, LayoutMismatchError) for error in unable.values())
                 why = "; ".join(f"{pod}: {error.message}" for pod, error in unable.items())
                 raise LayoutMismatchError(why) if differ else CapacityError(why)
-            await asyncio.sleep(pauses.next())
+            await self._clock.sleep(pauses.next())
         raise OverloadedError(f"no decode pod accepted the sequence: {reason}")
 
     def _connect(self, pod: str, incarnation: str, grant: KvGrant) -> asyncio.Task[PairLink]:
@@ -216,7 +218,7 @@ class KvSender:
             return
         self._linking += 1
         try:
-            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, time.time(), [], 0)
+            grant = await self._ask(pod, incarnation, f"link-{self._pod}", 0, 0, 0, self._clock.unix(), [], 0)
             if not grant.granted:
                 raise OverloadedError(f"{pod} refused the link: {grant.reason}")
             await self._connect(pod, incarnation, grant)
@@ -241,7 +243,7 @@ class KvSender:
         tokens = len(request.token_ids) + len(request.output_token_ids)
         more = request.sampling.max_tokens - len(request.output_token_ids)
         name, attempt = request.request_id, request.attempt
-        end = min(request.deadline, time.time() + patience_seconds)
+        end = min(request.deadline, self._clock.unix() + patience_seconds)
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
@@ -250,10 +252,10 @@ class KvSender:
                     request.companion_tokens,
                 )
             except (DeadlineError, OverloadedError) as error:
-                if time.time() > end or self._incarnations().get(pod) != incarnation:
+                if self._clock.unix() > end or self._incarnations().get(pod) != incarnation:
                     raise
                 if isinstance(error, OverloadedError):  # answered at once
-                    await asyncio.sleep(pauses.next())
+                    await self._clock.sleep(pauses.next())
 
     async def _ask(
         self,
@@ -328,9 +330,9 @@ class KvSender:
 
     async def _until_released(self, release: KvRelease, pod: str) -> None:
         """Repeat it until the decoder confirms, is lost, or has freed the blocks because their lease has ended."""
-        end = time.monotonic() + self._lease_seconds
+        end = self._clock.now() + self._lease_seconds
         pauses = Backoff(*RETRY_SECONDS)
-        while time.monotonic() < end:
+        while self._clock.now() < end:
             try:
                 await self._bus.request(
                     self._bus.subjects.kv_release(pod), release, Acknowledged, timeout=REPLY_SECONDS
@@ -342,7 +344,7 @@ class KvSender:
                 log.warning(
                     "release of %s on %s failed, retrying: %s", release.request_id, pod, error.message
                 )
-            await asyncio.sleep(pauses.next())
+            await self._clock.sleep(pauses.next())
 
     async def _try(
         self, request: GenerateRequest, sequence: str, reservation: KvReservation, ranges: Ranges
@@ -351,11 +353,11 @@ class KvSender:
             link = await reservation.link
             with link.held():
                 seen = sent = 0
-                renewed = time.monotonic()
+                renewed = self._clock.now()
                 while seen < len(ranges.ready) or ranges.finished is None:
                     if seen == len(ranges.ready):
                         ranges.changed.clear()
-                        async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+                        async with self._clock.timeout(max(0.0, request.deadline - self._clock.unix())):
                             await ranges.changed.wait()
                         continue
                     start, end = ranges.ready[seen]
@@ -363,12 +365,12 @@ class KvSender:
                     start = max(start, cached := reservation.grant.cached_tokens)
                     if start < end:
                         await self._send(link, reservation, sequence, sent, start, end)
-                    elif time.monotonic() - renewed > RENEW_FRACTION * self._lease_seconds:
+                    elif self._clock.now() - renewed > RENEW_FRACTION * self._lease_seconds:
                         await self._send(link, reservation, sequence, sent, cached, cached)
                     else:
                         continue
                     sent += 1
-                    renewed = time.monotonic()
+                    renewed = self._clock.now()
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
             raise DeadlineError("request deadline exceeded while its KV was being sent") from error
@@ -417,17 +419,17 @@ class KvSender:
 
         Never longer asleep than a fraction of the chunk's deadline.
         """
-        end = time.monotonic() + LONGEST_STEP_SECONDS
+        end = self._clock.now() + LONGEST_STEP_SECONDS
         subject, seconds = self._bus.subjects.kv_chunk(pod), self._announce_seconds
         while True:
             try:
                 await self._bus.request(subject, chunk, Acknowledged, timeout=seconds)
                 return
             except (DeadlineError, PeerLostError, OverloadedError) as error:
-                if link.dead or pod not in self._incarnations() or time.monotonic() > end:
+                if link.dead or pod not in self._incarnations() or self._clock.now() > end:
                     raise
                 if not isinstance(error, DeadlineError):  # answered at once
-                    await asyncio.sleep(seconds)
+                    await self._clock.sleep(seconds)
 
     async def _commit(
         self, request: GenerateRequest, reservation: KvReservation, finished: Finished, num_chunks: int
@@ -450,7 +452,7 @@ class KvSender:
         Raises:
             DeadlineError, PeerLostError: no answer: it is unknown whether the decoder accepted it.
         """
-        end = time.monotonic() + LONGEST_STEP_SECONDS
+        end = self._clock.now() + LONGEST_STEP_SECONDS
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
@@ -458,11 +460,11 @@ class KvSender:
                     self._bus.subjects.kv_commit(pod), commit, KvCommitted, timeout=REPLY_SECONDS
                 )
             except (DeadlineError, PeerLostError, OverloadedError) as error:
-                if time.monotonic() > end or pod not in self._incarnations():
+                if self._clock.now() > end or pod not in self._incarnations():
                     if isinstance(error, OverloadedError):  # an earlier try may have been accepted
                         raise DeadlineError(f"{pod} did not answer the commit: {error.message}") from error
                     raise
                 self._log.warning(
                     pod, f"commit of {commit.lease_id} on {pod} failed, retrying: {error.message}"
                 )
-            await asyncio.sleep(pauses.next())
+            await self._clock.sleep(pauses.next())

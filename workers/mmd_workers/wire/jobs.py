@@ -40,6 +40,7 @@ from mmd_api.contract.errors import (
     WireError,
 )
 from mmd_api.contract.pools import MODALITIES, Modality
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.client import cancellable
@@ -210,8 +211,9 @@ class _Puller:
 class EncodeQueue:
     """The queue of one pipeline revision."""
 
-    def __init__(self, bus: Bus, limits: QueueLimits | None = None) -> None:
+    def __init__(self, bus: Bus, limits: QueueLimits | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self._bus = bus
+        self._clock = clock
         self._limits = limits or QueueLimits()
         self._stream = bus.subjects.encode_stream
         self._manager = JetStreamManager(bus.client, timeout=_API_SECONDS)
@@ -316,11 +318,11 @@ class EncodeQueue:
 
         Never raises if the server is unreachable: it waits, as for an empty queue. One caller at a time.
         """
-        end = time.monotonic() + wait
+        end = self._clock.now() + wait
         while True:
             woken = self._wake.is_set()
             self._wake.clear()
-            left = end - time.monotonic()
+            left = end - self._clock.now()
             try:
                 await self._open(modalities)
                 deliveries = await self._round(modalities, batch)
@@ -332,13 +334,13 @@ class EncodeQueue:
                 )
             except (nats_errors.Error, TimeoutError, MmdError) as error:
                 self._log.warning("pull", f"reading the encode queue failed: {type(error).__name__} {error}")
-            left = end - time.monotonic()
+            left = end - self._clock.now()
             if left <= 0:
                 return []
             # The signal may be here before the stream has its job: then a second look, soon.
             pause = _SOON_SECONDS if woken else _POLL_SECONDS
             try:
-                async with asyncio.timeout(min(left, pause)):
+                async with self._clock.timeout(min(left, pause)):
                     await self._wake.wait()
             except TimeoutError:
                 continue
@@ -447,14 +449,18 @@ class EncodeQueue:
             retryable=False,
         )
         report = asyncio.create_task(
-            report_failure(self._bus, delivery, failed, f"not finished after {attempts} attempts")
+            report_failure(
+                self._bus, delivery, failed, f"not finished after {attempts} attempts", self._clock
+            )
         )
         self._reports.add(report)  # a receiver that does not answer holds up no other job
         report.add_done_callback(self._reports.discard)
         return None
 
 
-async def report_failure(bus: Bus, delivery: Delivery, failed: EncodeFailed, reason: str) -> None:
+async def report_failure(
+    bus: Bus, delivery: Delivery, failed: EncodeFailed, reason: str, clock: Clock = SYSTEM_CLOCK
+) -> None:
     """Report to the receiver that the feature will not come, and take the job off the queue once it has confirmed that. While it
     does not, the job stays queued: the next encoder to get it reports again. A lost receiver needs no report.
     """
@@ -469,9 +475,9 @@ async def report_failure(bus: Bus, delivery: Delivery, failed: EncodeFailed, rea
             _log.warning(
                 "failure report of job %s was not confirmed, retrying: %s", job.job_id, error.message
             )
-            await asyncio.sleep(_POLL_SECONDS)
+            await clock.sleep(_POLL_SECONDS)
     else:
-        if gone < _REPORTS and time.time() < job.deadline:
+        if gone < _REPORTS and clock.unix() < job.deadline:
             await delivery.retry(_CONFIRM_SECONDS)
             return
     await delivery.terminate(reason)

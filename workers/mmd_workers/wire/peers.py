@@ -13,6 +13,7 @@ from typing import Literal
 from mmd_api.contract.errors import DeadlineError, MmdError
 from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import Role
+from mmd_workers.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages import Heartbeat
@@ -117,7 +118,7 @@ class PeerTable:
 class PeerDirectory:
     """A live `PeerTable` fed from the bus."""
 
-    def __init__(self, bus: Bus, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bus: Bus, timeout_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._bus = bus
         self._clock = clock
         self._table = PeerTable(timeout_seconds)
@@ -178,7 +179,7 @@ class PeerDirectory:
             DeadlineError: it does not within `timeout` seconds; the message lists who is there.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with self._clock.timeout(timeout):
                 while not predicate(self):
                     self._changed.clear()
                     await self._changed.wait()
@@ -189,17 +190,17 @@ class PeerDirectory:
             ) from error
 
     async def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        self._notify(self._table.record(heartbeat, self._clock()))
+        self._notify(self._table.record(heartbeat, self._clock.now()))
         self._changed.set()
 
     async def _reconnected(self) -> None:
-        self._table.forgive(self._clock())
+        self._table.forgive(self._clock.now())
 
     async def _tick_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(self._table.timeout_seconds / 8)
+            await self._clock.sleep(self._table.timeout_seconds / 8)
             try:
-                events = self._table.tick(self._clock(), self._bus.is_connected)
+                events = self._table.tick(self._clock.now(), self._bus.is_connected)
                 if events:
                     self._notify(events)
                     self._changed.set()
@@ -222,14 +223,17 @@ class PeerDirectory:
 class Heartbeater:
     """Publishes what `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop.
 
-    `last_progress` (time.monotonic) moves with every turn, also while no server takes the heartbeat: a `make` that fails stops it.
+    `last_progress` (seconds of `clock`) moves with every turn, also while no server takes the heartbeat: a `make` that fails stops it.
     """
 
-    def __init__(self, bus: Bus, make: Callable[[], Heartbeat], period: float) -> None:
+    def __init__(
+        self, bus: Bus, make: Callable[[], Heartbeat], period: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._bus = bus
         self._make = make
         self._period = period
-        self.last_progress = time.monotonic()
+        self._clock = clock
+        self.last_progress = clock.now()
         self._log = RateLimitedLog(_log)
         self._task: asyncio.Task[None] | None = None
 
@@ -277,7 +281,7 @@ class Heartbeater:
 
     async def _beat_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(self._period)
+            await self._clock.sleep(self._period)
             if self._task is None:
                 return
             try:
@@ -290,4 +294,4 @@ class Heartbeater:
                     "beat", f"failed to send a heartbeat: {type(error).__name__}: {error}", error
                 )
                 continue
-            self.last_progress = time.monotonic()
+            self.last_progress = self._clock.now()
