@@ -46,7 +46,7 @@ def pytest_leg(
 
 
 def units(name: str, budget_minutes: float, which: str) -> Leg:
-    return pytest_leg(name, budget_minutes, "-n", "4", "--dist", "loadgroup", "-m", which, *UNITS)
+    return pytest_leg(name, budget_minutes, "-n", "3", "--dist", "loadgroup", "-m", which, *UNITS)
 
 
 UNITS = ("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page")
