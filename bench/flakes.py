@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 
 from bench.report import REPORTS, code, keep
-from ci.run import Run, legs_of, run_together
+from ci.run import Run, legs_of, run_legs
 from mmd_workers.wire.server import die_with_parent
 
 STOPPED_SECONDS = (1.0, 3.0)
@@ -129,7 +129,7 @@ class Findings:
         """Run the legs once, with so many times their budgets."""
         number = self.runs
         for leg in legs_of(words):
-            (run,) = run_together([replace(leg, budget_minutes=leg.budget_minutes * patience)])
+            (run,) = run_legs([replace(leg, budget_minutes=leg.budget_minutes * patience)])
             self.legs.append(
                 {
                     "run": number,

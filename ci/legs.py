@@ -1,4 +1,4 @@
-"""The legs of `make test` and of the gate: their commands and budgets. Nothing here knows how legs are run."""
+"""The legs of `make test` and of the gate: their commands, budgets and cores. Nothing here knows how legs are run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ VLLM_PYTHON = ".cache/vllm/bin/python"
 PYTEST = ("-m", "pytest", "--quiet", "--no-header", "--disable-warnings", "-p", "no:cacheprovider", "-rfEs")
 KUBERNETES = 'test -x "$KUBEBUILDER_ASSETS/kube-apiserver" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
 
+CORES = 2
+"""Of the machine that the gate is planned for."""
+
 
 @dataclass(frozen=True)
 class Leg:
     """One command with a log of its own.
 
-    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `beside`: the leg before
-    it that it runs together with, because neither uses both cores.
+    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `cores`: about how many it
+    keeps busy; it runs beside others as long as they need no more than `CORES` together.
     """
 
     name: str
     command: tuple[str, ...]
     budget_minutes: float
-    beside: str = ""
+    cores: int = CORES
 
     @property
     def is_pytest(self) -> bool:
@@ -40,9 +43,9 @@ class Leg:
 
 
 def pytest_leg(
-    name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, beside: str = ""
+    name: str, budget_minutes: float, *arguments: str, python: str = PYTHON, cores: int = CORES
 ) -> Leg:
-    return Leg(name, (python, *PYTEST, *arguments), budget_minutes, beside)
+    return Leg(name, (python, *PYTEST, *arguments), budget_minutes, cores)
 
 
 def units(name: str, budget_minutes: float, which: str) -> Leg:
@@ -52,26 +55,28 @@ def units(name: str, budget_minutes: float, which: str) -> Leg:
 UNITS = ("tests", "--ignore=tests/apiserver", "--ignore=tests/pipeline", "--ignore=tests/page")
 DEPLOYMENTS = ("tests/pipeline", "tests/page", "tests/observe")
 
-KUBERNETES_BUILD = Leg("kubernetes", ("sh", "-c", KUBERNETES), 10)
+KUBERNETES_BUILD = Leg("kubernetes", ("sh", "-c", KUBERNETES), 10, cores=1)
 TEST = (
     KUBERNETES_BUILD,
     units("unit", 22, "not drill and not deployment"),
-    pytest_leg("apiserver", 10, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver"),
+    pytest_leg(
+        "apiserver", 10, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver", cores=1
+    ),
     pytest_leg(
         "vllm-engine",
         8,
         *("-m", "not drill", "tests/vllm_engine", "tests/wire/test_errors.py"),
         python=VLLM_PYTHON,
-        beside="apiserver",
+        cores=1,
     ),
-    pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS),
+    pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS, cores=1),
 )
 QUICK = units("quick", 20, "not drill and not deployment and not processes")
 """Those that start no worker, gateway or operator as a process of its own."""
 
-LINT = Leg("lint", ("make", "lint"), 3)
-VLLM = Leg("vllm", ("make", "vllm"), 5)
-DEMO = Leg("demo", ("make", "demo"), 3)
+LINT = Leg("lint", ("make", "lint"), 3, cores=1)
+VLLM = Leg("vllm", ("make", "vllm"), 5, cores=1)
+DEMO = Leg("demo", ("make", "demo"), 3, cores=1)
 
 #: What the words of the command line stand for.
 SUITES: dict[str, tuple[Leg, ...]] = {

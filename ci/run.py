@@ -1,4 +1,4 @@
-"""Runs legs of the tests one after another, whatever fails, and ends with a summary that names every failure.
+"""Runs legs of the tests, beside one another as far as the cores reach, whatever fails, and ends with a summary that names every failure.
 
 Use: `python -m ci.run gate`, `python -m ci.run test`, `python -m ci.run unit apiserver`, `python -m ci.run drills`,
 `python -m ci.run drill-NAME`. Each leg has a log and the outcomes of its tests in `.cache/ci`. Exit status 1 if anything failed.
@@ -20,12 +20,12 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ci.drills import DRILLS, chosen
-from ci.legs import PYTEST, PYTHON, SUITES, VLLM_PYTHON, Leg, pytest_leg
+from ci.drills import DRILLS, ROTATION, chosen
+from ci.legs import CORES, PYTEST, PYTHON, SUITES, VLLM_PYTHON, Leg, pytest_leg
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "ci"
@@ -51,6 +51,7 @@ class Run:
     """A leg under way, and its result."""
 
     leg: Leg
+    begun: float = 0.0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -102,6 +103,11 @@ def drill_leg(name: str) -> Leg:
     return pytest_leg(f"drill-{name}", row["minutes"], "-m", f"drill(name='{name}')", *files, python=python)
 
 
+def drill_leg_of_gate(name: str) -> Leg:
+    """Those of the rotation are steady enough to run beside other legs."""
+    return replace(drill_leg(name), cores=1 if name in ROTATION else CORES)
+
+
 def legs_of(words: Iterable[str]) -> Iterator[Leg]:
     """The legs that the words of the command line stand for."""
     by_name = {leg.name: leg for legs in SUITES.values() for leg in legs}
@@ -109,7 +115,7 @@ def legs_of(words: Iterable[str]) -> Iterator[Leg]:
         if word in SUITES:
             yield from SUITES[word]
             if word == "gate":
-                yield from map(drill_leg, chosen().run)
+                yield from map(drill_leg_of_gate, chosen().run)
         elif word == "drills":
             yield from map(drill_leg, DRILLS)
         elif word.startswith("drill-") and word.removeprefix("drill-") in DRILLS:
@@ -162,41 +168,46 @@ def has_ended(run: Run, process: subprocess.Popen[bytes]) -> bool:
     return process.returncode is not None
 
 
-def too_late(run: Run, begun: float | None) -> str:
+def too_late(run: Run, gate_begun: float | None) -> str:
     """What a leg has taken that must end now, or nothing."""
     if run.seconds > 2 * 60 * run.leg.budget_minutes:
         return f"twice its budget of {run.leg.budget_minutes:g} min"
-    if begun is not None and time.monotonic() - begun > 60 * MOST_MINUTES:
+    if gate_begun is not None and time.monotonic() - gate_begun > 60 * MOST_MINUTES:
         return f"{MOST_MINUTES:g} min of all legs together"
     return ""
 
 
-def run_together(legs: Sequence[Leg], begun: float | None = None) -> list[Run]:
-    """Run legs at the same time, until each has ended or is ended: after twice its budget, or when the legs of a gate, the first of which
-    began at `begun`, have taken too long. Python processes then print their stacks; what is left after `Leg.end_seconds` is killed.
+def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
+    """Run legs in their order, each as soon as those under way leave it its cores, until each has ended or is ended: after twice its
+    budget, or when the legs of a gate, which began at `gate_begun`, have taken too long. Python processes then print their stacks; what is
+    left after `Leg.end_seconds` is killed.
     """
     runs = [Run(leg) for leg in legs]
-    started = time.monotonic()
+    waiting = list(runs)
     under_way: list[tuple[Run, subprocess.Popen[bytes]]] = []
     try:
-        for run in runs:
-            if (process := start(run)) is not None:
-                under_way.append((run, process))
-            else:
-                run.status = NO_PROGRAM
-                finish(run)
-        while under_way:
+        while waiting or under_way:
+            while waiting and sum(run.leg.cores for run, _ in under_way) + waiting[0].leg.cores <= CORES:
+                run = waiting.pop(0)
+                run.begun = time.monotonic()
+                if (process := start(run)) is not None:
+                    under_way.append((run, process))
+                else:
+                    run.status = NO_PROGRAM
+                    finish(run)
             before = time.monotonic()
             time.sleep(0.1)
             late = time.monotonic() - before - 0.1
             for run, process in list(under_way):
                 run.stall_seconds = max(run.stall_seconds, late)
-                run.seconds = time.monotonic() - started
+                run.seconds = time.monotonic() - run.begun
                 if has_ended(run, process):
                     under_way.remove((run, process))
-                    signal_group(process, signal.SIGKILL)  # what a leg has left disturbs no other leg
+                    signal_group(
+                        process, signal.SIGKILL
+                    )  # so that nothing it leaves behind disturbs later legs
                     finish(run)
-                elif not run.ended_late and (why := too_late(run, begun)):
+                elif not run.ended_late and (why := too_late(run, gate_begun)):
                     run.ended_late, run.ended_at = why, run.seconds
                     signal_group(process, run.leg.end_signal)
                 elif run.ended_late and run.seconds > run.ended_at + run.leg.end_seconds:
@@ -253,13 +264,13 @@ def may_run_again(run: Run) -> list[str]:
     return names if excused else []
 
 
-def run_again(run: Run, begun: float | None = None) -> list[str]:
+def run_again(run: Run, gate_begun: float | None = None) -> list[str]:
     """Run failed tests once more, alone; the names of those that passed, which are flaky. All passed: so has the leg."""
     names = may_run_again(run)
     if not names:
         return []
     leg = Leg(f"{run.leg.name}-again", (run.leg.command[0], *PYTEST, *names), AGAIN_MINUTES)
-    (again,) = run_together([leg], begun)
+    (again,) = run_legs([leg], gate_begun)
     flaky = [name for name in names if name in again.passed_names]
     if again.passed and flaky == names:
         run.status = 0
@@ -340,15 +351,9 @@ def main(words: Sequence[str]) -> int:
         "\n".join((f"logs: {FOLDER}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", *notes)),
         flush=True,
     )
-    groups: list[list[Leg]] = []
-    for leg in legs:
-        if groups and leg.beside == groups[-1][0].name:
-            groups[-1].append(leg)
-        else:
-            groups.append([leg])
-    begun = time.monotonic() if "gate" in words else None
-    runs = [run for group in groups for run in run_together(group, begun)]
-    flaky = [name for run in runs if not run.passed for name in run_again(run, begun)]
+    gate_begun = time.monotonic() if "gate" in words else None
+    runs = run_legs(legs, gate_begun)
+    flaky = [name for run in runs if not run.passed for name in run_again(run, gate_begun)]
     print(summary(runs, flaky, notes), flush=True)
     return int(too_flaky(flaky) or not all(run.passed for run in runs))
 

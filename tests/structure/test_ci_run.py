@@ -13,7 +13,7 @@ import pytest
 from ci import run as module
 from ci.drills import Choice
 from ci.legs import PYTEST, Leg
-from ci.run import Run, finish, run_again, run_together, summary
+from ci.run import Run, finish, run_again, run_legs, summary
 
 pytestmark = pytest.mark.processes
 REPOSITORY = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_every_leg_runs_and_the_summary_names_what_failed_with_its_output(cases:
         Leg("broken", ("sh", "-c", "echo no such disk; exit 3"), 1),
         Leg("good", ("true",), 1),
     )
-    runs = [run for leg in legs for run in run_together([leg])]
+    runs = run_legs(legs)
     text = summary(runs, [])
     assert [run.status for run in runs] == [1, 3, 0]
     assert "FAILED cases/test_cases.py::test_pure" in text
@@ -107,7 +107,7 @@ def test_every_leg_runs_and_the_summary_names_what_failed_with_its_output(cases:
 
 
 def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases: Path) -> None:
-    (run,) = run_together([leg_of("passes or chance")])
+    (run,) = run_legs([leg_of("passes or chance")])
     assert not run.passed
     flaky = run_again(run)
     assert flaky == ["cases/test_cases.py::test_by_chance"]
@@ -116,7 +116,7 @@ def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases:
 
 
 def test_a_deployment_that_was_too_slow_has_a_second_chance(cases: Path) -> None:
-    (run,) = run_together([leg_of("slow_answer")])
+    (run,) = run_legs([leg_of("slow_answer")])
     assert run_again(run) == ["cases/test_cases.py::test_slow_answer"]
 
 
@@ -126,14 +126,14 @@ def test_a_deployment_that_was_too_slow_has_a_second_chance(cases: Path) -> None
 def test_neither_pure_tests_nor_wrong_answers_nor_broken_promises_run_again(
     cases: Path, expression: str
 ) -> None:
-    (run,) = run_together([leg_of(expression)])
+    (run,) = run_legs([leg_of(expression)])
     assert run_again(run) == []
     assert not run.passed
 
 
 def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes(cases: Path) -> None:
     hangs = leg_of("passes or hangs")
-    (run,) = run_together([replace(hangs, budget_minutes=0.1)])
+    (run,) = run_legs([replace(hangs, budget_minutes=0.1)])
     assert run.ended_late
     assert not run.passed
     assert "in test_hangs" in run.log.read_text()
@@ -145,36 +145,53 @@ def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes
 
 def test_a_program_that_is_ended_may_remove_what_it_has_made(cases: Path) -> None:
     program = "trap 'echo removed; exit 1' TERM; while :; do sleep 0.1; done"
-    (run,) = run_together([Leg("made", ("sh", "-c", program), 0.01)])
+    (run,) = run_legs([Leg("made", ("sh", "-c", program), 0.01)])
     assert run.log.read_text().endswith("removed\n")
 
 
 def test_a_leg_that_still_runs_when_all_have_taken_too_long_is_ended(cases: Path) -> None:
     begun = time.monotonic() - 60 * module.MOST_MINUTES
-    (run,) = run_together([Leg("late", ("sleep", "900"), 5)], begun)
+    (run,) = run_legs([Leg("late", ("sleep", "900"), 5)], begun)
     assert not run.passed
     assert "ended after 80 min of all legs together" in summary([run], [])
+
+
+def test_legs_start_in_order_as_soon_as_their_cores_are_free(cases: Path) -> None:
+    """The first leg ends only once the third has run beside it; the fourth needs all cores and waits for both."""
+    opened = "until test -e {}; do sleep 0.05; done"
+    legs = [
+        Leg("until-c", ("sh", "-c", f"touch a; {opened.format('c')}"), 1, cores=1),
+        Leg("short", ("sh", "-c", opened.format("a")), 1, cores=1),
+        Leg("c", ("touch", "c"), 1, cores=1),
+        Leg("all-cores", ("sh", "-c", "test -e c && touch d"), 1),
+        Leg("after", ("test", "-e", "d"), 1, cores=1),
+    ]
+    runs = run_legs(legs)
+    assert [run.status for run in runs] == [0, 0, 0, 0, 0]
+    ends = [run.begun + run.seconds for run in runs]
+    assert runs[3].begun >= max(ends[:3])
+    assert runs[4].begun >= ends[3]
 
 
 def test_the_leg_beside_one_that_does_not_end_is_watched_meanwhile(
     cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Leg, "end_seconds", 10.0)
-    stubborn = Leg("stubborn", ("sh", "-c", "trap '' TERM; while :; do sleep 1; done"), 0.01)
-    run_together([stubborn, Leg("other", ("sleep", "3"), 5)])
+    stubborn = Leg("stubborn", ("sh", "-c", "trap '' TERM; while :; do sleep 1; done"), 0.01, cores=1)
+    run_legs([stubborn, Leg("other", ("sleep", "3"), 5, cores=1)])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["other", "stubborn"]
 
 
 def test_the_summary_says_what_a_leg_and_its_processes_have_computed(cases: Path) -> None:
     computes = f"{sys.executable} -c 'sum(range(10**8))'"
-    (run,) = run_together([Leg("computes", ("sh", "-c", f"{computes}; {computes}"), 5)])
+    (run,) = run_legs([Leg("computes", ("sh", "-c", f"{computes}; {computes}"), 5)])
     assert run.cpu_seconds > 0
     assert f"CPU {run.cpu_seconds:.0f} s" in summary([run], [])
 
 
 def test_processes_of_a_leg_keep_what_they_compile(cases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    (run,) = run_together(
+    (run,) = run_legs(
         [Leg("any", (sys.executable, "-c", "import sys; sys.exit(sys.dont_write_bytecode)"), 5)]
     )
     assert run.passed
@@ -201,25 +218,25 @@ def test_more_flaky_tests_than_are_allowed_fail_the_run(cases: Path) -> None:
 
 def test_skipped_tests_are_counted_by_their_reasons(cases: Path) -> None:
     (cases / "second").touch()
-    (run,) = run_together([leg_of("skips")])
+    (run,) = run_legs([leg_of("skips")])
     assert "-- skipped\n        1    not now\n" in summary([run], [])
 
 
 def test_a_test_that_is_skipped_the_second_time_has_not_passed(cases: Path) -> None:
-    (run,) = run_together([leg_of("skips")])
+    (run,) = run_legs([leg_of("skips")])
     assert run_again(run) == []
     assert not run.passed
 
 
 def test_a_pytest_that_ends_in_the_middle_has_not_passed(cases: Path) -> None:
-    (run,) = run_together([leg_of("passes or exits")])
+    (run,) = run_legs([leg_of("passes or exits")])
     assert run.status == 0
     assert not run.passed
     assert summary([run], []).splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
 
 
-def test_a_leg_without_its_program_fails_and_the_one_beside_it_ends(cases: Path) -> None:
-    missing, good = run_together([Leg("missing", ("no-such-program",), 1), Leg("good", ("true",), 1)])
+def test_a_leg_without_its_program_fails_and_the_others_run(cases: Path) -> None:
+    missing, good = run_legs([Leg("missing", ("no-such-program",), 1, cores=1), Leg("good", ("true",), 1)])
     assert (missing.status, good.status) == (127, 0)
     assert "no-such-program cannot be run" in summary([missing, good], [])
 
@@ -236,7 +253,7 @@ def test_an_outcome_that_was_cut_off_is_none(cases: Path) -> None:
 
 
 def test_what_is_not_run_is_the_last_thing_said_before_the_failures(cases: Path) -> None:
-    (run,) = run_together([leg_of("passes")])
+    (run,) = run_legs([leg_of("passes")])
     text = summary([run], [], ["NOT RUN: drill-x, whose files changed"])
     assert "\n-- NOT RUN: drill-x, whose files changed\n" in text
 
@@ -245,25 +262,20 @@ def test_what_is_not_run_is_the_last_thing_said_before_the_failures(cases: Path)
 def test_a_run_fails_if_any_leg_does_and_only_a_gate_has_a_limit_for_all(
     cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], second: str, status: int
 ) -> None:
-    legs = [
-        Leg("first", ("true",), 1),
-        Leg("beside", (second,), 1, beside="first"),
-        Leg("last", ("true",), 1),
-    ]
-    together: list[tuple[list[str], bool]] = []
+    legs = [Leg("first", ("true",), 1), Leg("second", (second,), 1)]
+    limited: list[bool] = []
 
-    def recorded(group: list[Leg], begun: float | None = None) -> list[Run]:
-        together.append(([leg.name for leg in group], begun is not None))
-        return run_together(group, begun)
+    def recorded(legs: list[Leg], gate_begun: float | None = None) -> list[Run]:
+        limited.append(gate_begun is not None)
+        return run_legs(legs, gate_begun)
 
-    monkeypatch.setattr(module, "run_together", recorded)
+    monkeypatch.setattr(module, "run_legs", recorded)
     monkeypatch.setattr(module, "legs_of", lambda _: legs)
     monkeypatch.setattr(module, "chosen", lambda: Choice((), ("NOT RUN: drill-x",)))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert module.main(["drills"]) == status
-    assert together == [(["first", "beside"], False), (["last"], False)]
+    assert limited == [False]
     assert "NOT RUN" not in capsys.readouterr().out
-    together.clear()
     assert module.main(["gate"]) == status
-    assert together == [(["first", "beside"], True), (["last"], True)]
+    assert limited == [False, True]
     assert capsys.readouterr().out.count("NOT RUN: drill-x") == 2

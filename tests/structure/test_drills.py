@@ -25,7 +25,7 @@ from ci.drills import (
     own_paths,
     stale,
 )
-from ci.legs import DEMO, SUITES
+from ci.legs import CORES, DEMO, SUITES
 from ci.run import MOST_MINUTES, legs_of
 
 ROOT = Path(__file__).parents[2]
@@ -187,8 +187,12 @@ def test_names_of_the_table_that_no_test_of_their_module_has_are_found() -> None
 
 
 def test_the_budgets_of_the_gate_fit_into_the_time_of_ci() -> None:
-    budgets = sum(leg.budget_minutes for leg in SUITES["gate"] if not leg.beside)
+    budgets = sum(leg.budget_minutes * leg.cores / CORES for leg in SUITES["gate"])
     assert budgets + MINUTES <= MOST_MINUTES < CI_MINUTES
+
+
+def test_no_leg_waits_for_more_cores_than_there_are() -> None:
+    assert {leg.cores for leg in legs_of(["gate", "check", "test", "drills"])} == {1, CORES}
 
 
 def test_the_gate_ends_with_the_drills_of_its_commit() -> None:
@@ -201,6 +205,6 @@ def test_the_gate_ends_with_the_drills_of_its_commit() -> None:
 
 def test_drills_run_alone_and_by_name() -> None:
     assert [leg.name for leg in legs_of(["drills"])] == [f"drill-{name}" for name in DRILLS]
-    assert not any(leg.beside for leg in legs_of(["drills"]))
+    assert all(leg.cores == CORES for leg in legs_of(["drills"]))
     with pytest.raises(SystemExit, match="there is no leg 'drill-none'"):
         list(legs_of(["drill-none"]))
